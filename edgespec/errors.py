@@ -1,0 +1,49 @@
+"""The errors edgespec raises on purpose.
+
+    EdgespecError                exit code 2
+    ├── InputError               a value the user gave: names the value, what was wanted, the next step
+    ├── MissingExtra             an optional package is absent: one sentence with the pip command
+    ├── BundleError              a bundle that is incomplete, altered or of another schema
+    └── CheckFailed              exit code 1: everything ran, and a bound is broken
+
+Pure code raises these; only `edgespec.cli.main` prints them and chooses the exit code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EdgespecError(Exception):
+    """Base of every error that is a message to the user and not a bug."""
+
+    exit_code = 2
+
+
+class InputError(EdgespecError):
+    """A value the user gave cannot be used."""
+
+
+class BundleError(EdgespecError):
+    """A bundle on disk is not what its manifest says."""
+
+
+class CheckFailed(EdgespecError):
+    """Everything ran, and a measured value breaks its bound."""
+
+    exit_code = 1
+
+
+class MissingExtra(EdgespecError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'edgespec[{extra}]'")
+
+
+def did_you_mean(seen: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the closest known name, else the list of known names."""
+    names = sorted(known)
+    close = difflib.get_close_matches(seen, names, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"

@@ -1,0 +1,123 @@
+"""Metrics of speculative decoding from raw counts. A metric is derived, never stored alone. No arrays, no engines.
+
+Notation: p = target, q = draft, γ = draft length, c = cost of a draft step / cost of a target step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RawCounts:
+    """What one decoding run counted. Seconds are wall clock.
+
+    `tested[i]` and `accepted[i]` count draft tokens at position i of a block that were tested and that passed; tokens after
+    the first rejection are neither (AdaSPEC Eq. 3).
+    """
+
+    blocks: int = 0  # target passes that emitted tokens
+    drafted: int = 0
+    emitted: int = 0
+    tested: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0  # decoding without prefill; the rest of it is sampling and the loop
+
+    def add_block(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop."""
+        self.blocks += 1
+        self.drafted += drafted
+        self.emitted += emitted
+        while len(self.tested) < drafted:
+            self.tested.append(0)
+            self.accepted.append(0)
+        for position in range(min(accepted + 1, drafted)):
+            self.tested[position] += 1
+            self.accepted[position] += position < accepted
+
+    def add(self, other: RawCounts) -> None:
+        """Sum another run into this one."""
+        for name in ("blocks", "drafted", "emitted", "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("tested", "accepted"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            size = max(len(mine), len(theirs))
+            summed = [a + b for a, b in zip(mine + [0] * (size - len(mine)), theirs + [0] * (size - len(theirs)), strict=True)]
+            setattr(self, name, summed)
+
+    @property
+    def block_efficiency(self) -> float:
+        """τ = emitted tokens / target passes, between 1 and γ + 1."""
+        return self.emitted / self.blocks if self.blocks else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Empirical α = accepted / (accepted + rejected)."""
+        tested = sum(self.tested)
+        return sum(self.accepted) / tested if tested else float("nan")
+
+    @property
+    def token_rate(self) -> float:
+        """Emitted tokens per second of decoding (prefill apart)."""
+        return self.emitted / self.total_seconds if self.total_seconds else float("nan")
+
+    @property
+    def loop_seconds(self) -> float:
+        """Decoding time spent outside both models' forward passes."""
+        return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+
+def mbsu(block_efficiency: float, draft_length: int, cost_ratio: float) -> float:
+    """Memory-bound speed-up τ / (cγ + 1) (direct alignment section 3; the printed numerator cτ is a misprint)."""
+    return block_efficiency / (cost_ratio * draft_length + 1.0)
+
+
+def predicted_block_efficiency(acceptance_rate: float, draft_length: int) -> float:
+    """τ = (1 − α^(γ+1)) / (1 − α) for independent acceptances (Leviathan et al. 2023, Eq. 1)."""
+    if acceptance_rate == 1.0:
+        return draft_length + 1.0
+    return (1.0 - acceptance_rate ** (draft_length + 1)) / (1.0 - acceptance_rate)
+
+
+def predicted_speedup(block_efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> float:
+    """τ / (γ·c_t + v(γ+1)) with costs in units of one plain target step."""
+    return block_efficiency / (draft_length * draft_cost + verify_cost)
+
+
+def quantile(ordered: Sequence[float], fraction: float) -> float:
+    """Linear-interpolation quantile of values in ascending order."""
+    place = fraction * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def median(values: Sequence[float]) -> float:
+    return quantile(sorted(values), 0.5)
+
+
+def bootstrap(
+    items: Sequence[Any], statistic: Callable[[Sequence[Any]], float], *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+) -> tuple[float, float, float]:
+    """(value, low, high): percentile bootstrap interval of `statistic`, resampling whole items (prompts)."""
+    generator = random.Random(seed)
+    size = len(items)
+    draws = sorted(statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples))
+    tail = (1.0 - level) / 2.0
+    return statistic(items), quantile(draws, tail), quantile(draws, 1.0 - tail)
+
+
+def ratio_of_sums(numerator: Callable[[Any], float], denominator: Callable[[Any], float]) -> Callable[[Sequence[Any]], float]:
+    """A statistic for `bootstrap`: Σ numerator / Σ denominator over the items."""
+
+    def statistic(items: Sequence[Any]) -> float:
+        below = sum(denominator(item) for item in items)
+        return sum(numerator(item) for item in items) / below if below else float("nan")
+
+    return statistic

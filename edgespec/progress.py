@@ -1,0 +1,39 @@
+"""Progress bars with ETA on the terminal; plain lines now and then where the output is no terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@contextmanager
+def progress(label: str, total: int, unit: str = "step", done: int = 0) -> Iterator[Any]:
+    """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes."""
+    from tqdm import tqdm
+
+    interactive = sys.stderr.isatty()
+    bar = tqdm(
+        total=total,
+        initial=done,
+        desc=label,
+        unit=f" {unit}",
+        dynamic_ncols=True,
+        mininterval=0.1 if interactive else 20.0,
+        maxinterval=10.0 if interactive else 60.0,
+    )
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+def tracked(items: Iterable[T], label: str, total: int, unit: str = "item") -> Iterator[T]:
+    """Iterate under a bar."""
+    with progress(label, total, unit) as bar:
+        for item in items:
+            yield item
+            bar.update(1)

@@ -1,0 +1,83 @@
+"""How many weights a decoder has and how many a token streams through, from its config.json. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama-style decoder: grouped-query attention, gated FFN with three matrices, RMS norms."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    tied: bool
+    context_length: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    head_norms: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * query + 2 * self.hidden * key_value
+        extras = (query + 2 * key_value) * self.attention_bias + 2 * self.head_dim * self.head_norms
+        return attention + extras + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights; a tied embedding counts once."""
+        tables = 1 if self.tied else 2
+        return tables * self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
+
+    @property
+    def streamed_parameters(self) -> int:
+        """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
+        return self.embedding_parameters + self.hidden + self.layers * self.layer_parameters + self.hidden
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read a Hugging Face config.json. Raises InputError that names a missing field."""
+        if config.get("is_encoder_decoder"):
+            raise InputError(
+                f"the target is an encoder-decoder model ({config.get('model_type')}); speculative decoding here needs a "
+                "decoder-only (causal) model"
+            )
+
+        def need(name: str) -> Any:
+            if config.get(name) is None:
+                raise InputError(f"config.json ({config.get('model_type')}) has no {name!r}; a Llama-style decoder config is needed")
+            return config[name]
+
+        hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
+        rope = config.get("rope_parameters") or {}
+        model_type = config.get("model_type", "")
+        return cls(
+            hidden=hidden,
+            layers=int(need("num_hidden_layers")),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            intermediate=int(need("intermediate_size")),
+            vocab_size=int(need("vocab_size")),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            context_length=int(config.get("max_position_embeddings") or 2048),
+            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
+            attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
+            head_norms=model_type == "qwen3",
+        )

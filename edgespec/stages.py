@@ -1,0 +1,52 @@
+"""Stages of a build: a folder that holds `stage.json` is complete and is skipped; one without it is resumed by its stage.
+
+Knows nothing of what a stage does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from edgespec.files import read_json, write_json
+
+_PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that shape a result."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def run_stage(folder: Path, options: dict[str, Any], body: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Run `body(folder)` unless it has completed before; return the counts it returned.
+
+    `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package
+    versions and the seconds spent (summed over interrupted runs as far as they were recorded).
+    """
+    marker, clock = folder / "stage.json", folder / "clock.json"
+    if marker.exists():
+        counts: dict[str, Any] = read_json(marker)["counts"]
+        return counts
+    folder.mkdir(parents=True, exist_ok=True)
+    before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
+    start = time.monotonic()
+    try:
+        counts = body(folder)
+    except BaseException:
+        write_json(clock, {"seconds": before + time.monotonic() - start})
+        raise
+    seconds = round(before + time.monotonic() - start, 2)
+    write_json(marker, {"seconds": seconds, "options": options, "counts": counts, "versions": versions()})
+    clock.unlink(missing_ok=True)
+    return counts

@@ -1,0 +1,1 @@
+"""Make a model portable: ONNX, GGUF, verification, bundles. Reads and writes folders on disk."""

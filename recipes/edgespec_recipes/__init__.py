@@ -1,0 +1,1 @@
+"""Make a drafter: torch, transformers and accelerate. Hands folders on disk to the other rooms."""

@@ -1,0 +1,1 @@
+"""Run a bundle: numpy and one engine, never torch."""
