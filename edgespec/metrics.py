@@ -30,14 +30,17 @@ class RawCounts:
     total_seconds: float = 0.0  # decoding without prefill; the rest of it is sampling and the loop
 
     def add_block(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop."""
+        """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop.
+
+        `emitted` is accepted + 1, or less where an end-of-turn among the accepted tokens cut the block short.
+        """
         self.blocks += 1
         self.drafted += drafted
         self.emitted += emitted
         while len(self.tested) < drafted:
             self.tested.append(0)
             self.accepted.append(0)
-        for position in range(min(accepted + 1, drafted)):
+        for position in range(min(emitted, drafted)):
             self.tested[position] += 1
             self.accepted[position] += position < accepted
 

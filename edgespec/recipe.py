@@ -49,6 +49,8 @@ class GenerateOptions:
 @dataclass(frozen=True)
 class DistillOptions:
     divergence: str = knob("tvd++", "loss between target p and draft q", choices=("fkl", "tvd", "tvd++"))
+    tvdpp_estimator: str = knob("exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform"))
+    tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(40, "sequences in a step", at_least=1)
     context: int = knob(512, "tokens in a sequence", at_least=8)

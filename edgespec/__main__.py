@@ -1,0 +1,5 @@
+"""`python -m edgespec`."""
+
+from edgespec.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,123 @@
+"""The command line: a table of verbs whose rooms are imported only when used, and the one place that prints errors.
+
+A verb is a module with `OPTIONS` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: 0 done, 1 a check failed,
+2 the user's input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from edgespec import __version__
+from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.files import write_error
+from edgespec.options import add_flags, given
+
+
+@dataclass(frozen=True)
+class Verb:
+    module: str
+    help: str
+
+
+VERBS = {
+    "targets": Verb("edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"),
+    "build-drafter": Verb("edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"),
+    "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
+    "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
+    "bench": Verb("edgespec_runtime.bench", "plain against speculative decoding, side by side"),
+}
+
+# The package that is absent -> the extra that brings it.
+_EXTRA_OF = {
+    "torch": "train",
+    "transformers": "train",
+    "accelerate": "train",
+    "safetensors": "train",
+    "onnx": "export",
+    "onnxruntime_genai": "export",
+    "onnxscript": "export",
+    "gguf": "export",
+    "sentencepiece": "export",
+    "llama_cpp": "llamacpp",
+    "matplotlib": "plot",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are edgespec's one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        known = {flag for action in self._actions for flag in action.option_strings}
+        strange = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        hint = did_you_mean(strange[0], known) if message.startswith("unrecognized") and strange else ""
+        raise InputError(f"{message}{hint if 'did you mean' in hint else ''}; see {self.prog} --help")
+
+
+def _overview() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    parser = _Parser(
+        prog="edgespec",
+        usage="edgespec [--version] VERB ...",
+        description="Gives a chat LLM a tiny, well-aligned drafter and runs the pair fast on laptops and devices.",
+        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"edgespec {__version__}")
+    parser.add_argument("verb", nargs="?", metavar="VERB", help="what to do")
+    return parser
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        overview = _overview()
+        overview.parse_args(arguments)
+        overview.print_help()
+        return 0
+    name, *rest = arguments
+    if name not in VERBS:
+        raise InputError(f"unknown verb {name!r}{did_you_mean(name, VERBS)}")
+    verb = VERBS[name]
+    module: Any = importlib.import_module(verb.module)
+    parser = _Parser(prog=f"edgespec {name}", description=(module.__doc__ or verb.help).split("\n\n")[0], allow_abbrev=False)
+    add_flags(parser, module.OPTIONS)
+    code: int = module.run(given(parser.parse_args(rest)))
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb and return the exit code; every expected error becomes one line on stderr."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except EdgespecError as error:
+        print(f"edgespec: {error}", file=sys.stderr)
+        return error.exit_code
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        print(f"edgespec: {MissingExtra(package, _EXTRA_OF[package], 'this command')}", file=sys.stderr)
+        return MissingExtra.exit_code
+    except KeyboardInterrupt:
+        print("\nedgespec: interrupted; run the same command again to go on from here", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        message = write_error(error.filename or os.getcwd(), error)
+        if message is None:
+            raise
+        print(f"edgespec: {message}", file=sys.stderr)
+        return message.exit_code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""List the targets edgespec knows by name, or show where the ones it made are kept.
+
+Any hub id and any local folder in Hugging Face layout is a target too.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgespec.errors import InputError, did_you_mean
+from edgespec.options import from_mapping, knob
+from edgespec.report import table
+from edgespec.targets import TARGETS, cache_folder
+
+
+@dataclass(frozen=True)
+class Options:
+    action: str = knob("list", "list: the table; path: the cache folder, or that of one made target", choices=("list", "path"), positional=True)
+    name: str = knob("", "with path: a target's alias", positional=True)
+    json: bool = knob(False, "print JSON")
+
+
+OPTIONS = Options
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    if options.action == "path":
+        if options.name and options.name not in TARGETS:
+            raise InputError(f"unknown target {options.name!r}{did_you_mean(options.name, TARGETS)}")
+        folder = cache_folder() / "targets"
+        print(folder / options.name if options.name else folder)
+    elif options.json:
+        print(json.dumps([asdict(target) for target in TARGETS.values()], indent=2))
+    else:
+        rows = [(t.alias, t.parameters, t.repo or "made here", t.licence + (" (gated)" if t.gated else "")) for t in TARGETS.values()]
+        print(table(("target", "parameters", "hub id", "licence"), rows, left=4))
+        print("\nAny hub id and any local folder in Hugging Face layout works too.")
+    return 0

@@ -1,0 +1,215 @@
+"""The vocabulary of a GGUF file from a Hugging Face tokenizer. Knows tokenizers, not models.
+
+Two kinds of tokenizer are known to llama.cpp and here: byte-level BPE ("gpt2": tokens, merges and the name of a
+pre-tokenizer) and SentencePiece ("llama": tokens with scores, byte tokens). A tokenizer that llama.cpp would split in another
+way than Hugging Face is refused, never approximated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter
+from gguf.constants import TokenType
+
+from edgespec.errors import InputError
+from edgespec.files import read_json
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _CONTRACTIONS + r"|\p{N}" + _REST
+_LLAMA3 = _CONTRACTIONS + r"|\p{N}{1,3}" + _REST
+
+# The steps of a tokenizer.json pre_tokenizer -> llama.cpp's name for the same splitting.
+PRE_TOKENIZERS = {
+    ("bytes with regex",): "gpt-2",
+    ("single digits", "bytes with regex"): "smollm",
+    (f"split {_QWEN2}", "bytes"): "qwen2",
+    (f"split {_LLAMA3}", "bytes"): "llama-bpe",
+}
+_ROLES = ("bos", "eos", "unk", "pad")
+_ADDED_SCORE = -1000.0
+
+
+@dataclass
+class Vocabulary:
+    """What a GGUF file says about its tokenizer; `tokens` has one entry for every row of the embedding."""
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None = None
+    merges: list[str] | None = None
+    special_ids: dict[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool = False
+    chat_template: str | None = None
+
+    def write(self, writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model(self.model)
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        if self.scores is not None:
+            writer.add_token_scores(self.scores)
+        if self.merges is not None:
+            writer.add_token_merges(self.merges)
+        for role, index in self.special_ids.items():
+            getattr(writer, f"add_{role}_token_id")(index)
+        writer.add_add_bos_token(self.add_bos)
+        writer.add_add_eos_token(self.add_eos)
+        writer.add_add_space_prefix(self.add_space_prefix)
+        if self.chat_template:
+            writer.add_chat_template(self.chat_template)
+
+
+def read_vocabulary(model_folder: Path, config: dict[str, Any]) -> Vocabulary:
+    """Read tokenizer.json (and tokenizer.model where there is one) of a model folder.
+
+    Raises InputError where the tokenizer is of a kind llama.cpp does not split alike, or larger than the embedding.
+    """
+    path = model_folder / "tokenizer.json"
+    spec = read_json(path)
+    vocab_size = int(config["vocab_size"])
+    if _is_byte_level(spec):
+        vocabulary = _byte_level(spec, path, vocab_size)
+    elif spec["model"].get("type") == "BPE" and spec["model"].get("byte_fallback"):
+        vocabulary = _sentencepiece(spec, path, vocab_size, model_folder / "tokenizer.model")
+    else:
+        raise InputError(
+            f"{path} is a {spec['model'].get('type')} tokenizer; GGUF export knows byte-level BPE and SentencePiece BPE with "
+            "byte fallback: leave GGUF out with --export.gguf ''"
+        )
+    _add_roles(vocabulary, model_folder, config)
+    return vocabulary
+
+
+def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if node is None:
+        return []
+    if node["type"] != "Sequence":
+        return [node]
+    children = node.get("pretokenizers") or node.get("normalizers") or node.get("decoders") or []
+    return [step for child in children for step in _steps(child)]
+
+
+def _is_byte_level(spec: dict[str, Any]) -> bool:
+    return spec["model"].get("type") == "BPE" and any(step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer")))
+
+
+def _describe(step: dict[str, Any]) -> str:
+    """One word for a pre-tokenizer step that has a counterpart in llama.cpp; the raw step for any other."""
+    kind = step["type"]
+    if kind == "ByteLevel" and not step.get("add_prefix_space"):
+        return "bytes with regex" if step.get("use_regex", True) else "bytes"
+    if kind == "Digits" and step.get("individual_digits"):
+        return "single digits"
+    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]:
+        return f"split {step['pattern']['Regex']}"
+    return str(step)
+
+
+def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary:
+    steps = tuple(_describe(step) for step in _steps(spec.get("pre_tokenizer")))
+    pre = PRE_TOKENIZERS.get(steps)
+    if pre is None:
+        raise InputError(
+            f"{path}: the pre-tokenizer ({', then '.join(steps)}) is none of those matched to llama.cpp "
+            f"({', '.join(PRE_TOKENIZERS.values())}); leave GGUF out with --export.gguf ''"
+        )
+    normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
+    if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always, so that one is let pass
+        raise InputError(f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out")
+    tokens, types = _table(spec, path, vocab_size)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
+    return Vocabulary("gpt2", pre, tokens, types, merges=merges)
+
+
+def _table(spec: dict[str, Any], path: Path, vocab_size: int) -> tuple[list[str], list[int]]:
+    """Token texts and types by id; rows of the embedding that no token uses are marked unused."""
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [int(TokenType.UNUSED)] * vocab_size
+    entries = [(text, index, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
+    entries += [
+        (added["content"], added["id"], TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
+        for added in spec.get("added_tokens", ())
+    ]
+    largest = max(index for _, index, _ in entries)
+    if largest >= vocab_size:
+        raise InputError(f"{path} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}")
+    for text, index, kind in entries:
+        tokens[index], types[index] = text, int(kind)
+    return tokens, types
+
+
+def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
+    tokens, types = _table(spec, path, vocab_size)
+    for index, text in enumerate(tokens):
+        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            types[index] = int(TokenType.BYTE)
+    unknown = spec["model"].get("unk_token") or "<unk>"
+    if unknown in tokens:
+        types[tokens.index(unknown)] = int(TokenType.UNKNOWN)
+    scores = _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
+    prefix = any(
+        step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for part in ("normalizer", "pre_tokenizer")
+        for step in _steps(spec.get(part))
+    )
+    return Vocabulary("llama", "default", tokens, types, scores=scores, add_space_prefix=prefix)
+
+
+def _scores_of_model(model_file: Path, tokens: list[str]) -> list[float]:
+    """Scores of the SentencePiece model's pieces; tokens added later get a score below all of them."""
+    from sentencepiece import SentencePieceProcessor
+
+    pieces = SentencePieceProcessor(model_file=str(model_file))
+    known = {pieces.id_to_piece(index): float(pieces.get_score(index)) for index in range(pieces.get_piece_size())}
+    return [known.get(text, _ADDED_SCORE) for text in tokens]
+
+
+def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> list[float]:
+    """-rank of the first merge that makes a token.
+
+    llama.cpp joins any two neighbours whose text is a token, best score first. That is Hugging Face's result only when the
+    merges hold every split of every token into two tokens, as those converted from SentencePiece do.
+    """
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in spec["model"]["merges"]]
+    rank: dict[str, int] = {}
+    for position, (left, right) in enumerate(merges):
+        rank.setdefault(left + right, position)
+    listed, vocab = set(merges), spec["model"]["vocab"]
+    for text in rank:
+        missing = [cut for cut in range(1, len(text)) if text[:cut] in vocab and text[cut:] in vocab and (text[:cut], text[cut:]) not in listed]
+        if missing:
+            raise InputError(
+                f"{path}: the merges make {text!r} in one way only, and llama.cpp would also join "
+                f"{text[: missing[0]]!r} + {text[missing[0] :]!r}; give the tokenizer.model it was converted from"
+            )
+    return [-float(rank[text]) if text in rank else _ADDED_SCORE for text in tokens]
+
+
+def _add_roles(vocabulary: Vocabulary, model_folder: Path, config: dict[str, Any]) -> None:
+    from tokenizers import Tokenizer
+
+    settings_file = model_folder / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    ids = {text: index for index, text in enumerate(vocabulary.tokens)}
+    for role in _ROLES:
+        named = settings.get(f"{role}_token")
+        text = named["content"] if isinstance(named, dict) else named
+        index = ids.get(text) if text is not None else config.get(f"{role}_token_id")
+        if isinstance(index, list):
+            index = index[0]
+        if index is not None and 0 <= index < len(vocabulary.tokens):
+            vocabulary.special_ids[role] = int(index)
+    encoded = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode("a").ids
+    vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
+    vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
+    template_file = model_folder / "chat_template.jinja"
+    template = template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")
+    vocabulary.chat_template = template if isinstance(template, str) else None

@@ -1,0 +1,95 @@
+"""A model folder as an ONNX graph for ONNX Runtime: fp32, or int4 weights with float arithmetic.
+
+The graph comes from onnxruntime-genai's model builder, run in this process: GroupQueryAttention over one shared KV buffer, logits
+of every token. int4 is MatMulNBits in blocks of 32 with accuracy level 1 (float activations): the builder's default of 4 rounds
+activations to int8 and lets a block's logits drift from those of single steps. The output head is quantised too, and a tied
+embedding shares its int4 table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.files import read_json, whole_folder, write_json
+from edgespec.shapes import ModelShape
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ACCURACY_LEVEL = 1
+BLOCK_SIZE = 32
+PRECISIONS: dict[str, list[str]] = {
+    "fp32": [],
+    "int4": [f"accuracy_level={ACCURACY_LEVEL}", f"block_size={BLOCK_SIZE}"],
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+@cache
+def _builder() -> Any:
+    """The model builder, imported once; what its import does to the process's logging is undone."""
+    root = logging.getLogger()
+    before = (root.level, root.handlers[:])
+    try:
+        from onnxruntime_genai.models import builder
+        from onnxruntime.quantization import matmul_nbits_quantizer  # noqa: F401 (configures the root logger)
+    except ImportError as error:
+        raise MissingExtra(error.name or "onnxruntime-genai", "export", "Exporting to ONNX") from error
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
+    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
+    return builder
+
+
+def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
+    """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
+
+    What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
+    or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the builder fails.
+    """
+    if precision not in PRECISIONS:
+        raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
+    config = read_json(model_folder / "config.json")
+    if config.get("model_type") not in FAMILIES:
+        raise InputError(f"{model_folder} is a {config.get('model_type')!r} model; ONNX export knows {', '.join(FAMILIES)}")
+    builder = _builder()
+    with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
+        with tempfile.TemporaryDirectory() as scratch:
+            where = (None, str(model_folder), str(folder), precision, "cpu", scratch)
+            try:
+                options = builder.parse_extra_options(*where, ["hf_token=false", *PRECISIONS[precision]])
+                builder.create_model(*where, **options)
+            except (NotImplementedError, ValueError, RuntimeError) as error:
+                raise EdgespecError(f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}") from error
+        for name in TOKENIZER_FILES:  # the model's own, not a copy rewritten by this transformers version
+            if (model_folder / name).exists():
+                shutil.copyfile(model_folder / name, folder / name)
+        _check_config(folder / "genai_config.json", config)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": []}
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    """The written settings must be the model's: the builder guesses what it cannot read."""
+    written, shape = read_json(path), ModelShape.from_config(config)
+    seen = (written["model"]["vocab_size"], written["model"]["context_length"], written["model"]["decoder"]["head_size"])
+    wanted = (shape.vocab_size, shape.context_length, shape.head_dim)
+    if seen != wanted:
+        raise EdgespecError(f"the ONNX model builder wrote vocabulary, context, head size {seen}; the model has {wanted}")
+    written["search"]["do_sample"] = False
+    write_json(path, written)
+
+
+@contextlib.contextmanager
+def _quiet(log: Path) -> Iterator[Path]:
+    """Send prints and progress bars to a log file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        yield log

@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""The two commands of the README, with nothing but Python: set up .venv, then run.
+
+    python3 make.py demo     install the pinned packages, build a drafter for tiny-chat, bench the pair
+    python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
+
+A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+TORCH = "torch==2.13.0"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+BUILD = Path("build") / "tiny-chat"
+
+
+def run(*command: object, quiet: bool = False) -> int:
+    """Run a command in the checkout; its exit code."""
+    if not quiet:
+        print("$", *command, flush=True)
+    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+
+
+def pip(*arguments: str) -> int:
+    return run(BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+
+
+def install_torch() -> int:
+    """The CPU wheel where one can be had: elsewhere than on Linux PyPI's own, on Linux the one without gigabytes of CUDA."""
+    if sys.platform == "linux":
+        if pip(f"{TORCH}+cpu", "--constraint", "constraints.txt") == 0:
+            return 0
+        print("no CPU wheel of torch in the configured package indexes; trying PyTorch's own", flush=True)
+        if pip(f"{TORCH}+cpu", "--index-url", TORCH_CPU_INDEX) == 0:
+            return 0
+    return pip(TORCH, "--constraint", "constraints.txt")
+
+
+def set_up(extra: str) -> None:
+    """Make .venv and install edgespec with one extra, unless the same files were installed before."""
+    if sys.version_info < (3, 11):
+        sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    start = time.monotonic()
+    if not (BIN / "python").exists() and not (BIN / "python.exe").exists():
+        print("making .venv", flush=True)
+        if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
+            sys.exit("could not make .venv; on Debian and Ubuntu install the package python3-venv first")
+    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))).hexdigest()
+    stamp = VENV / f"edgespec-{extra}.stamp"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print(f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)", flush=True)
+    if install_torch() or pip("--constraint", "constraints.txt", "--editable", f".[{extra}]"):
+        sys.exit("installation failed; see pip's message above, then run the same command again")
+    stamp.write_text(wanted)
+    print(f"packages installed in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def demo(arguments: list[str]) -> int:
+    start = time.monotonic()
+    set_up("all")
+    edgespec = BIN / "edgespec"
+    code = run(edgespec, "build-drafter", "--target", "tiny-chat", "--out", BUILD, *arguments)
+    code = code or run(edgespec, "bench", BUILD / "bundle", "--plot", BUILD / "bench.png", "--json", BUILD / "bench.json")
+    if code == 0:
+        print(f"\ndone in {time.monotonic() - start:.0f} s. Talk to the pair:\n    {edgespec.relative_to(ROOT)} chat {BUILD / 'bundle'}")
+    return code
+
+
+def test(arguments: list[str]) -> int:
+    set_up("test")
+    code = run(BIN / "ruff", "check", ".") or run(BIN / "ruff", "format", "--check", ".") or run(BIN / "mypy")
+    return code or run(BIN / "python", "-m", "pytest", *arguments)
+
+
+COMMANDS = {"demo": demo, "test": test}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
+        sys.exit(__doc__)
+    raise SystemExit(COMMANDS[sys.argv[1]](sys.argv[2:]))

@@ -1,0 +1,206 @@
+"""Decode a batch of rows that grow unevenly with one KV cache, and sample from warped distributions. In torch.
+
+Knows nothing of drafting, files or prompts. A row never loses cache slots: a token that is taken back stays in the cache and
+is masked out, and positions are given explicitly, so any Hugging Face decoder with a DynamicCache can run here. (A decoder
+with sliding-window attention counts slots, not positions: there the total of slots must stay within the window.)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+NUCLEUS_GUESS = 128  # tokens searched for the nucleus before a whole row is sorted
+
+
+def stop_ids(model: Any) -> list[int]:
+    """Ids that end a response, from the generation config and else the model config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return sorted({int(token) for token in (found if isinstance(found, list | tuple) else [found])})
+    return []
+
+
+def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0) -> Tensor:
+    """Probabilities [.., V] in float32 after temperature and nucleus filtering.
+
+    `temperature` is one number or one per leading index ([..]); 0 gives the one-hot argmax, so greedy decoding is the general
+    rule at that distribution. The nucleus is the shortest run of most probable tokens whose mass reaches `top_p`
+    (Holtzman et al. 2020); equal probabilities at its edge are taken in the order of the sort.
+    """
+    shape = logits.shape
+    rows = logits.float().reshape(-1, shape[-1])
+    heat = torch.as_tensor(temperature, dtype=torch.float32).expand(shape[:-1]).reshape(-1, 1)
+    greedy = heat[:, 0] == 0
+    if greedy.all():
+        probabilities = torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
+    else:
+        probabilities = torch.softmax(rows / torch.where(heat == 0, 1.0, heat), -1)
+        if top_p < 1.0:
+            probabilities = _nucleus(probabilities, top_p)
+        if greedy.any():
+            best = rows[greedy].argmax(-1, keepdim=True)
+            probabilities[greedy] = torch.zeros_like(rows[greedy]).scatter_(-1, best, 1.0)
+    return probabilities.reshape(shape)
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """[N, V] -> [N, V] renormalised over the nucleus. Selects first and sorts a whole row only where that is not enough."""
+    size = probabilities.shape[-1]
+    guess = min(NUCLEUS_GUESS, size)
+    values, tokens = probabilities.topk(guess)
+    kept = torch.zeros_like(probabilities)
+    short = values.sum(-1) < top_p if guess < size else torch.zeros(len(values), dtype=torch.bool)
+    _keep_mass(kept, values, tokens, top_p)
+    if short.any():
+        values, tokens = probabilities[short].sort(descending=True, stable=True)
+        whole = torch.zeros_like(values)
+        _keep_mass(whole, values, tokens, top_p)
+        kept[short] = whole
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _keep_mass(kept: Tensor, values: Tensor, tokens: Tensor, top_p: float) -> None:
+    before = values.cumsum(-1) - values  # mass of the tokens ahead; the most probable one always stays
+    kept.scatter_(-1, tokens, torch.where(before < top_p, values, 0.0))
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
+    """One token per row: [.., V] -> [..] (int64), by inverting the distribution function (torch.multinomial draws V numbers)."""
+    heights = probabilities.cumsum(-1, dtype=torch.float64)
+    marks = torch.rand(*heights.shape[:-1], 1, dtype=torch.float64, generator=generator) * heights[..., -1:]
+    # the first token whose height exceeds the mark: never one of probability 0
+    return torch.searchsorted(heights, marks, right=True)[..., 0].clamp_max(heights.shape[-1] - 1)
+
+
+def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """(tokens [B, S] int64, valid [B, S] bool) with the rows aligned at their ends."""
+    width = max(map(len, rows))
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, width - len(row) :] = torch.tensor(row)
+        valid[index, width - len(row) :] = True
+    return tokens, valid
+
+
+class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of one layer in buffers with room to grow: DynamicLayer copies everything for every token."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        past = self.get_seq_length()
+        total = past + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self._room: list[Tensor] = []
+        if not self._room or self._room[0].shape[-2] < total:
+            room = 2 * total
+            old, self._room = self._room, []
+            for index, states in enumerate((key_states, value_states)):
+                self._room.append(states.new_empty(*states.shape[:-2], room, states.shape[-1]))
+                if old:
+                    self._room[index][..., :past, :] = old[index][..., :past, :]
+        for buffer, states in zip(self._room, (key_states, value_states), strict=True):
+            buffer[..., past:total, :] = states
+        self.keys, self.values = (buffer[..., :total, :] for buffer in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        past = self.get_seq_length()
+        self._room = [buffer[indices] for buffer in self._room]
+        self.keys, self.values = (buffer[..., :past, :] for buffer in self._room)
+
+
+class BatchDecoder:
+    """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = Cache(layer_class_to_replicate=_RoomyLayer)
+        self.mask: Tensor | None = None
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, valid: Tensor | None = None, keep: int | None = None) -> Tensor:
+        """Append tokens [B, n]; float32 logits [B, keep, V] of the last `keep` (all by default).
+
+        Slots that are not `valid` fill a rectangle: no row ever sees them and they take no position.
+        """
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        if self.mask is None:
+            self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool)
+            self.lengths = torch.zeros(len(tokens), dtype=torch.long)
+        positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
+        self.mask = torch.cat([self.mask, valid], 1)
+        self.lengths = self.lengths + valid.sum(1)
+        keep = keep or tokens.shape[1]
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.mask.long(),
+                position_ids=positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                **({"logits_to_keep": keep} if self._trims else {}),
+            )
+            logits: Tensor = output.logits[:, -keep:].float()
+        return logits
+
+    def take_back(self, counts: Tensor) -> None:
+        """Forget the last `counts` [B] slots of every row; the slots must have been valid."""
+        assert self.mask is not None
+        slots = self.mask.shape[1]
+        self.mask = self.mask & (torch.arange(slots) < (slots - counts)[:, None])
+        self.lengths = self.lengths - counts
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch (indices), in this order."""
+        assert self.mask is not None
+        self.cache.batch_select_indices(rows)
+        self.mask, self.lengths = self.mask[rows], self.lengths[rows]
+
+
+def sample_responses(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    top_p: float,
+    max_new_tokens: int,
+    generator: torch.Generator,
+    stops: Sequence[int],
+    on_tokens: Callable[[int], None] | None = None,
+) -> list[list[int]]:
+    """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
+
+    Rows that have ended leave the batch once they are half of it. The result is a function of the arguments and the
+    generator's state, on the same number of threads. `on_tokens` hears how many tokens each step added.
+    """
+    decoder = BatchDecoder(model)
+    heat, ends = torch.tensor(temperatures, dtype=torch.float32), torch.tensor(list(stops), dtype=torch.long)
+    responses: list[list[int]] = [[] for _ in prompts]
+    rows = torch.arange(len(prompts))  # which prompt each row of the batch answers
+    active = torch.ones(len(prompts), dtype=torch.bool)
+    logits = decoder.forward(*left_pad(prompts), keep=1)
+    for step in range(max_new_tokens):
+        tokens = draw(warp(logits[:, -1], heat[rows], top_p), generator)
+        for row, token, alive in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
+            if alive:
+                responses[row].append(token)
+        if on_tokens is not None:
+            on_tokens(int(active.sum()))
+        active &= ~torch.isin(tokens, ends)
+        if not active.any() or step == max_new_tokens - 1:
+            break
+        if active.sum() * 2 <= len(active):
+            left = active.nonzero()[:, 0]
+            decoder.select(left)
+            rows, tokens, active = rows[left], tokens[left], active[left]
+        logits = decoder.forward(tokens[:, None])
+    return responses

@@ -1,0 +1,188 @@
+"""Models and tokenizers: from a name to a local folder, from a folder into memory, from memory to a folder.
+
+Code from a model's repository never runs (trust_remote_code is off) and only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from edgespec.errors import EdgespecError, InputError, did_you_mean
+from edgespec.files import read_json, whole_folder, write_json, write_text
+from edgespec.shapes import ModelShape
+from edgespec.targets import TARGETS, TINY_CHAT
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+HUB_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json", "LICENSE*")
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on this disk. `source`: 'made here', 'local folder' or the hub id and commit."""
+
+    name: str
+    folder: Path
+    source: str
+    licence: str
+
+
+def quiet() -> None:
+    """Keep transformers' notes and bars off the terminal; edgespec says what matters itself."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def resolve_target(name: str) -> ResolvedTarget:
+    """An alias, a hub id or a local folder -> a checked local model folder (tiny-chat is trained on first use).
+
+    Raises InputError: unknown name, folder without config.json or weights, encoder-decoder model, no chat template, gated
+    or missing repository, no network.
+    """
+    quiet()
+    path = Path(name).expanduser()
+    target = TARGETS.get(name)
+    if target is not None and target.repo is None:
+        from edgespec_recipes.tiny_chat import build_tiny_chat
+
+        return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
+    if target is not None and target.repo is not None:
+        resolved = _from_hub(name, target.repo, target.licence)
+    elif path.is_dir():
+        resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
+        resolved = _from_hub(name, name, "see the model's page")
+    else:
+        what = "there is no folder of that name" if "/" in name or "\\" in name else "it is neither an alias nor a folder here"
+        raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
+    check_model_folder(resolved.folder)
+    return resolved
+
+
+def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
+    """Download (or find in the hub cache) what a model folder needs, and no more."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    local = "or give a local folder in Hugging Face layout as --target"
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, {local}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise InputError(f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}") from error
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise InputError(f"{repo} could not be downloaded ({_first_line(error)}): try again, {local}") from error
+    return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def check_model_folder(folder: Path) -> ModelShape:
+    """Hold a folder against what a target must be; return its shape. Raises InputError."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} has no config.json; give a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)")
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
+    if not any(folder.glob("*.safetensors")):
+        raise InputError(f"{folder} has no *.safetensors file; only safetensors weights are read")
+    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise InputError(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it")
+    if not load_tokenizer(folder).chat_template:
+        raise InputError(
+            f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, or add chat_template to tokenizer_config.json"
+        )
+    return shape
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder. Raises InputError where its files cannot be read."""
+    quiet()
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+
+
+def load_model(folder: Path) -> Any:
+    """The causal language model of a folder, float32, in eval mode. Raises InputError where it cannot be loaded."""
+    quiet()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of from_pretrained about fields of old configs: nothing the user can act on
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    return model.eval()
+
+
+def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
+    """Write a model folder, whole or not at all: float32 safetensors, the tokenizer files of `tokenizer_folder`, and a config
+    that transformers 4.57 reads as well as 5.x (4.57 takes rope_theta from the top level and knows no TokenizersBackend).
+    """
+    quiet()
+    with whole_folder(out) as folder:
+        model.to(torch.float32).save_pretrained(folder, safe_serialization=True) if _is_v4() else model.to(
+            torch.float32
+        ).save_pretrained(folder)
+        copy_tokenizer(tokenizer_folder, folder)
+        write_both_forms(folder)
+
+
+def _is_v4() -> bool:
+    return int(transformers.__version__.split(".")[0]) < 5
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the tokenizer files of a model folder, its chat template both inline and as a file of its own."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    if not (out / "tokenizer_config.json").is_file():
+        raise EdgespecError(f"{source} has no tokenizer_config.json; copy the model's tokenizer files into it")
+    config = read_json(out / "tokenizer_config.json")
+    if (out / "chat_template.jinja").is_file():
+        config.setdefault("chat_template", (out / "chat_template.jinja").read_text(encoding="utf-8"))
+    elif isinstance(config.get("chat_template"), str):
+        write_text(out / "chat_template.jinja", config["chat_template"])
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(out / "tokenizer_config.json", config)
+
+
+def write_both_forms(folder: Path) -> None:
+    """Put rope_theta at the top level of config.json beside rope_parameters."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
+    config["rope_theta"] = theta
+    config["rope_parameters"] = {"rope_type": "default", **rope, "rope_theta": theta}
+    config["torch_dtype"] = config["dtype"] = "float32"
+    write_json(folder / "config.json", config)

@@ -1,0 +1,178 @@
+"""llama.cpp as an engine: one GGUF file, one sequence, logits of every token fed, rollback by cutting the cache.
+
+Speaks llama-cpp-python's low-level API and nothing above it. Knows no tokenizer and no sampling.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import BundleError, EdgespecError, InputError, MissingExtra
+from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
+
+BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
+FLOAT_FILE_TYPES = frozenset({0, 1, 32})  # llama_ftype: all F32, mostly F16, mostly BF16
+
+_ERROR_LEVEL = 4
+_messages: deque[str] = deque(maxlen=4)
+_library: Any = None
+_lock = threading.Lock()
+
+
+def load_library() -> Any:
+    """llama_cpp with its log silenced (errors are kept for our own messages). Raises MissingExtra where it is absent."""
+    global _library
+    with _lock:
+        if _library is None:
+            try:
+                import llama_cpp
+            except ImportError as error:
+                raise MissingExtra("llama-cpp-python", "llamacpp", "Running a GGUF file") from error
+
+            @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+            def keep_errors(level: int, text: bytes, _: Any) -> None:
+                if level == _ERROR_LEVEL:
+                    _messages.append(text.decode("utf-8", "replace").strip())
+
+            llama_cpp.llama_log_set(keep_errors, ctypes.c_void_p(0))
+            llama_cpp.edgespec_log_callback = keep_errors  # C holds the pointer; Python must not collect it
+            llama_cpp.llama_backend_init()
+            _library = llama_cpp
+    return _library
+
+
+def is_available() -> bool:
+    """Whether llama-cpp-python can be imported here."""
+    try:
+        load_library()
+    except MissingExtra:
+        return False
+    return True
+
+
+class LlamaCppEngine:
+    """One GGUF model and its key/value cache (F16).
+
+    `flash_attention=None` chooses by the file: on for quantised weights, where it makes a block's logits equal those of single
+    steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why). `threads=None` takes every core
+    this process may use. Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        context_length: int | None = None,
+        threads: int | None = None,
+        flash_attention: bool | None = None,
+    ) -> None:
+        self._lib = lib = load_library()
+        self._model = self._context = self._batch = None
+        if not file.is_file():
+            raise InputError(f"{file} is missing; give a GGUF file")
+        model_params = lib.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        _messages.clear()
+        self._model = lib.llama_model_load_from_file(os.fsencode(file), model_params)
+        if not self._model:
+            raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
+        try:
+            self._open(file, context_length, threads, flash_attention)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: Path, context_length: int | None, threads: int | None, flash_attention: bool | None) -> None:
+        lib = self._lib
+        self.name = f"llama.cpp {file.name}"
+        trained = int(lib.llama_model_n_ctx_train(self._model))
+        self.context_length = min(context_length or trained, trained)
+        if flash_attention is None:
+            flash_attention = int(lib.llama_model_ftype(self._model)) not in FLOAT_FILE_TYPES
+            weights = "quantised" if flash_attention else "float"
+            self.flash_attention_reason = f"{'on' if flash_attention else 'off'}: the weights are {weights}"
+        else:
+            self.flash_attention_reason = "as asked"
+        self.flash_attention = flash_attention
+        self.threads = threads or default_threads()
+        self.block_length = min(BLOCK_LENGTH, self.context_length)
+        params = lib.llama_context_default_params()
+        params.n_ctx = self.context_length
+        params.n_batch = params.n_ubatch = self.block_length
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.no_perf = True
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise EdgespecError(f"llama.cpp cannot make a context of {self.context_length} tokens for {file}: {_reason()}")
+        self._memory = lib.llama_get_memory(self._context)
+        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
+        self._tokens = np.ctypeslib.as_array(batch.token, shape=(self.block_length,))
+        self._positions = np.ctypeslib.as_array(batch.pos, shape=(self.block_length,))
+        np.ctypeslib.as_array(batch.logits, shape=(self.block_length,))[:] = 1
+        np.ctypeslib.as_array(batch.n_seq_id, shape=(self.block_length,))[:] = 1
+        for row in range(self.block_length):
+            batch.seq_id[row][0] = 0
+        self._steps = np.arange(self.block_length, dtype=np.int32)
+        self.n_past = 0
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append `tokens` (at most `block_length`) to the cache; float32 logits [n, V], llama.cpp's own memory (no copy).
+
+        Raises InputError where the tokens do not fit into what is left of the context, or lie outside the vocabulary.
+        """
+        count = len(tokens)
+        check_room(self, count)
+        lib, batch = self._lib, self._batch
+        self._tokens[:count] = tokens
+        np.add(self._steps[:count], self.n_past, out=self._positions[:count])
+        batch.n_tokens = count
+        status = lib.llama_decode(self._context, batch)
+        if status != 0:
+            lib.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)  # the cache is as it was before the call
+            bad = [token for token in tokens if not 0 <= token < self.vocab_size]
+            if bad:
+                raise InputError(f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's")
+            raise EdgespecError(f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}")
+        self.n_past += count
+        return np.ctypeslib.as_array(lib.llama_get_logits(self._context), shape=(count, self.vocab_size))
+
+    def rewind(self, n_past: int) -> None:
+        """Forget all but the first `n_past` tokens."""
+        check_rewind(self, n_past)
+        if n_past < self.n_past:
+            self._lib.llama_memory_seq_rm(self._memory, 0, n_past, -1)
+            self.n_past = n_past
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """The file's own tokenizer; the runtime uses the bundle's, and this shows that both agree."""
+        data = text.encode("utf-8")
+        buffer = (self._lib.llama_token * (len(data) + 16))()
+        vocab = self._lib.llama_model_get_vocab(self._model)
+        count = self._lib.llama_tokenize(vocab, data, len(data), buffer, len(buffer), add_special, parse_special)
+        if count < 0:
+            raise EdgespecError(f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens")
+        return list(buffer[:count])
+
+    def close(self) -> None:
+        """Free the model; a second call does nothing."""
+        if self._batch is not None:
+            self._lib.llama_batch_free(self._batch)
+        if self._context:
+            self._lib.llama_free(self._context)
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._batch = self._context = self._model = None
+
+
+def _reason() -> str:
+    return "; ".join(_messages) or "no reason given"

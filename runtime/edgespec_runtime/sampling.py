@@ -1,0 +1,132 @@
+"""From logits to the distribution a token is drawn from: temperature, top-k, top-p. One row at a time, numpy only.
+
+Temperature 0 is the distribution with one token in it, so greedy decoding needs no softmax and no code of its own downstream.
+Top-k and top-p give short lists of token ids; nothing sorts the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.options import knob
+
+
+@dataclass(frozen=True)
+class Warp:
+    """How logits become probabilities, applied in this order: temperature, top-k, top-p."""
+
+    temperature: float = knob(0.0, "sampling temperature; 0 is greedy", at_least=0.0)
+    top_k: int = knob(0, "keep the k most probable tokens; 0 keeps all", at_least=0)
+    top_p: float = knob(1.0, "keep the smallest set of most probable tokens with this mass", at_least=1e-6, at_most=1.0)
+
+
+class Categorical:
+    """A distribution over tokens.
+
+    ids: int64 [n] ascending token ids, or None where all V tokens are listed in order.
+    probs: float32 [n] or [V], summing to 1 within rounding.
+    """
+
+    __slots__ = ("ids", "probs")
+
+    def __init__(self, ids: NDArray[np.int64] | None, probs: NDArray[Any]) -> None:
+        self.ids = ids
+        self.probs = probs
+
+    def prob(self, token: int) -> float:
+        """Probability of one token; 0 outside the list."""
+        if self.ids is None:
+            return float(self.probs[token])
+        place = int(self.ids.searchsorted(token))
+        return float(self.probs[place]) if place < len(self.ids) and self.ids[place] == token else 0.0
+
+    def at(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Probabilities of many tokens, [len(ids)]."""
+        if self.ids is None:
+            return self.probs[ids]
+        places = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
+        return np.where(self.ids[places] == ids, self.probs[places], np.float32(0))
+
+    def sample(self, generator: np.random.Generator) -> int:
+        """Draw one token by inversion; one uniform number per draw, none where there is one token."""
+        if self.ids is not None and len(self.ids) == 1:
+            return int(self.ids[0])
+        place = _invert(self.probs, generator.random())
+        return place if self.ids is None else int(self.ids[place])
+
+    def dense(self, vocab_size: int) -> NDArray[Any]:
+        """The full vector [V]; for tests and reports."""
+        if self.ids is None:
+            return self.probs
+        full = np.zeros(vocab_size, dtype=self.probs.dtype)
+        full[self.ids] = self.probs
+        return full
+
+
+_STRIDE = 256
+
+
+def _invert(probs: NDArray[Any], uniform: float) -> int:
+    """Index at which the cumulative sum passes `uniform` times the total: block sums first, then one block."""
+    start = 0
+    if len(probs) > 4 * _STRIDE:
+        sums = np.add.reduceat(probs, np.arange(0, len(probs), _STRIDE), dtype=np.float64)
+        bounds = sums.cumsum()
+        goal = uniform * bounds[-1]
+        block = int(bounds.searchsorted(goal, side="right"))
+        start = block * _STRIDE
+        goal -= bounds[block] - sums[block]
+        probs = probs[start : start + _STRIDE]
+        inside = probs.cumsum(dtype=np.float64)
+    else:
+        inside = probs.cumsum(dtype=np.float64)
+        goal = uniform * inside[-1]
+    place = int(inside.searchsorted(goal, side="right"))
+    if place >= len(probs) or probs[place] == 0:  # rounding at the end of a block: the last token with any mass
+        place = int(np.flatnonzero(probs)[-1])
+    return start + place
+
+
+def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
+    """The distribution of one row of logits [V].
+
+    Top-k keeps exactly k tokens; top-p is the smallest set of most probable tokens whose mass reaches `top_p` (the lower id
+    wins a tie), as in the nucleus sampling of Holtzman et al. 2020. The kept tokens are renormalised.
+    """
+    if how.temperature == 0.0:
+        return Categorical(np.array([logits.argmax()], dtype=np.int64), np.ones(1, dtype=np.float32))
+    ids: NDArray[np.int64] | None = None
+    if 0 < how.top_k < len(logits):
+        ids = np.sort(logits.argpartition(len(logits) - how.top_k)[-how.top_k :])
+        logits = logits[ids]
+    probs = logits - logits.max()
+    if how.temperature != 1.0:
+        probs /= np.float32(how.temperature)
+    np.exp(probs, out=probs)
+    probs /= probs.sum()
+    if how.top_p >= 1.0:
+        return Categorical(ids, probs)
+    kept = _nucleus(probs, how.top_p)
+    probs = probs[kept]
+    return Categorical(kept if ids is None else ids[kept], probs / probs.sum())
+
+
+def _nucleus(probs: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
+    """Ascending indices of the smallest set of largest entries with mass >= top_p.
+
+    The set lies among the entries above any cut whose mass reaches top_p, so only those few are sorted; the cut falls until it does.
+    """
+    cut = np.float32(probs.max() / 64)
+    while True:
+        candidates = np.flatnonzero(probs >= cut)
+        mass = probs[candidates]
+        if mass.sum(dtype=np.float64) >= top_p or cut == 0:
+            break
+        cut = np.float32(cut / 64) if cut > 1e-12 else np.float32(0)
+    order = mass.argsort(kind="stable")[::-1] if len(mass) == 1 else np.argsort(-mass, kind="stable")
+    size = int(mass[order].cumsum(dtype=np.float64).searchsorted(top_p)) + 1
+    return np.sort(candidates[order[:size]])
