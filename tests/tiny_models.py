@@ -36,7 +36,11 @@ def byte_level_tokenizer(vocab_size: int = 512) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [Path(models.__file__ or __file__).read_text(errors="ignore"), *TEXTS, Path(__file__).read_text()] * 2
+    corpus = [
+        Path(models.__file__ or __file__).read_text(errors="ignore"),
+        *TEXTS,
+        Path(__file__).read_text(),
+    ] * 2
     corpus.append(Path(json.__file__ or "").read_text())
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)

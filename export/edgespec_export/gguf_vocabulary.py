@@ -98,7 +98,9 @@ def _steps(node: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_byte_level(spec: dict[str, Any]) -> bool:
-    return spec["model"].get("type") == "BPE" and any(step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer")))
+    return spec["model"].get("type") == "BPE" and any(
+        step["type"] == "ByteLevel" for step in _steps(spec.get("pre_tokenizer"))
+    )
 
 
 def _describe(step: dict[str, Any]) -> str:
@@ -108,7 +110,12 @@ def _describe(step: dict[str, Any]) -> str:
         return "bytes with regex" if step.get("use_regex", True) else "bytes"
     if kind == "Digits" and step.get("individual_digits"):
         return "single digits"
-    if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert") and "Regex" in step["pattern"]:
+    if (
+        kind == "Split"
+        and step.get("behavior") == "Isolated"
+        and not step.get("invert")
+        and "Regex" in step["pattern"]
+    ):
         return f"split {step['pattern']['Regex']}"
     return str(step)
 
@@ -122,8 +129,12 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
             f"({', '.join(PRE_TOKENIZERS.values())}); leave GGUF out with --export.gguf ''"
         )
     normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
-    if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always, so that one is let pass
-        raise InputError(f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out")
+    if normalizers - {
+        "NFC"
+    }:  # llama.cpp never normalises; text is NFC nearly always, so that one is let pass
+        raise InputError(
+            f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out"
+        )
     tokens, types = _table(spec, path, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
     return Vocabulary("gpt2", pre, tokens, types, merges=merges)
@@ -140,7 +151,9 @@ def _table(spec: dict[str, Any], path: Path, vocab_size: int) -> tuple[list[str]
     ]
     largest = max(index for _, index, _ in entries)
     if largest >= vocab_size:
-        raise InputError(f"{path} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}")
+        raise InputError(
+            f"{path} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}"
+        )
     for text, index, kind in entries:
         tokens[index], types[index] = text, int(kind)
     return tokens, types
@@ -154,9 +167,12 @@ def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file
     unknown = spec["model"].get("unk_token") or "<unk>"
     if unknown in tokens:
         types[tokens.index(unknown)] = int(TokenType.UNKNOWN)
-    scores = _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
+    scores = (
+        _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
+    )
     prefix = any(
-        step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        step["type"] == "Prepend"
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for part in ("normalizer", "pre_tokenizer")
         for step in _steps(spec.get(part))
     )
@@ -168,7 +184,9 @@ def _scores_of_model(model_file: Path, tokens: list[str]) -> list[float]:
     from sentencepiece import SentencePieceProcessor
 
     pieces = SentencePieceProcessor(model_file=str(model_file))
-    known = {pieces.id_to_piece(index): float(pieces.get_score(index)) for index in range(pieces.get_piece_size())}
+    known = {
+        pieces.id_to_piece(index): float(pieces.get_score(index)) for index in range(pieces.get_piece_size())
+    }
     return [known.get(text, _ADDED_SCORE) for text in tokens]
 
 
@@ -178,13 +196,20 @@ def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> li
     llama.cpp joins any two neighbours whose text is a token, best score first. That is Hugging Face's result only when the
     merges hold every split of every token into two tokens, as those converted from SentencePiece do.
     """
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in spec["model"]["merges"]]
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        for merge in spec["model"]["merges"]
+    ]
     rank: dict[str, int] = {}
     for position, (left, right) in enumerate(merges):
         rank.setdefault(left + right, position)
     listed, vocab = set(merges), spec["model"]["vocab"]
     for text in rank:
-        missing = [cut for cut in range(1, len(text)) if text[:cut] in vocab and text[cut:] in vocab and (text[:cut], text[cut:]) not in listed]
+        missing = [
+            cut
+            for cut in range(1, len(text))
+            if text[:cut] in vocab and text[cut:] in vocab and (text[:cut], text[cut:]) not in listed
+        ]
         if missing:
             raise InputError(
                 f"{path}: the merges make {text!r} in one way only, and llama.cpp would also join "
@@ -211,5 +236,7 @@ def _add_roles(vocabulary: Vocabulary, model_folder: Path, config: dict[str, Any
     vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
     vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
     template_file = model_folder / "chat_template.jinja"
-    template = template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")
+    template = (
+        template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")
+    )
     vocabulary.chat_template = template if isinstance(template, str) else None

@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter, get_tensor_name_map
-from gguf.constants import GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType, LlamaFileType, RopeScalingType
+from gguf.constants import (
+    GGML_QUANT_VERSION,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    LlamaFileType,
+    RopeScalingType,
+)
 from gguf.quants import quantize
 from safetensors import safe_open
 
@@ -64,7 +70,9 @@ class Checkpoint:
         elif index.exists():
             names = sorted({folder / name for name in read_json(index)["weight_map"].values()})
         else:
-            raise InputError(f"{folder} has no model.safetensors; save the model with save_pretrained (pickle files are not read)")
+            raise InputError(
+                f"{folder} has no model.safetensors; save the model with save_pretrained (pickle files are not read)"
+            )
         self._files = [safe_open(name, framework="pt") for name in names]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
@@ -100,10 +108,16 @@ def export_gguf(model_folder: Path, out_file: Path, precision: str) -> dict[str,
     read_vocabulary(model_folder, config).write(writer)
     plan = _plan(checkpoint, family, shape, precision, model_folder)
     for entry in plan:
-        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind)
-    kept = [entry.name for entry in plan if len(entry.shape) > 1 and entry.kind is not PRECISIONS[precision][0]]
+        writer.add_tensor_info(
+            entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind
+        )
+    kept = [
+        entry.name for entry in plan if len(entry.shape) > 1 and entry.kind is not PRECISIONS[precision][0]
+    ]
     if kept:
-        notes.append(f"{len(kept)} matrices stay F16 because their rows are no multiple of {Q8_0_BLOCK} ({kept[0]} ...)")
+        notes.append(
+            f"{len(kept)} matrices stay F16 because their rows are no multiple of {Q8_0_BLOCK} ({kept[0]} ...)"
+        )
     with whole_file(out_file) as temporary:
         try:
             writer.write_header_to_file(temporary)
@@ -124,7 +138,9 @@ def _family(config: dict[str, Any], model_folder: Path) -> Family:
     if kind not in FAMILIES:
         raise InputError(f"{model_folder} is a {kind!r} model; GGUF export knows {', '.join(FAMILIES)}")
     if config.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise InputError(f"{model_folder} has partial_rotary_factor {config['partial_rotary_factor']}; GGUF export needs 1.0")
+        raise InputError(
+            f"{model_folder} has partial_rotary_factor {config['partial_rotary_factor']}; GGUF export needs 1.0"
+        )
     return FAMILIES[kind]
 
 
@@ -132,7 +148,9 @@ def _write_shape(writer: GGUFWriter, shape: ModelShape, config: dict[str, Any], 
     context = shape.context_length
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if window and window < context:
-        notes.append(f"the context is cut from {context} to the sliding window of {window}: llama.cpp attends in full")
+        notes.append(
+            f"the context is cut from {context} to the sliding window of {window}: llama.cpp attends in full"
+        )
         context = int(window)
     writer.add_name(str(config.get("_name_or_path") or config["model_type"]))
     writer.add_context_length(context)
@@ -172,7 +190,9 @@ class _Entry:
         return size * (4 if self.kind is GGMLQuantizationType.F32 else 2)
 
 
-def _plan(checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: str, folder: Path) -> list[_Entry]:
+def _plan(
+    checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: str, folder: Path
+) -> list[_Entry]:
     """What is written, in order: GGUF name, shape, type and source of every tensor."""
     names = get_tensor_name_map(family.architecture, shape.layers)
     entries = []
@@ -181,7 +201,9 @@ def _plan(checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: 
             continue  # computed by the engine; the same table as the embedding
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise InputError(f"{folder}: tensor {source} has no name in the GGUF architecture {family.name!r}")
+            raise InputError(
+                f"{folder}: tensor {source} has no name in the GGUF architecture {family.name!r}"
+            )
         size = checkpoint.shape(source)
         kind = GGMLQuantizationType.F32 if len(size) == 1 else PRECISIONS[precision][0]
         if kind is GGMLQuantizationType.Q8_0 and size[-1] % Q8_0_BLOCK:

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
-from edgespec.files import read_json, whole_folder, write_json
+from edgespec.files import read_json, whole_folder
 from edgespec.shapes import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ACCURACY_LEVEL = 1
 BLOCK_SIZE = 32
+HEAD_STEP = 16  # GroupQueryAttention on CPU
 PRECISIONS: dict[str, list[str]] = {
     "fp32": [],
     "int4": [f"accuracy_level={ACCURACY_LEVEL}", f"block_size={BLOCK_SIZE}"],
@@ -37,8 +38,8 @@ def _builder() -> Any:
     root = logging.getLogger()
     before = (root.level, root.handlers[:])
     try:
-        from onnxruntime_genai.models import builder
         from onnxruntime.quantization import matmul_nbits_quantizer  # noqa: F401 (configures the root logger)
+        from onnxruntime_genai.models import builder
     except ImportError as error:
         raise MissingExtra(error.name or "onnxruntime-genai", "export", "Exporting to ONNX") from error
     finally:
@@ -57,8 +58,7 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
     if precision not in PRECISIONS:
         raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
     config = read_json(model_folder / "config.json")
-    if config.get("model_type") not in FAMILIES:
-        raise InputError(f"{model_folder} is a {config.get('model_type')!r} model; ONNX export knows {', '.join(FAMILIES)}")
+    _check_exportable(config, model_folder)
     builder = _builder()
     with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
         with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +67,9 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
                 options = builder.parse_extra_options(*where, ["hf_token=false", *PRECISIONS[precision]])
                 builder.create_model(*where, **options)
             except (NotImplementedError, ValueError, RuntimeError) as error:
-                raise EdgespecError(f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}") from error
+                raise EdgespecError(
+                    f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
+                ) from error
         for name in TOKENIZER_FILES:  # the model's own, not a copy rewritten by this transformers version
             if (model_folder / name).exists():
                 shutil.copyfile(model_folder / name, folder / name)
@@ -76,20 +78,41 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
     return {"bytes": size, "notes": []}
 
 
+def _check_exportable(config: dict[str, Any], model_folder: Path) -> None:
+    """Refuse what the graph would compute wrongly or ONNX Runtime would refuse at the first token."""
+    if config.get("model_type") not in FAMILIES:
+        kind = config.get("model_type")
+        raise InputError(f"{model_folder} is a {kind!r} model; ONNX export knows {', '.join(FAMILIES)}")
+    head_dim = ModelShape.from_config(config).head_dim
+    if head_dim % HEAD_STEP:
+        raise InputError(
+            f"{model_folder} has heads of {head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
+            "leave ONNX out with --export.onnx '' or choose a model with other heads"
+        )
+
+
 def _check_config(path: Path, config: dict[str, Any]) -> None:
     """The written settings must be the model's: the builder guesses what it cannot read."""
     written, shape = read_json(path), ModelShape.from_config(config)
-    seen = (written["model"]["vocab_size"], written["model"]["context_length"], written["model"]["decoder"]["head_size"])
+    seen = (
+        written["model"]["vocab_size"],
+        written["model"]["context_length"],
+        written["model"]["decoder"]["head_size"],
+    )
     wanted = (shape.vocab_size, shape.context_length, shape.head_dim)
     if seen != wanted:
-        raise EdgespecError(f"the ONNX model builder wrote vocabulary, context, head size {seen}; the model has {wanted}")
-    written["search"]["do_sample"] = False
-    write_json(path, written)
+        raise EdgespecError(
+            f"the ONNX model builder wrote vocabulary, context, head size {seen}; the model has {wanted}"
+        )
 
 
 @contextlib.contextmanager
 def _quiet(log: Path) -> Iterator[Path]:
     """Send prints and progress bars to a log file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w", encoding="utf-8") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+    with (
+        open(log, "w", encoding="utf-8") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
         yield log

@@ -87,9 +87,9 @@ def text_files(source: str) -> list[Path]:
 def read_documents(source: str) -> Iterator[str]:
     """Every document of a text source: a .txt file is one, or several between <|endoftext|> marks; a .jsonl row is one."""
     for file in text_files(source):
-        stream: Any = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else open(file, encoding="utf-8")
+        opener: Any = gzip.open if file.suffix == ".gz" else open
         try:
-            with stream:
+            with opener(file, "rt", encoding="utf-8") as stream:
                 if ".jsonl" in file.name:
                     yield from _jsonl_documents(file, stream)
                 else:
@@ -203,7 +203,7 @@ def pack_conversations(
             index = free[room].pop()
         bins[index].append((prompt, response))
         free[room - size].append(index)
-    packed = {
+    packed: dict[str, np.ndarray] = {
         "input_ids": np.full((len(bins), context), padding_id, np.int64),
         "position_ids": np.zeros((len(bins), context), np.int64),
         "document_ids": np.full((len(bins), context), PADDING, np.int32),

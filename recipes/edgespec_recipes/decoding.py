@@ -37,16 +37,13 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0) -> Ten
     shape = logits.shape
     rows = logits.float().reshape(-1, shape[-1])
     heat = torch.as_tensor(temperature, dtype=torch.float32).expand(shape[:-1]).reshape(-1, 1)
-    greedy = heat[:, 0] == 0
-    if greedy.all():
-        probabilities = torch.zeros_like(rows).scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
-    else:
-        probabilities = torch.softmax(rows / torch.where(heat == 0, 1.0, heat), -1)
-        if top_p < 1.0:
-            probabilities = _nucleus(probabilities, top_p)
-        if greedy.any():
-            best = rows[greedy].argmax(-1, keepdim=True)
-            probabilities[greedy] = torch.zeros_like(rows[greedy]).scatter_(-1, best, 1.0)
+    warm = heat[:, 0] > 0
+    probabilities = torch.zeros_like(rows)
+    if not warm.all():
+        probabilities.scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
+    if warm.any():
+        drawn = torch.softmax(rows[warm] / heat[warm], -1)
+        probabilities[warm] = _nucleus(drawn, top_p) if top_p < 1.0 else drawn
     return probabilities.reshape(shape)
 
 

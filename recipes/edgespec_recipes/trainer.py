@@ -79,7 +79,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         self.remove_callback(PrinterCallback)
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        if self.lr_scheduler is None:
+        if self.lr_scheduler is None:  # type: ignore[has-type]
             self.lr_scheduler = LambdaLR(
                 optimizer if optimizer is not None else self.optimizer,
                 lambda step: warmup_decay(step, num_training_steps, self.warmup_steps, self.floor),
@@ -171,9 +171,9 @@ def latest_checkpoint(out: Path) -> Path | None:
     """The newest whole checkpoint of a run; what a killed run left half-written, and what is older, is deleted."""
     found = {}
     for folder in (out / CHECKPOINTS).glob("checkpoint-*"):
-        step = folder.name.removeprefix("checkpoint-")
-        if step.isdigit() and _is_complete(folder):
-            found[int(step)] = folder
+        number = folder.name.removeprefix("checkpoint-")
+        if number.isdigit() and _is_complete(folder):
+            found[int(number)] = folder
         else:
             shutil.rmtree(folder, ignore_errors=True)
     if not found:

@@ -89,7 +89,9 @@ class LlamaCppEngine:
             self.close()
             raise
 
-    def _open(self, file: Path, context_length: int | None, threads: int | None, flash_attention: bool | None) -> None:
+    def _open(
+        self, file: Path, context_length: int | None, threads: int | None, flash_attention: bool | None
+    ) -> None:
         lib = self._lib
         self.name = f"llama.cpp {file.name}"
         trained = int(lib.llama_model_n_ctx_train(self._model))
@@ -108,11 +110,15 @@ class LlamaCppEngine:
         params.n_batch = params.n_ubatch = self.block_length
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
         params.no_perf = True
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
-            raise EdgespecError(f"llama.cpp cannot make a context of {self.context_length} tokens for {file}: {_reason()}")
+            raise EdgespecError(
+                f"llama.cpp cannot make a context of {self.context_length} tokens for {file}: {_reason()}"
+            )
         self._memory = lib.llama_get_memory(self._context)
         self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
@@ -138,11 +144,17 @@ class LlamaCppEngine:
         batch.n_tokens = count
         status = lib.llama_decode(self._context, batch)
         if status != 0:
-            lib.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)  # the cache is as it was before the call
+            lib.llama_memory_seq_rm(
+                self._memory, 0, self.n_past, -1
+            )  # the cache is as it was before the call
             bad = [token for token in tokens if not 0 <= token < self.vocab_size]
             if bad:
-                raise InputError(f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's")
-            raise EdgespecError(f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}")
+                raise InputError(
+                    f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
+                )
+            raise EdgespecError(
+                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}"
+            )
         self.n_past += count
         return np.ctypeslib.as_array(lib.llama_get_logits(self._context), shape=(count, self.vocab_size))
 
@@ -158,9 +170,13 @@ class LlamaCppEngine:
         data = text.encode("utf-8")
         buffer = (self._lib.llama_token * (len(data) + 16))()
         vocab = self._lib.llama_model_get_vocab(self._model)
-        count = self._lib.llama_tokenize(vocab, data, len(data), buffer, len(buffer), add_special, parse_special)
+        count = self._lib.llama_tokenize(
+            vocab, data, len(data), buffer, len(buffer), add_special, parse_special
+        )
         if count < 0:
-            raise EdgespecError(f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens")
+            raise EdgespecError(
+                f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens"
+            )
         return list(buffer[:count])
 
     def close(self) -> None:

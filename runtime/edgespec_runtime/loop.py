@@ -21,11 +21,17 @@ from edgespec_runtime.session import CachedEngine
 
 
 @dataclass(frozen=True)
-class DecodingOptions(Warp):
-    draft_length: int = knob(3, "draft tokens in a block (γ)", at_least=1)
+class ReplyOptions(Warp):
+    """How a reply is drawn, whatever the draft length."""
+
     max_new_tokens: int = knob(256, "longest reply in tokens", at_least=1)
     seed: int = knob(0, "seed of the sampling", at_least=0)
     rule: str = knob("lossless", "acceptance rule", choices=tuple(RULES))
+
+
+@dataclass(frozen=True)
+class DecodingOptions(ReplyOptions):
+    draft_length: int = knob(3, "draft tokens in a block (γ)", at_least=1)
 
 
 @dataclass(frozen=True)

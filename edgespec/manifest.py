@@ -1,0 +1,232 @@
+"""manifest.json of a bundle: what a pair is, which files it has, and proof that they are unchanged. Standard library only.
+
+A bundle comes from strangers: every path must stay inside it, every listed file must have its listed size and sha256, and a
+file that the manifest does not list is never opened.
+
+    manifest.json
+      schema_version    1
+      pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
+      target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}
+      default           {engine, precision, reason}: what chat and bench run unless told otherwise
+      cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
+      metrics           evaluation and verification, in short
+      provenance        {recipe, command, versions, seed, edgespec}
+      files             {path: {sha256, bytes}} of every file but manifest.json itself
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from edgespec.errors import BundleError, InputError, did_you_mean
+from edgespec.files import sha256_file, write_json
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+ROLES = ("target", "drafter")
+AGAIN = "fetch or build the bundle again"
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BundleModel:
+    """One model of the pair; `files[engine][precision]` is a file or a folder, relative to the bundle."""
+
+    name: str
+    source: str
+    shape: dict[str, Any]
+    parameters: int
+    files: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json; `folder` is where it was read from (None before it is written)."""
+
+    pair: dict[str, Any]
+    target: BundleModel
+    drafter: BundleModel
+    default: dict[str, str]
+    cost_ratio: dict[str, Any]
+    metrics: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, BundleFile]
+    schema_version: int = SCHEMA_VERSION
+    folder: Path | None = field(default=None, compare=False)
+
+    def model_path(self, role: str, engine: str, precision: str) -> Path:
+        """Where one model lies. Raises InputError naming what the bundle has instead."""
+        table = getattr(self, role).files
+        if engine not in table:
+            raise InputError(f"the bundle has no {role} for engine {engine!r}{did_you_mean(engine, table)}")
+        if precision not in table[engine]:
+            raise InputError(
+                f"the bundle has no {precision!r} {role} for {engine}{did_you_mean(precision, table[engine])}"
+            )
+        assert self.folder is not None
+        return self.folder / table[engine][precision]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(engine, precision) of which both models are there, in the manifest's order."""
+        return [
+            (engine, precision)
+            for engine, table in self.target.files.items()
+            for precision in table
+            if precision in self.drafter.files.get(engine, {})
+        ]
+
+
+def describe_files(folder: Path) -> dict[str, BundleFile]:
+    """Size and sha256 of every regular file below `folder` but the manifest, by path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST:
+            found[name] = BundleFile(sha256_file(path), path.stat().st_size)
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Write manifest.json; done last, it is what makes a folder a bundle."""
+    plain = asdict(manifest)
+    del plain["folder"]
+    ordered = {"schema_version": plain.pop("schema_version"), **plain}
+    write_json(folder / MANIFEST, ordered)
+    return folder / MANIFEST
+
+
+def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
+    """Read and check the manifest of a bundle.
+
+    Sizes of all listed files are always checked, their sha256 unless `hashes` is False. Raises BundleError naming the file, what
+    was seen, what was wanted and the next step.
+    """
+    manifest = _parse(_read(folder), folder)
+    for role in ROLES:
+        for engine, table in getattr(manifest, role).files.items():
+            for precision, name in table.items():
+                if name not in manifest.files and not any(
+                    listed.startswith(name + "/") for listed in manifest.files
+                ):
+                    raise BundleError(
+                        f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
+                    )
+    root = folder.resolve()
+    for name, entry in manifest.files.items():
+        check_file(root, name, entry, hashes=hashes)
+    return manifest
+
+
+def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = True) -> Path:
+    """The path of one listed file after checking place, size and (unless told not to) sha256."""
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
+    if not path.is_file():
+        raise BundleError(f"{path} is missing; the manifest wants {entry.bytes} bytes: {AGAIN}")
+    size = path.stat().st_size
+    if size != entry.bytes:
+        raise BundleError(
+            f"{path} has {size} bytes, the manifest wants {entry.bytes} (truncated or replaced); {AGAIN}"
+        )
+    if hashes and (seen := sha256_file(path)) != entry.sha256:
+        raise BundleError(f"{path} was altered: sha256 {seen}, the manifest wants {entry.sha256}; {AGAIN}")
+    return path
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        size = path.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise BundleError(f"{path} has {size} bytes; at most {MAX_MANIFEST_BYTES} are read: {AGAIN}")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(
+            f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise BundleError(f"{path} cannot be read as JSON ({error}); {AGAIN}") from error
+    if not isinstance(value, dict):
+        raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise BundleError(
+            f"{path} has schema version {version!r}; this edgespec reads {SCHEMA_VERSION}: "
+            "update edgespec, or build the bundle again with this one"
+        )
+    return value
+
+
+def _parse(value: dict[str, Any], folder: Path) -> Manifest:
+    """Every field with its type; unknown fields are ignored."""
+    where = folder / MANIFEST
+    files = {}
+    for name, entry in _need(value, "files", dict, where).items():
+        entry = _mapping(entry, f"files[{name!r}]", where)
+        size = _need(entry, "bytes", int, where)
+        digest = _need(entry, "sha256", str, where)
+        if size < 0 or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise BundleError(
+                f"{where}: files[{name!r}] has bytes {size} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
+            )
+        files[_safe(name, where)] = BundleFile(digest, size)
+    models = {}
+    for role in ROLES:
+        model = _need(value, role, dict, where)
+        tables = {
+            engine: {
+                precision: _safe(name, where)
+                for precision, name in _mapping(table, f"{role}.files", where).items()
+            }
+            for engine, table in _need(model, "files", dict, where).items()
+        }
+        models[role] = BundleModel(
+            name=_need(model, "name", str, where),
+            source=_need(model, "source", str, where),
+            shape=_need(model, "shape", dict, where),
+            parameters=_need(model, "parameters", int, where),
+            files=tables,
+        )
+    default = _need(value, "default", dict, where)
+    for key in ("engine", "precision", "reason"):
+        _need(default, key, str, where)
+    pair = _need(value, "pair", dict, where)
+    _need(pair, "tokenizer_sha256", str, where)
+    _need(pair, "vocab_size", int, where)
+    rest = {key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")}
+    return Manifest(pair=pair, default=default, files=files, folder=folder, **models, **rest)
+
+
+def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BundleError(f"{where}: {name} is {str(value)[:80]!r}; an object is wanted: {AGAIN}")
+    return value
+
+
+def _need(value: Mapping[str, Any], key: str, kind: type[Any], where: Path) -> Any:
+    seen = value.get(key)
+    if not isinstance(seen, kind) or isinstance(seen, bool):
+        raise BundleError(f"{where}: {key!r} is {str(seen)[:80]!r}; {kind.__name__} is wanted: {AGAIN}")
+    return seen
+
+
+def _safe(name: Any, where: Path) -> str:
+    """A relative path below the bundle, spelt in one way only."""
+    if not isinstance(name, str) or not name or len(name) > 1024:
+        raise BundleError(f"{where}: {str(name)[:80]!r} is no file name; {AGAIN}")
+    plain = PurePosixPath(name)
+    odd = "\\" in name or "\0" in name or PureWindowsPath(name).drive or plain.as_posix() != name
+    if odd or plain.is_absolute() or ".." in plain.parts or plain.parts == ():
+        raise BundleError(f"{where}: the path {name!r} leaves the bundle or is not plain; {AGAIN}")
+    return name

@@ -1,0 +1,104 @@
+"""Open a bundle: check it, load the pair on one engine and the tokenizer both share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import InputError, did_you_mean
+from edgespec.files import read_jsonl
+from edgespec.manifest import Manifest, open_manifest
+from edgespec.options import knob
+from edgespec_runtime.engine import Engine, default_threads
+from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.tokenizer import ChatTokenizer, Message
+
+ONNXRUNTIME = "onnxruntime"
+LLAMACPP = "llama.cpp"
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    engine: str = knob("", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP))
+    precision: str = knob("", "precision of both models: fp32, int4 (onnxruntime); f16, q8_0 (llama.cpp) (default: the bundle's)")
+    context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
+    threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
+
+
+@dataclass
+class Pair:
+    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision."""
+
+    target: CachedEngine
+    draft: CachedEngine | None
+    tokenizer: ChatTokenizer
+    manifest: Manifest
+    engine: str
+    precision: str
+    cost_ratios: dict[str, float]
+
+    def close(self) -> None:
+        """Free both models."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.engine.close()
+
+    def prompts(self) -> list[list[Message]]:
+        """The held-out chats that travel in the bundle."""
+        assert self.manifest.folder is not None
+        return [row["messages"] for row in read_jsonl(self.manifest.folder / "prompts.jsonl")]
+
+
+def load_engine(engine: str, path: Path, context: int | None, threads: int | None) -> Engine:
+    """One model file or folder on one engine."""
+    if engine == LLAMACPP:
+        from edgespec_runtime.engine_llamacpp import LlamaCppEngine
+
+        return LlamaCppEngine(path, context_length=context, threads=threads)
+    from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+
+    return OnnxRuntimeEngine(path, context_length=context, threads=threads)
+
+
+def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
+    """Engine and precision: what was asked for, else the bundle's default, else the first the bundle has for that engine."""
+    pairs = manifest.pairs()
+    engine = options.engine or manifest.default["engine"]
+    offered = [precision for name, precision in pairs if name == engine]
+    if options.precision and not options.engine and options.precision not in offered:
+        engine = next((name for name, precision in pairs if precision == options.precision), engine)
+        offered = [precision for name, precision in pairs if name == engine]
+    if not offered:
+        raise InputError(f"the bundle has no pair for engine {engine!r}{did_you_mean(engine, {name for name, _ in pairs})}")
+    if options.precision:
+        if options.precision not in offered:
+            raise InputError(f"the bundle has no {options.precision!r} pair for {engine}{did_you_mean(options.precision, offered)}")
+        return engine, options.precision
+    preferred = manifest.default["precision"]
+    return engine, preferred if preferred in offered else offered[0]
+
+
+def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pair:
+    """Check every file of the bundle against its manifest, then load target, drafter (unless told not to) and tokenizer.
+
+    Raises BundleError for a bundle that is incomplete or altered, InputError for an engine or precision it does not have,
+    MissingExtra where the engine's package is absent.
+    """
+    manifest = open_manifest(folder)
+    engine, precision = _choose(manifest, options)
+    threads = options.threads or default_threads()
+
+    def load(role: str) -> CachedEngine:
+        return CachedEngine(load_engine(engine, manifest.model_path(role, engine, precision), options.context, threads))
+
+    ratios: dict[str, Any] = manifest.cost_ratio
+    return Pair(
+        target=load("target"),
+        draft=load("drafter") if with_draft else None,
+        tokenizer=ChatTokenizer(folder / "tokenizer"),
+        manifest=manifest,
+        engine=engine,
+        precision=precision,
+        cost_ratios={"parameters": ratios["parameters"], "bytes": ratios["bytes"][f"{engine}/{precision}"]},
+    )

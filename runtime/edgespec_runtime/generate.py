@@ -1,0 +1,90 @@
+"""Answer one prompt with a bundle; the reply streams to standard output.
+
+The prompt is an argument or comes from standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.errors import InputError
+from edgespec.metrics import RawCounts
+from edgespec.options import from_mapping, knob, to_mapping
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.speed import dump, metrics_of
+
+MAX_PROMPT_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DecodingOptions, LoadOptions):
+    bundle: str = knob(help="bundle folder", positional=True)
+    prompt: str = knob("", "the user's message; standard input where absent", positional=True)
+    system: str = knob("", "system prompt")
+    raw: bool = knob(False, "continue the prompt as it stands, without the chat template")
+    draft: bool = knob(True, "speculate with the drafter")
+    json: bool = knob(False, "print one JSON object with the reply, raw counts and metrics instead of streaming")
+
+
+OPTIONS = Options
+
+
+def read_prompt() -> str:
+    """The whole of standard input, one final newline off. Raises InputError where there is none to read."""
+    if sys.stdin.isatty():
+        raise InputError("there is no prompt; give it after the bundle, or pipe it in")
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InputError(f"the prompt on standard input exceeds {MAX_PROMPT_BYTES} bytes; shorten it")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt on standard input is not UTF-8: {error}") from error
+    return text.removesuffix("\n")
+
+
+def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
+    """Prompt ids through the chat template, or of the text alone."""
+    if raw:
+        return pair.tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system else []
+    return pair.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    text = options.prompt or read_prompt()
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text")
+    pair = open_pair(Path(options.bundle), options, with_draft=options.draft)
+    try:
+        prompt = encode_prompt(pair, text, options.system, options.raw)
+        counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
+        for block in decode(pair.target, pair.draft, prompt, options, pair.tokenizer.stop_ids, counts):
+            finish = block.finish
+            pieces.append(stream.feed(block.tokens))
+            if not options.json:
+                print(pieces[-1], end="", flush=True)
+        pieces.append(stream.finish())
+        if not options.json:
+            print(pieces[-1], flush=True)
+            return 0
+        report = {
+            "reply": "".join(pieces),
+            "finish": finish,
+            "prompt_tokens": len(prompt),
+            "engine": pair.engine,
+            "precision": pair.precision,
+            "options": to_mapping(options),
+            "counts": dump(counts),
+            "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
+        }
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+        return 0
+    finally:
+        pair.close()

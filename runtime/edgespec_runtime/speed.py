@@ -1,0 +1,52 @@
+"""Speed beside the raw counts: what a plain step of the target costs, and the metrics of one run in a form to print or dump."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from edgespec.metrics import RawCounts, mbsu, median
+from edgespec_runtime.loop import DecodingOptions
+from edgespec_runtime.sampling import warp
+from edgespec_runtime.session import CachedEngine
+
+STEPS = 5
+MAX_SECONDS = 0.5
+
+
+def plain_step_seconds(target: CachedEngine, options: DecodingOptions) -> float | None:
+    """Median seconds of one autoregressive step (forward and sampling) where the target's cache ends; the cache stays as it was.
+
+    At most `STEPS` steps or about half a second. None where the context has no room for a step or the cache is empty.
+    """
+    length = len(target.tokens)
+    if not 0 < length < target.engine.context_length:
+        return None
+    token = target.tokens[-1]
+    generator = np.random.default_rng(0)
+    times: list[float] = []
+    while len(times) < STEPS and sum(times) < MAX_SECONDS:
+        start = perf_counter()
+        warp(target.forward([token])[-1], options).sample(generator)
+        times.append(perf_counter() - start)
+        target.rewind(length)
+    return median(times)
+
+
+def metrics_of(counts: RawCounts, draft_length: int, cost_ratios: dict[str, float]) -> dict[str, float | None]:
+    """Metrics of a run: tokens per second, τ, α, MBSU for each cost ratio (None where they mean nothing)."""
+    values: dict[str, float | None] = {"tokens_per_second": counts.token_rate if counts.emitted else None}
+    if counts.drafted:
+        values["block_efficiency"] = counts.block_efficiency
+        values["acceptance_rate"] = counts.acceptance_rate
+        for name, ratio in cost_ratios.items():
+            values[f"mbsu_{name}"] = mbsu(counts.block_efficiency, draft_length, ratio)
+    return values
+
+
+def dump(counts: RawCounts) -> dict[str, Any]:
+    """Raw counts as plain values, seconds rounded to the microsecond."""
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(counts).items()}

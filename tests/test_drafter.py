@@ -1,0 +1,51 @@
+"""The drafter's shape from the target's, and the arithmetic of weights."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.drafter import cost_ratios, derive
+from edgespec.errors import InputError
+from edgespec.recipe import DrafterOptions
+from edgespec.shapes import ModelShape
+
+LLAMA_2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+
+
+def test_the_papers_drafter_comes_out_of_the_rule() -> None:
+    target = ModelShape.from_config(LLAMA_2_7B)
+    drafter = derive(target, DrafterOptions())
+    assert target.parameters == 6_738_415_616  # as published
+    assert (drafter.layers, drafter.hidden, drafter.intermediate, drafter.heads) == (4, 1024, 2816, 8)
+    assert (drafter.vocab_size, drafter.tied, drafter.head_dim) == (32000, False, 128)
+    ratios = cost_ratios(target, drafter)
+    assert ratios["parameters"] == pytest.approx(0.0164, abs=0.0015)
+    assert ratios["streamed"] < ratios["parameters"]  # the input table is one row
+
+
+def test_parameter_count_is_what_transformers_builds() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    target = ModelShape.from_config({**LLAMA_2_7B, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 9, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})
+    drafter = derive(target, DrafterOptions(size_fraction=0.1))
+    for shape in (drafter, derive(target, DrafterOptions(hidden=128, layers=2))):
+        model = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))
+        assert sum(weight.numel() for weight in model.parameters()) == shape.parameters
+
+
+def test_a_drafter_is_smaller_than_its_target() -> None:
+    with pytest.raises(InputError, match=r"--drafter\.layers"):
+        derive(ModelShape.from_config(LLAMA_2_7B), DrafterOptions(hidden=4096, layers=32))
+
+
+def test_encoder_decoder_is_refused() -> None:
+    with pytest.raises(InputError, match="encoder-decoder"):
+        ModelShape.from_config({"model_type": "t5", "is_encoder_decoder": True})

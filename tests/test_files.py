@@ -1,0 +1,67 @@
+"""Whole or absent: atomic writes, and what a full disk looks like to the user."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.errors import InputError
+from edgespec.files import read_json, read_jsonl, sha256_file, whole_folder, write_bytes, write_json, writing
+
+LIMITED = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from pathlib import Path
+from edgespec.errors import InputError
+from edgespec.files import write_bytes
+try:
+    write_bytes(Path(sys.argv[1]), b"x" * 5000)
+except InputError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "data.bin"
+    write_bytes(file, b"old")
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(file)], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "data.bin" in done.stdout
+    assert "MiB free" in done.stdout
+    assert file.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["data.bin"]
+
+
+def test_a_full_device_is_one_clear_message() -> None:
+    with pytest.raises(InputError, match="no space left on the disk"), writing("/dev/full"), open("/dev/full", "wb") as stream:
+        stream.write(b"x" * 100_000)
+
+
+def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), whole_folder(tmp_path / "out") as place:
+        (place / "part").write_text("half")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with whole_folder(tmp_path / "out") as place:
+        (place / "part").write_text("whole")
+    assert (tmp_path / "out" / "part").read_text() == "whole"
+
+
+def test_json_errors_name_file_and_line(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"é": 1})
+    assert read_json(tmp_path / "a.json") == {"é": 1}
+    (tmp_path / "b.jsonl").write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(InputError, match=r"b\.jsonl:2"):
+        read_jsonl(tmp_path / "b.jsonl")
+    with pytest.raises(InputError, match="is missing"):
+        read_json(tmp_path / "none.json")
+
+
+def test_sha256(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256_file(tmp_path / "a").startswith("ba7816bf")

@@ -1,0 +1,68 @@
+"""Metrics from raw counts, and the bootstrap's stated coverage."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from edgespec.metrics import (
+    RawCounts,
+    bootstrap,
+    mbsu,
+    predicted_block_efficiency,
+    predicted_speedup,
+    quantile,
+    ratio_of_sums,
+)
+
+
+def test_tokens_after_the_first_rejection_count_as_neither() -> None:
+    counts = RawCounts()
+    counts.add_block(drafted=3, accepted=1, emitted=2)
+    counts.add_block(drafted=3, accepted=3, emitted=4)
+    counts.add_block(drafted=3, accepted=2, emitted=2)  # the second accepted token ended the turn
+    assert (counts.tested, counts.accepted) == ([3, 3, 1], [3, 2, 1])
+    assert counts.block_efficiency == 8 / 3
+    assert counts.acceptance_rate == 6 / 7
+
+
+def test_sums() -> None:
+    one, two = RawCounts(), RawCounts()
+    one.add_block(1, 0, 1)
+    two.add_block(3, 3, 4)
+    one.add(two)
+    assert (one.blocks, one.drafted, one.emitted, one.tested, one.accepted) == (2, 4, 5, [2, 1, 1], [1, 1, 1])
+
+
+def test_independent_acceptances_give_the_predicted_block_efficiency() -> None:
+    generator, alpha, gamma = random.Random(0), 0.7, 4
+    counts = RawCounts()
+    for _ in range(40_000):
+        accepted = 0
+        while accepted < gamma and generator.random() < alpha:
+            accepted += 1
+        counts.add_block(gamma, accepted, accepted + 1)
+    assert counts.block_efficiency == pytest.approx(predicted_block_efficiency(alpha, gamma), abs=0.03)  # 4 standard errors
+    assert counts.acceptance_rate == pytest.approx(alpha, abs=0.006)
+    assert predicted_block_efficiency(1.0, gamma) == gamma + 1
+
+
+def test_memory_bound_speed_up_is_not_the_misprint() -> None:
+    assert mbsu(2.3, 3, 1 / 61) == pytest.approx(2.3 / (3 / 61 + 1))
+    assert predicted_speedup(2.3, 3, 1 / 61, 1.0) == pytest.approx(mbsu(2.3, 3, 1 / 61))
+
+
+def test_bootstrap_interval_covers_the_truth_as_often_as_it_says() -> None:
+    """Normal data, n = 40: 200 intervals of nominal 95 %; fewer than 176 hits would have probability below 1e-4."""
+    generator, hits = random.Random(1), 0
+    for trial in range(200):
+        items = [(generator.gauss(3.0, 1.0), 1.0) for _ in range(40)]
+        _, low, high = bootstrap(items, ratio_of_sums(lambda x: x[0], lambda x: x[1]), resamples=200, seed=trial)
+        hits += low <= 3.0 <= high
+    assert 176 <= hits <= 199
+
+
+def test_quantile_interpolates() -> None:
+    assert quantile([1.0, 2.0, 4.0], 0.75) == 3.0
+    assert quantile([5.0], 0.2) == 5.0

@@ -1,0 +1,78 @@
+"""Knobs: types, bounds, unknown names, layering of flags over YAML over defaults."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from edgespec.build import shipped_recipes
+from edgespec.errors import InputError
+from edgespec.options import add_flags, from_mapping, given, to_mapping
+from edgespec.recipe import Recipe, load_recipe, resolve
+
+
+def parse(arguments: list[str]) -> dict:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Recipe)
+    return given(parser.parse_args(arguments))
+
+
+def test_flag_over_yaml_over_default() -> None:
+    low = {"target": "a", "distill": {"steps": 5, "learning_rate": 0.5}}
+    recipe = resolve(low, parse(["--target", "b", "--distill.steps", "7"]))
+    assert (recipe.target, recipe.distill.steps, recipe.distill.learning_rate) == ("b", 7, 0.5)
+    assert recipe.distill.text_fraction == Recipe(target="x").distill.text_fraction
+
+
+def test_lists_and_none() -> None:
+    recipe = resolve({"target": "a", "drafter": {"layers": None}}, parse(["--target", "a", "--evaluate.draft-lengths", "2,4"]))
+    assert recipe.evaluate.draft_lengths == (2, 4)
+    assert recipe.drafter.layers is None
+
+
+def test_round_trip() -> None:
+    recipe = Recipe(target="a")
+    assert from_mapping(Recipe, to_mapping(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target": "a", "distil": {}}, "did you mean 'distill'"),
+        ({"target": "a", "distill": {"learning_rat": 1}}, r"distill\.learning_rat'; did you mean 'learning_rate'"),
+        ({"target": "a", "distill": {"steps": 0}}, "distill.steps is 0; it must be at least 1"),
+        ({"target": "a", "distill": {"steps": 1.5}}, "whole number"),
+        ({"target": "a", "distill": {"steps": True}}, "whole number"),
+        ({"target": "a", "distill": {"divergence": "tvd+"}}, "did you mean 'tvd"),
+        ({"target": "a", "distill": {"learning_rate": float("nan")}}, "at least"),
+        ({"target": "a", "generate": {"top_p": 0}}, "generate.top_p is 0"),
+        ({"target": "a", "generate": {"temperatures": [0.3, -1]}}, "temperatures is -1"),
+        ({"target": "a", "evaluate": {"draft_lengths": [0]}}, "draft_lengths is 0; it must be at least 1"),
+        ({"target": 3}, "must be a string"),
+        ({}, "target is missing"),
+        ({"target": "a", "distill": 3}, "must be a mapping"),
+    ],
+)
+def test_bad_values_name_value_and_bound(values: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        from_mapping(Recipe, values)
+
+
+def test_shipped_recipes_load() -> None:
+    recipes = shipped_recipes()
+    assert "tiny-chat" in recipes
+    for file in recipes.values():
+        assert resolve(load_recipe(file), {}).target
+
+
+def test_recipe_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        load_recipe(tmp_path / "none.yaml")
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    with pytest.raises(InputError, match="not valid YAML"):
+        load_recipe(tmp_path / "bad.yaml")
+    (tmp_path / "code.yaml").write_text("target: !!python/object/apply:os.getcwd []")
+    with pytest.raises(InputError, match="not valid YAML"):
+        load_recipe(tmp_path / "code.yaml")
