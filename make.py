@@ -55,11 +55,16 @@ def set_up(extra: str) -> None:
         print("making .venv", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
             sys.exit("could not make .venv; on Debian and Ubuntu install the package python3-venv first")
-    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))).hexdigest()
+    wanted = hashlib.sha256(
+        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    ).hexdigest()
     stamp = VENV / f"edgespec-{extra}.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    print(f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)", flush=True)
+    print(
+        f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)",
+        flush=True,
+    )
     if install_torch() or pip("--constraint", "constraints.txt", "--editable", f".[{extra}]"):
         sys.exit("installation failed; see pip's message above, then run the same command again")
     stamp.write_text(wanted)
@@ -71,9 +76,13 @@ def demo(arguments: list[str]) -> int:
     set_up("all")
     edgespec = BIN / "edgespec"
     code = run(edgespec, "build-drafter", "--target", "tiny-chat", "--out", BUILD, *arguments)
-    code = code or run(edgespec, "bench", BUILD / "bundle", "--plot", BUILD / "bench.png", "--json", BUILD / "bench.json")
+    code = code or run(
+        edgespec, "bench", BUILD / "bundle", "--plot", BUILD / "bench.png", "--json", BUILD / "bench.json"
+    )
     if code == 0:
-        print(f"\ndone in {time.monotonic() - start:.0f} s. Talk to the pair:\n    {edgespec.relative_to(ROOT)} chat {BUILD / 'bundle'}")
+        print(
+            f"\ndone in {time.monotonic() - start:.0f} s. Talk to the pair:\n    {edgespec.relative_to(ROOT)} chat {BUILD / 'bundle'}"
+        )
     return code
 
 

@@ -26,8 +26,12 @@ class Verb:
 
 
 VERBS = {
-    "targets": Verb("edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"),
-    "build-drafter": Verb("edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"),
+    "targets": Verb(
+        "edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"
+    ),
+    "build-drafter": Verb(
+        "edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"
+    ),
     "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
     "bench": Verb("edgespec_runtime.bench", "plain against speculative decoding, side by side"),
@@ -86,7 +90,11 @@ def _run(arguments: list[str]) -> int:
         raise InputError(f"unknown verb {name!r}{did_you_mean(name, VERBS)}")
     verb = VERBS[name]
     module: Any = importlib.import_module(verb.module)
-    parser = _Parser(prog=f"edgespec {name}", description=(module.__doc__ or verb.help).split("\n\n")[0], allow_abbrev=False)
+    parser = _Parser(
+        prog=f"edgespec {name}",
+        description=(module.__doc__ or verb.help).split("\n\n")[0],
+        allow_abbrev=False,
+    )
     add_flags(parser, module.OPTIONS)
     code: int = module.run(given(parser.parse_args(rest)))
     return code

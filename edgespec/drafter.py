@@ -79,11 +79,15 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
     if options.hidden is not None:
         if options.hidden % 8:
-            raise InputError(f"drafter.hidden is {options.hidden}; it must be a multiple of 8 (of {step} for fast quantised rows)")
+            raise InputError(
+                f"drafter.hidden is {options.hidden}; it must be a multiple of 8 (of {step} for fast quantised rows)"
+            )
         chosen = _shape(target, options.hidden, layers, step)
     else:
         budget = options.size_fraction * target.parameters
-        candidates = [_shape(target, hidden, layers, step) for hidden in range(step, max(step, target.hidden) + 1, step)]
+        candidates = [
+            _shape(target, hidden, layers, step) for hidden in range(step, max(step, target.hidden) + 1, step)
+        ]
         chosen = min(candidates, key=lambda shape: abs(shape.parameters - budget))
     if chosen.parameters >= target.parameters:
         raise InputError(

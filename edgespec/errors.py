@@ -39,7 +39,9 @@ class MissingExtra(EdgespecError):
     """An optional package is not installed."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs {package}, which is not installed: pip install 'edgespec[{extra}]'")
+        super().__init__(
+            f"{purpose} needs {package}, which is not installed: pip install 'edgespec[{extra}]'"
+        )
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:

@@ -66,7 +66,7 @@ class Manifest:
 
     def model_path(self, role: str, engine: str, precision: str) -> Path:
         """Where one model lies. Raises InputError naming what the bundle has instead."""
-        table = getattr(self, role).files
+        table = (self.target if role == "target" else self.drafter).files
         if engine not in table:
             raise InputError(f"the bundle has no {role} for engine {engine!r}{did_you_mean(engine, table)}")
         if precision not in table[engine]:
@@ -181,7 +181,7 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
                 f"{where}: files[{name!r}] has bytes {size} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
             )
         files[_safe(name, where)] = BundleFile(digest, size)
-    models = {}
+    models: dict[str, BundleModel] = {}
     for role in ROLES:
         model = _need(value, role, dict, where)
         tables = {
@@ -204,8 +204,18 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
     pair = _need(value, "pair", dict, where)
     _need(pair, "tokenizer_sha256", str, where)
     _need(pair, "vocab_size", int, where)
-    rest = {key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")}
-    return Manifest(pair=pair, default=default, files=files, folder=folder, **models, **rest)
+    rest: dict[str, Any] = {
+        key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")
+    }
+    return Manifest(
+        pair=pair,
+        default=default,
+        files=files,
+        folder=folder,
+        target=models["target"],
+        drafter=models["drafter"],
+        **rest,
+    )
 
 
 def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:

@@ -46,12 +46,25 @@ class RawCounts:
 
     def add(self, other: RawCounts) -> None:
         """Sum another run into this one."""
-        for name in ("blocks", "drafted", "emitted", "prefill_seconds", "draft_seconds", "verify_seconds", "total_seconds"):
+        for name in (
+            "blocks",
+            "drafted",
+            "emitted",
+            "prefill_seconds",
+            "draft_seconds",
+            "verify_seconds",
+            "total_seconds",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("tested", "accepted"):
             mine, theirs = getattr(self, name), getattr(other, name)
             size = max(len(mine), len(theirs))
-            summed = [a + b for a, b in zip(mine + [0] * (size - len(mine)), theirs + [0] * (size - len(theirs)), strict=True)]
+            summed = [
+                a + b
+                for a, b in zip(
+                    mine + [0] * (size - len(mine)), theirs + [0] * (size - len(theirs)), strict=True
+                )
+            ]
             setattr(self, name, summed)
 
     @property
@@ -88,7 +101,9 @@ def predicted_block_efficiency(acceptance_rate: float, draft_length: int) -> flo
     return (1.0 - acceptance_rate ** (draft_length + 1)) / (1.0 - acceptance_rate)
 
 
-def predicted_speedup(block_efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> float:
+def predicted_speedup(
+    block_efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
+) -> float:
     """τ / (γ·c_t + v(γ+1)) with costs in units of one plain target step."""
     return block_efficiency / (draft_length * draft_cost + verify_cost)
 
@@ -106,17 +121,26 @@ def median(values: Sequence[float]) -> float:
 
 
 def bootstrap(
-    items: Sequence[Any], statistic: Callable[[Sequence[Any]], float], *, level: float = 0.95, resamples: int = 1000, seed: int = 0
+    items: Sequence[Any],
+    statistic: Callable[[Sequence[Any]], float],
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
 ) -> tuple[float, float, float]:
     """(value, low, high): percentile bootstrap interval of `statistic`, resampling whole items (prompts)."""
     generator = random.Random(seed)
     size = len(items)
-    draws = sorted(statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples))
+    draws = sorted(
+        statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples)
+    )
     tail = (1.0 - level) / 2.0
     return statistic(items), quantile(draws, tail), quantile(draws, 1.0 - tail)
 
 
-def ratio_of_sums(numerator: Callable[[Any], float], denominator: Callable[[Any], float]) -> Callable[[Sequence[Any]], float]:
+def ratio_of_sums(
+    numerator: Callable[[Any], float], denominator: Callable[[Any], float]
+) -> Callable[[Sequence[Any]], float]:
     """A statistic for `bootstrap`: Σ numerator / Σ denominator over the items."""
 
     def statistic(items: Sequence[Any]) -> float:

@@ -29,7 +29,9 @@ def knob(
     hidden: bool = False,
 ) -> Any:
     """A dataclass field with its help text and bounds; lists are given as tuples. `hidden` keeps it off the command line."""
-    metadata = dict(help=help, choices=choices, at_least=at_least, at_most=at_most, positional=positional, hidden=hidden)
+    metadata = dict(
+        help=help, choices=choices, at_least=at_least, at_most=at_most, positional=positional, hidden=hidden
+    )
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -58,8 +60,12 @@ def _base(hint: Any) -> tuple[type[Any], bool, bool]:
 
 
 def _scalar(value: Any, kind: type[Any], name: str) -> Any:
-    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false", "yes", "no", "1", "0"):
-        return value.lower() in ("true", "yes", "1")
+    if (
+        kind is bool
+        and isinstance(value, str)
+        and value.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")
+    ):
+        return value.lower() in ("true", "yes", "on", "1")
     if isinstance(value, bool) is not (kind is bool):
         raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}")
     if kind is str and not isinstance(value, str):
@@ -74,7 +80,9 @@ def _scalar(value: Any, kind: type[Any], name: str) -> Any:
 
 
 def _wanted(kind: type[Any]) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(kind, kind.__name__)
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+        kind, kind.__name__
+    )
 
 
 def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> Any:
@@ -96,7 +104,9 @@ def _bounded(value: Any, field: dataclasses.Field[Any], name: str) -> Any:
     choices = field.metadata.get("choices")
     at_least, at_most = field.metadata.get("at_least"), field.metadata.get("at_most")
     if choices is not None and value not in choices:
-        raise InputError(f"{name} is {value!r}{did_you_mean(str(value), [str(choice) for choice in choices])}")
+        raise InputError(
+            f"{name} is {value!r}{did_you_mean(str(value), [str(choice) for choice in choices])}"
+        )
     if at_least is not None and not value >= at_least:  # also refuses NaN
         raise InputError(f"{name} is {value}; it must be at least {at_least}")
     if at_most is not None and not value <= at_most:
@@ -121,7 +131,9 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
             ready[name] = check(value, hints[name], known[name], label)
     for name, field in known.items():
         if name not in ready and field.default is MISSING and field.default_factory is MISSING:
-            raise InputError(f"{where + '.' if where else ''}{name} is missing: {field.metadata.get('help', '')}")
+            raise InputError(
+                f"{where + '.' if where else ''}{name} is missing: {field.metadata.get('help', '')}"
+            )
     return kind(**ready)
 
 
@@ -166,13 +178,35 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             text += f" (default: {str(shown).replace('%', '%%')})"
         name = prefix + field.name
         if field.metadata.get("positional"):
-            parser.add_argument(name, help=text, metavar=field.name.upper(), **({} if required else {"nargs": "?", "default": argparse.SUPPRESS}))
+            parser.add_argument(
+                name,
+                help=text,
+                metavar=field.name.upper(),
+                **({} if required else {"nargs": "?", "default": argparse.SUPPRESS}),
+            )
         elif base is bool:
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=text, default=argparse.SUPPRESS, action=argparse.BooleanOptionalAction)
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                dest=name,
+                help=text,
+                default=argparse.SUPPRESS,
+                action=argparse.BooleanOptionalAction,
+            )
         else:
             choices = field.metadata.get("choices")
-            shown = "{" + ",".join(map(str, choices)) + "}" if choices else field.name.upper() + (",..." if many else "")
-            parser.add_argument(f"--{name.replace('_', '-')}", dest=name, help=text, default=argparse.SUPPRESS, required=required, metavar=shown)
+            shown = (
+                "{" + ",".join(map(str, choices)) + "}"
+                if choices
+                else field.name.upper() + (",..." if many else "")
+            )
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                dest=name,
+                help=text,
+                default=argparse.SUPPRESS,
+                required=required,
+                metavar=shown,
+            )
 
 
 def given(namespace: argparse.Namespace, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -14,14 +14,18 @@ PYTHON_STDLIB = "python-stdlib"
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    size_fraction: float = knob(0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0)
+    size_fraction: float = knob(
+        0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
+    )
     layers: int | None = knob(None, "number of layers instead of the rule's", at_least=1)
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=8)
 
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    text: str = knob(PYTHON_STDLIB, "plain text: a .txt or .jsonl ('text') file, a folder of such, or python-stdlib")
+    text: str = knob(
+        PYTHON_STDLIB, "plain text: a .txt or .jsonl ('text') file, a folder of such, or python-stdlib"
+    )
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(16, "sequences in a step", at_least=1)
     context: int = knob(512, "tokens in a sequence", at_least=8)
@@ -34,9 +38,15 @@ class PretrainOptions:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    instructions: str = knob(PYTHON_STDLIB, "seed instructions: a .jsonl file ('messages' or 'instruction'), or python-stdlib")
-    prompts: int = knob(2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1)
-    temperatures: tuple[float, ...] = knob((0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0)
+    instructions: str = knob(
+        PYTHON_STDLIB, "seed instructions: a .jsonl file ('messages' or 'instruction'), or python-stdlib"
+    )
+    prompts: int = knob(
+        2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
+    )
+    temperatures: tuple[float, ...] = knob(
+        (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
+    )
     top_p: float = knob(0.95, "nucleus mass", at_least=1e-6, at_most=1.0)
     system_prompts: tuple[str, ...] = knob(
         ("", "You are a helpful assistant.", "Answer briefly."), "system prompts, used in turn ('' for none)"
@@ -49,12 +59,16 @@ class GenerateOptions:
 @dataclass(frozen=True)
 class DistillOptions:
     divergence: str = knob("tvd++", "loss between target p and draft q", choices=("fkl", "tvd", "tvd++"))
-    tvdpp_estimator: str = knob("exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform"))
+    tvdpp_estimator: str = knob(
+        "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
+    )
     tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(40, "sequences in a step", at_least=1)
     context: int = knob(512, "tokens in a sequence", at_least=8)
-    text_fraction: float = knob(0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0)
+    text_fraction: float = knob(
+        0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
+    )
     learning_rate: float = knob(3e-4, "peak learning rate", at_least=0.0)
     min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
     warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
@@ -64,7 +78,9 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    prompts_file: str = knob(PYTHON_STDLIB, "held-out prompts: a .jsonl file ('messages' or 'instruction'), or python-stdlib")
+    prompts_file: str = knob(
+        PYTHON_STDLIB, "held-out prompts: a .jsonl file ('messages' or 'instruction'), or python-stdlib"
+    )
     prompts: int = knob(48, "held-out prompts", at_least=2)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=1)
     draft_lengths: tuple[int, ...] = knob((3, 5), "draft lengths γ", at_least=1)
@@ -87,7 +103,9 @@ class Recipe:
     pretrain: PretrainOptions = section(PretrainOptions, "next-token training of the drafter on plain text")
     generate: GenerateOptions = section(GenerateOptions, "the target writes responses to seed instructions")
     distill: DistillOptions = section(DistillOptions, "white-box distillation on those responses")
-    evaluate: EvaluateOptions = section(EvaluateOptions, "acceptance and block efficiency in torch on held-out prompts")
+    evaluate: EvaluateOptions = section(
+        EvaluateOptions, "acceptance and block efficiency in torch on held-out prompts"
+    )
     export: ExportOptions = section(ExportOptions, "files for the device")
 
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False, left: int = 1) -> str:
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False, left: int = 1
+) -> str:
     """Aligned columns: the first `left` of them to the left, the others to the right."""
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
 
     def line(row: Sequence[str]) -> str:
-        padded = [cell.ljust(width) if i < left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         return "| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip()
 
     dashes = ["-" * width for width in widths]
-    rule = "| " + " | ".join(d if i < left else d[:-1] + ":" for i, d in enumerate(dashes)) + " |" if markdown else "  ".join(dashes)
+    rule = (
+        "| " + " | ".join(d if i < left else d[:-1] + ":" for i, d in enumerate(dashes)) + " |"
+        if markdown
+        else "  ".join(dashes)
+    )
     return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
 
 

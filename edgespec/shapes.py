@@ -60,7 +60,9 @@ class ModelShape:
 
         def need(name: str) -> Any:
             if config.get(name) is None:
-                raise InputError(f"config.json ({config.get('model_type')}) has no {name!r}; a Llama-style decoder config is needed")
+                raise InputError(
+                    f"config.json ({config.get('model_type')}) has no {name!r}; a Llama-style decoder config is needed"
+                )
             return config[name]
 
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))

@@ -28,7 +28,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run_stage(folder: Path, options: dict[str, Any], body: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def run_stage(
+    folder: Path, options: dict[str, Any], body: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
     """Run `body(folder)` unless it has completed before; return the counts it returned.
 
     `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package

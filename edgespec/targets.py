@@ -23,9 +23,26 @@ class Target:
 TARGETS = {
     target.alias: target
     for target in (
-        Target(TINY_CHAT, None, "3.4M", "Apache-2.0; trained on this machine from the Python standard library's own text (PSF)"),
-        Target("llama-2-7b-chat", "meta-llama/Llama-2-7b-chat-hf", "6.74B", "Llama 2 Community License", gated=True),
-        Target("llama-2-13b-chat", "meta-llama/Llama-2-13b-chat-hf", "13.0B", "Llama 2 Community License", gated=True),
+        Target(
+            TINY_CHAT,
+            None,
+            "3.4M",
+            "Apache-2.0; trained on this machine from the Python standard library's own text (PSF)",
+        ),
+        Target(
+            "llama-2-7b-chat",
+            "meta-llama/Llama-2-7b-chat-hf",
+            "6.74B",
+            "Llama 2 Community License",
+            gated=True,
+        ),
+        Target(
+            "llama-2-13b-chat",
+            "meta-llama/Llama-2-13b-chat-hf",
+            "13.0B",
+            "Llama 2 Community License",
+            gated=True,
+        ),
         Target("tinyllama-1.1b-chat", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "1.10B", "Apache-2.0"),
         Target("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", "494M", "Apache-2.0"),
         Target("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", "1.54B", "Apache-2.0"),

@@ -17,7 +17,12 @@ from edgespec.targets import TARGETS, cache_folder
 
 @dataclass(frozen=True)
 class Options:
-    action: str = knob("list", "list: the table; path: the cache folder, or that of one made target", choices=("list", "path"), positional=True)
+    action: str = knob(
+        "list",
+        "list: the table; path: the cache folder, or that of one made target",
+        choices=("list", "path"),
+        positional=True,
+    )
     name: str = knob("", "with path: a target's alias", positional=True)
     json: bool = knob(False, "print JSON")
 
@@ -35,7 +40,10 @@ def run(given: dict[str, Any]) -> int:
     elif options.json:
         print(json.dumps([asdict(target) for target in TARGETS.values()], indent=2))
     else:
-        rows = [(t.alias, t.parameters, t.repo or "made here", t.licence + (" (gated)" if t.gated else "")) for t in TARGETS.values()]
+        rows = [
+            (t.alias, t.parameters, t.repo or "made here", t.licence + (" (gated)" if t.gated else ""))
+            for t in TARGETS.values()
+        ]
         print(table(("target", "parameters", "hub id", "licence"), rows, left=4))
         print("\nAny hub id and any local folder in Hugging Face layout works too.")
     return 0

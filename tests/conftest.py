@@ -23,3 +23,32 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("the development data folder ../shared is not beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a small random target and a noisy copy of it as drafter, ONNX fp32. Read-only."""
+    from edgespec_export.to_onnx import export_onnx
+    from tiny_bundle import disturbed, make_bundle
+    from tiny_models import make_model_folder
+
+    folder = tmp_path_factory.mktemp("pair")
+    target = make_model_folder(folder / "target")
+    drafter = disturbed(target, folder / "drafter", noise=0.25)
+    for model in (target, drafter):
+        export_onnx(model, folder / f"{model.name}-onnx", "fp32")
+    return make_bundle(folder / "bundle", folder / "target-onnx", folder / "drafter-onnx", target)
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small random model folder of every family, with RoPE bases and embeddings that differ. Read-only."""
+    from tiny_models import make_model_folder
+
+    root = tmp_path_factory.mktemp("families")
+    return {
+        "llama": make_model_folder(root / "llama", "llama", theta=50000.0),
+        "mistral": make_model_folder(root / "mistral", "mistral", seed=1, tied=False),
+        "qwen2": make_model_folder(root / "qwen2", "qwen2", seed=2, theta=1e6, head_dim=16),
+        "qwen3": make_model_folder(root / "qwen3", "qwen3", seed=3, theta=1e6, tied=False),
+    }

@@ -53,7 +53,9 @@ def at_import(tree: ast.Module) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize(("room", "file"), FILES, ids=lambda value: value.name if isinstance(value, Path) else value)
+@pytest.mark.parametrize(
+    ("room", "file"), FILES, ids=lambda value: value.name if isinstance(value, Path) else value
+)
 def test_rooms_import_one_way(room: str, file: Path) -> None:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     names = at_import(tree) if room == "edgespec" else imported(tree)
@@ -65,8 +67,14 @@ def test_rooms_import_one_way(room: str, file: Path) -> None:
 
 
 def test_runtime_loads_where_torch_cannot_be_imported() -> None:
-    modules = ["edgespec_runtime." + file.stem for room, file in FILES if room == "edgespec_runtime" and file.stem != "__init__"]
-    modules.remove("edgespec_runtime.engine_llamacpp")  # its package is an extra; test_engine_llamacpp imports it
+    modules = [
+        "edgespec_runtime." + file.stem
+        for room, file in FILES
+        if room == "edgespec_runtime" and file.stem != "__init__"
+    ]
+    modules.remove(
+        "edgespec_runtime.engine_llamacpp"
+    )  # its package is an extra; test_engine_llamacpp imports it
     blocked = ", ".join(repr(name) for name in sorted(HEAVY))
     program = (
         "import sys, importlib\n"
@@ -74,7 +82,9 @@ def test_runtime_loads_where_torch_cannot_be_imported() -> None:
         f"for name in {modules!r}: importlib.import_module(name)\n"
     )
     path = [str(REPOSITORY), str(REPOSITORY / "runtime")]
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": ":".join(path)})
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": ":".join(path)}
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -91,11 +101,19 @@ def test_help_imports_no_room() -> None:
 
 
 def test_files_stay_readable_in_one_sitting() -> None:
-    long = {file.name: lines for _, file in FILES if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 400}
+    long = {
+        file.name: lines
+        for _, file in FILES
+        if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 400
+    }
     assert not long
 
 
 def test_readme_maps_every_file() -> None:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    missing = [f"{room}/{file.name}" for room, file in FILES if not file.name.startswith("__") and file.name not in text]
+    missing = [
+        f"{room}/{file.name}"
+        for room, file in FILES
+        if not file.name.startswith("__") and file.name not in text
+    ]
     assert not missing

@@ -34,7 +34,17 @@ def test_the_papers_drafter_comes_out_of_the_rule() -> None:
 def test_parameter_count_is_what_transformers_builds() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    target = ModelShape.from_config({**LLAMA_2_7B, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 9, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512})
+    target = ModelShape.from_config(
+        {
+            **LLAMA_2_7B,
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 9,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        }
+    )
     drafter = derive(target, DrafterOptions(size_fraction=0.1))
     for shape in (drafter, derive(target, DrafterOptions(hidden=128, layers=2))):
         model = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))

@@ -38,7 +38,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_full_device_is_one_clear_message() -> None:
-    with pytest.raises(InputError, match="no space left on the disk"), writing("/dev/full"), open("/dev/full", "wb") as stream:
+    with (
+        pytest.raises(InputError, match="no space left on the disk"),
+        writing("/dev/full"),
+        open("/dev/full", "wb") as stream,
+    ):
         stream.write(b"x" * 100_000)
 
 

@@ -43,7 +43,9 @@ def test_independent_acceptances_give_the_predicted_block_efficiency() -> None:
         while accepted < gamma and generator.random() < alpha:
             accepted += 1
         counts.add_block(gamma, accepted, accepted + 1)
-    assert counts.block_efficiency == pytest.approx(predicted_block_efficiency(alpha, gamma), abs=0.03)  # 4 standard errors
+    assert counts.block_efficiency == pytest.approx(
+        predicted_block_efficiency(alpha, gamma), abs=0.03
+    )  # 4 standard errors
     assert counts.acceptance_rate == pytest.approx(alpha, abs=0.006)
     assert predicted_block_efficiency(1.0, gamma) == gamma + 1
 
@@ -58,7 +60,9 @@ def test_bootstrap_interval_covers_the_truth_as_often_as_it_says() -> None:
     generator, hits = random.Random(1), 0
     for trial in range(200):
         items = [(generator.gauss(3.0, 1.0), 1.0) for _ in range(40)]
-        _, low, high = bootstrap(items, ratio_of_sums(lambda x: x[0], lambda x: x[1]), resamples=200, seed=trial)
+        _, low, high = bootstrap(
+            items, ratio_of_sums(lambda x: x[0], lambda x: x[1]), resamples=200, seed=trial
+        )
         hits += low <= 3.0 <= high
     assert 176 <= hits <= 199
 

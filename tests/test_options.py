@@ -27,7 +27,10 @@ def test_flag_over_yaml_over_default() -> None:
 
 
 def test_lists_and_none() -> None:
-    recipe = resolve({"target": "a", "drafter": {"layers": None}}, parse(["--target", "a", "--evaluate.draft-lengths", "2,4"]))
+    recipe = resolve(
+        {"target": "a", "drafter": {"layers": None}},
+        parse(["--target", "a", "--evaluate.draft-lengths", "2,4"]),
+    )
     assert recipe.evaluate.draft_lengths == (2, 4)
     assert recipe.drafter.layers is None
 
@@ -41,7 +44,10 @@ def test_round_trip() -> None:
     ("values", "message"),
     [
         ({"target": "a", "distil": {}}, "did you mean 'distill'"),
-        ({"target": "a", "distill": {"learning_rat": 1}}, r"distill\.learning_rat'; did you mean 'learning_rate'"),
+        (
+            {"target": "a", "distill": {"learning_rat": 1}},
+            r"distill\.learning_rat'; did you mean 'learning_rate'",
+        ),
         ({"target": "a", "distill": {"steps": 0}}, "distill.steps is 0; it must be at least 1"),
         ({"target": "a", "distill": {"steps": 1.5}}, "whole number"),
         ({"target": "a", "distill": {"steps": True}}, "whole number"),

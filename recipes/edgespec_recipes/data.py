@@ -60,7 +60,10 @@ class Shuffled(Dataset[Row]):
             raise IndexError(index)
         epoch, place = divmod(index, len(self.dataset))
         if epoch != self.epoch:
-            self.epoch, self.order = epoch, np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
+            self.epoch, self.order = (
+                epoch,
+                np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset)),
+            )
         row: Row = self.dataset[int(self.order[place])]
         return row
 
@@ -78,7 +81,9 @@ def text_files(source: str) -> list[Path]:
             raise InputError(f"text folder {path} holds no {', '.join(SUFFIXES)} file")
         return files
     if not path.is_file():
-        raise InputError(f"text {source!r} does not exist; give a .txt or .jsonl file, a folder of such, or {PYTHON_STDLIB}")
+        raise InputError(
+            f"text {source!r} does not exist; give a .txt or .jsonl file, a folder of such, or {PYTHON_STDLIB}"
+        )
     if not path.name.endswith(SUFFIXES):
         raise InputError(f"text file {path} is none of {', '.join(SUFFIXES)}")
     return [path]
@@ -124,7 +129,9 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of each document between its start token (where the tokenizer has one of its own) and its end token."""
     end = tokenizer.eos_token_id
     if end is None:
-        raise InputError("the target's tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json")
+        raise InputError(
+            "the target's tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
     start = [] if tokenizer.bos_token_id in (None, end) else [tokenizer.bos_token_id]
     batch: list[str] = []
 
@@ -172,7 +179,9 @@ def text_blocks(source: str, tokenizer: Any, context: int, folder: Path) -> np.n
         write_json(about, {"tokens": tokens, "dtype": np.dtype(kind).name, "source": wanted})
     stored = read_json(about)
     if stored["tokens"] < context:
-        raise InputError(f"the text {source!r} has {stored['tokens']} tokens; at least one block of {context} is needed")
+        raise InputError(
+            f"the text {source!r} has {stored['tokens']} tokens; at least one block of {context} is needed"
+        )
     flat = np.memmap(file, dtype=stored["dtype"], mode="r", shape=(stored["tokens"],))
     blocks = stored["tokens"] // context
     return flat[: blocks * context].reshape(blocks, context)
@@ -189,7 +198,9 @@ def pack_conversations(
     """
     usable = [(list(p), list(r)[: context - len(p)]) for p, r in rows if len(p) < context and len(r)]
     if not usable:
-        raise InputError(f"no conversation has a response within the context of {context} tokens; raise the context")
+        raise InputError(
+            f"no conversation has a response within the context of {context} tokens; raise the context"
+        )
     usable.sort(key=lambda item: -(len(item[0]) + len(item[1])))  # stable: equal lengths keep their order
     free: list[list[int]] = [[] for _ in range(context + 1)]  # free[k]: rows with k tokens left
     bins: list[list[tuple[list[int], list[int]]]] = []

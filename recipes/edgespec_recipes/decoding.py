@@ -8,7 +8,8 @@ with sliding-window attention counts slots, not positions: there the total of sl
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +37,11 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0) -> Ten
     """
     shape = logits.shape
     rows = logits.float().reshape(-1, shape[-1])
-    heat = torch.as_tensor(temperature, dtype=torch.float32).expand(shape[:-1]).reshape(-1, 1)
+    heat = (
+        torch.as_tensor(temperature, dtype=torch.float32, device=rows.device)
+        .expand(shape[:-1])
+        .reshape(-1, 1)
+    )
     warm = heat[:, 0] > 0
     probabilities = torch.zeros_like(rows)
     if not warm.all():
@@ -53,7 +58,11 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     guess = min(NUCLEUS_GUESS, size)
     values, tokens = probabilities.topk(guess)
     kept = torch.zeros_like(probabilities)
-    short = values.sum(-1) < top_p if guess < size else torch.zeros(len(values), dtype=torch.bool)
+    short = (
+        values.sum(-1) < top_p
+        if guess < size
+        else torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    )
     _keep_mass(kept, values, tokens, top_p)
     if short.any():
         values, tokens = probabilities[short].sort(descending=True, stable=True)
@@ -71,9 +80,39 @@ def _keep_mass(kept: Tensor, values: Tensor, tokens: Tensor, top_p: float) -> No
 def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     """One token per row: [.., V] -> [..] (int64), by inverting the distribution function (torch.multinomial draws V numbers)."""
     heights = probabilities.cumsum(-1, dtype=torch.float64)
-    marks = torch.rand(*heights.shape[:-1], 1, dtype=torch.float64, generator=generator) * heights[..., -1:]
+    marks = (
+        torch.rand(*heights.shape[:-1], 1, dtype=torch.float64, device=heights.device, generator=generator)
+        * heights[..., -1:]
+    )
     # the first token whose height exceeds the mark: never one of probability 0
     return torch.searchsorted(heights, marks, right=True)[..., 0].clamp_max(heights.shape[-1] - 1)
+
+
+@contextmanager
+def _head_sees(model: Any, keep: Tensor) -> Iterator[None]:
+    """The output layer gets the hidden states [n, H] at the kept positions instead of [B, T, H]."""
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, given: (given[0][keep], *given[1:])
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
+    """Logits [n, V] at the n positions where `keep` [B, T] is true, in row order.
+
+    The output layer is by far the largest product of a small model and its result the largest tensor, so positions nobody
+    asks for are dropped before it. `model` may be wrapped (DDP): the hook sits on the inner module.
+    """
+    inner = getattr(model, "module", model)
+    if inner.get_output_embeddings() is None:
+        full: Tensor = model(**inputs, use_cache=False).logits
+        return full[keep]
+    with _head_sees(inner, keep):
+        logits: Tensor = model(**inputs, use_cache=False).logits
+    return logits
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -90,7 +129,9 @@ def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """The keys and values of one layer in buffers with room to grow: DynamicLayer copies everything for every token."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         past = self.get_seq_length()
         total = past + key_states.shape[-2]
         if not self.is_initialized:
@@ -118,7 +159,7 @@ class BatchDecoder:
     """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.device = model, model.device
         self.cache = Cache(layer_class_to_replicate=_RoomyLayer)
         self.mask: Tensor | None = None
         self.lengths = torch.zeros(0, dtype=torch.long)
@@ -129,10 +170,11 @@ class BatchDecoder:
 
         Slots that are not `valid` fill a rectangle: no row ever sees them and they take no position.
         """
-        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        tokens = tokens.to(self.device)
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid.to(self.device)
         if self.mask is None:
-            self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool)
-            self.lengths = torch.zeros(len(tokens), dtype=torch.long)
+            self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
+            self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
         positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
         self.mask = torch.cat([self.mask, valid], 1)
         self.lengths = self.lengths + valid.sum(1)
@@ -153,7 +195,7 @@ class BatchDecoder:
         """Forget the last `counts` [B] slots of every row; the slots must have been valid."""
         assert self.mask is not None
         slots = self.mask.shape[1]
-        self.mask = self.mask & (torch.arange(slots) < (slots - counts)[:, None])
+        self.mask = self.mask & (torch.arange(slots, device=self.device) < (slots - counts)[:, None])
         self.lengths = self.lengths - counts
 
     def select(self, rows: Tensor) -> None:
@@ -172,26 +214,27 @@ def sample_responses(
     max_new_tokens: int,
     generator: torch.Generator,
     stops: Sequence[int],
-    on_tokens: Callable[[int], None] | None = None,
 ) -> list[list[int]]:
     """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
 
     Rows that have ended leave the batch once they are half of it. The result is a function of the arguments and the
-    generator's state, on the same number of threads. `on_tokens` hears how many tokens each step added.
+    generator's state (a generator of the model's device), on the same number of threads.
     """
     decoder = BatchDecoder(model)
-    heat, ends = torch.tensor(temperatures, dtype=torch.float32), torch.tensor(list(stops), dtype=torch.long)
+    device = model.device
+    heat, ends = (
+        torch.tensor(temperatures, device=device),
+        torch.tensor(list(stops), dtype=torch.long, device=device),
+    )
     responses: list[list[int]] = [[] for _ in prompts]
-    rows = torch.arange(len(prompts))  # which prompt each row of the batch answers
-    active = torch.ones(len(prompts), dtype=torch.bool)
+    rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch answers
+    active = torch.ones(len(prompts), dtype=torch.bool, device=device)
     logits = decoder.forward(*left_pad(prompts), keep=1)
     for step in range(max_new_tokens):
         tokens = draw(warp(logits[:, -1], heat[rows], top_p), generator)
         for row, token, alive in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
             if alive:
                 responses[row].append(token)
-        if on_tokens is not None:
-            on_tokens(int(active.sum()))
         active &= ~torch.isin(tokens, ends)
         if not active.any() or step == max_new_tokens - 1:
             break

@@ -32,7 +32,14 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-HUB_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json", "LICENSE*")
+HUB_FILES = (
+    *TOKENIZER_FILES,
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "LICENSE*",
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,11 @@ def resolve_target(name: str) -> ResolvedTarget:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
         resolved = _from_hub(name, name, "see the model's page")
     else:
-        what = "there is no folder of that name" if "/" in name or "\\" in name else "it is neither an alias nor a folder here"
+        what = (
+            "there is no folder of that name"
+            if "/" in name or "\\" in name
+            else "it is neither an alias nor a folder here"
+        )
         raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
     check_model_folder(resolved.folder)
     return resolved
@@ -94,9 +105,13 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
             f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
         ) from error
     except errors.LocalEntryNotFoundError as error:
-        raise InputError(f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}") from error
+        raise InputError(
+            f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
+        ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(f"{repo} could not be downloaded ({_first_line(error)}): try again, {local}") from error
+        raise InputError(
+            f"{repo} could not be downloaded ({_first_line(error)}): try again, {local}"
+        ) from error
     return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)
 
 
@@ -107,12 +122,16 @@ def _first_line(error: BaseException) -> str:
 def check_model_folder(folder: Path) -> ModelShape:
     """Hold a folder against what a target must be; return its shape. Raises InputError."""
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} has no config.json; give a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)")
+        raise InputError(
+            f"{folder} has no config.json; give a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"
+        )
     shape = ModelShape.from_config(read_json(folder / "config.json"))
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"{folder} has no *.safetensors file; only safetensors weights are read")
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise InputError(f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it")
+        raise InputError(
+            f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it"
+        )
     if not load_tokenizer(folder).chat_template:
         raise InputError(
             f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, or add chat_template to tokenizer_config.json"
@@ -134,9 +153,15 @@ def load_model(folder: Path) -> Any:
     quiet()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of from_pretrained about fields of old configs: nothing the user can act on
+            warnings.simplefilter(
+                "ignore"
+            )  # of from_pretrained about fields of old configs: nothing the user can act on
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, local_files_only=True
+                folder,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
@@ -166,7 +191,9 @@ def copy_tokenizer(source: Path, out: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
     if not (out / "tokenizer_config.json").is_file():
-        raise EdgespecError(f"{source} has no tokenizer_config.json; copy the model's tokenizer files into it")
+        raise EdgespecError(
+            f"{source} has no tokenizer_config.json; copy the model's tokenizer files into it"
+        )
     config = read_json(out / "tokenizer_config.json")
     if (out / "chat_template.jinja").is_file():
         config.setdefault("chat_template", (out / "chat_template.jinja").read_text(encoding="utf-8"))

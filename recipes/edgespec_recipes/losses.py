@@ -50,7 +50,9 @@ ESTIMATORS = ("exact", "sampled", "uniform")
 SCOPES = ("batch", "position")
 
 
-def tvdpp(draft_logits: Tensor, target_logits: Tensor, *, estimator: str = "exact", scope: str = "batch") -> Tensor:
+def tvdpp(
+    draft_logits: Tensor, target_logits: Tensor, *, estimator: str = "exact", scope: str = "batch"
+) -> Tensor:
     """TVD++: TVD's policy gradient with normalised rewards (direct alignment, Eq. 1).
 
     Lemma 1 writes ∇TVD = E_{x~q}[∇log q(x) · (−r(x))] with the reward r(x) = 1[p(x) > q(x)]. TVD++ puts the advantage
@@ -93,7 +95,9 @@ def divergence(options: DistillOptions) -> Divergence:
     return function
 
 
-def distillation_loss(function: Divergence, draft_logits: Tensor, target_logits: Tensor, mask: Tensor | None = None) -> Tensor:
+def distillation_loss(
+    function: Divergence, draft_logits: Tensor, target_logits: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """Mean of a divergence over the positions where `mask` [..] is true (all without a mask).
 
     The one place that knows masks and means. With nothing left the loss is 0 and still has a gradient path.

@@ -28,6 +28,7 @@ from edgespec.files import read_json, write_json, write_text, writing
 from edgespec.progress import progress
 from edgespec.report import count
 from edgespec_recipes.data import Shuffled
+from edgespec_recipes.loading import quiet
 from edgespec_recipes.precision import Precision, choose_precision
 
 Batch = dict[str, torch.Tensor]
@@ -62,7 +63,9 @@ def collate(rows: list[Mapping[str, np.ndarray]]) -> Batch:
     for name in rows[0]:
         stacked = np.stack([row[name] for row in rows])
         kind = stacked.dtype.kind
-        batch[name] = torch.from_numpy(stacked.astype({"u": np.int64, "i": np.int64, "f": np.float32}.get(kind, stacked.dtype)))
+        batch[name] = torch.from_numpy(
+            stacked.astype({"u": np.int64, "i": np.int64, "f": np.float32}.get(kind, stacked.dtype))
+        )
     return batch
 
 
@@ -78,7 +81,9 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(**kwargs)
         self.remove_callback(PrinterCallback)
 
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> LambdaLR:
         if self.lr_scheduler is None:  # type: ignore[has-type]
             self.lr_scheduler = LambdaLR(
                 optimizer if optimizer is not None else self.optimizer,
@@ -164,7 +169,9 @@ def _is_complete(folder: Path) -> bool:
     if not (folder / COMPLETE).is_file():
         return False
     sizes = read_json(folder / COMPLETE)
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items()
+    )
 
 
 def latest_checkpoint(out: Path) -> Path | None:
@@ -236,7 +243,10 @@ def train(
     if batch_size % world:
         raise InputError(f"batch_size is {batch_size}; it must be a multiple of the {world} processes")
     if ordered and len(dataset) < steps * batch_size:  # type: ignore[arg-type]
-        raise InputError(f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}")  # type: ignore[arg-type]
+        raise InputError(
+            f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}"
+        )  # type: ignore[arg-type]
+    quiet()
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(out)
     done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0

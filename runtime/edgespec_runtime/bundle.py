@@ -21,7 +21,10 @@ LLAMACPP = "llama.cpp"
 @dataclass(frozen=True)
 class LoadOptions:
     engine: str = knob("", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP))
-    precision: str = knob("", "precision of both models: fp32, int4 (onnxruntime); f16, q8_0 (llama.cpp) (default: the bundle's)")
+    precision: str = knob(
+        "",
+        "precision of both models: fp32, int4 (onnxruntime); f16, q8_0 (llama.cpp) (default: the bundle's)",
+    )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
 
@@ -70,10 +73,14 @@ def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
         engine = next((name for name, precision in pairs if precision == options.precision), engine)
         offered = [precision for name, precision in pairs if name == engine]
     if not offered:
-        raise InputError(f"the bundle has no pair for engine {engine!r}{did_you_mean(engine, {name for name, _ in pairs})}")
+        raise InputError(
+            f"the bundle has no pair for engine {engine!r}{did_you_mean(engine, {name for name, _ in pairs})}"
+        )
     if options.precision:
         if options.precision not in offered:
-            raise InputError(f"the bundle has no {options.precision!r} pair for {engine}{did_you_mean(options.precision, offered)}")
+            raise InputError(
+                f"the bundle has no {options.precision!r} pair for {engine}{did_you_mean(options.precision, offered)}"
+            )
         return engine, options.precision
     preferred = manifest.default["precision"]
     return engine, preferred if preferred in offered else offered[0]
@@ -90,7 +97,9 @@ def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pa
     threads = options.threads or default_threads()
 
     def load(role: str) -> CachedEngine:
-        return CachedEngine(load_engine(engine, manifest.model_path(role, engine, precision), options.context, threads))
+        return CachedEngine(
+            load_engine(engine, manifest.model_path(role, engine, precision), options.context, threads)
+        )
 
     ratios: dict[str, Any] = manifest.cost_ratio
     return Pair(

@@ -47,7 +47,9 @@ class Conversation:
         if not self.ids:
             return self._tokenizer.encode_chat(self._with(self.messages, text))
         continued = self._continue(text)
-        return self._tokenizer.encode_chat(self._with(self.messages, text)) if continued is None else continued
+        return (
+            self._tokenizer.encode_chat(self._with(self.messages, text)) if continued is None else continued
+        )
 
     def add(self, text: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
         """Record a finished turn: the user's text, the prompt ids it was answered from, the reply's ids as decoded."""
@@ -85,12 +87,19 @@ class Conversation:
         place = {"role": "assistant", "content": _PLACE}
         head, _, tail = self._tokenizer.render(self._with([*earlier, asked, place], text)).partition(_PLACE)
         real = self._tokenizer.render(self._with(self.messages, text))
-        kept = head.startswith(start) and not head[len(start) :].strip() and real.startswith(head) and real.endswith(tail)
+        kept = (
+            head.startswith(start)
+            and not head[len(start) :].strip()
+            and real.startswith(head)
+            and real.endswith(tail)
+        )
         if not kept or real[len(head) : len(real) - len(tail)].strip() != answered["content"].strip():
             return None
         after = self._tokenizer.encode(tail)
         if self.ids[-1] not in self._tokenizer.stop_ids:  # the reply was cut off: the template closes it
             return self.ids + after
-        if self.ids[-1] in after[:2]:  # the model closed the turn with the template's own token (a space may stand before it)
+        if (
+            self.ids[-1] in after[:2]
+        ):  # the model closed the turn with the template's own token (a space may stand before it)
             return self.ids + after[after.index(self.ids[-1]) + 1 :]
         return self.ids[:-1] + after

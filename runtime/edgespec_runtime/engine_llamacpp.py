@@ -74,7 +74,9 @@ class LlamaCppEngine:
         flash_attention: bool | None = None,
     ) -> None:
         self._lib = lib = load_library()
-        self._model = self._context = self._batch = None
+        self._model: Any = None
+        self._context: Any = None
+        self._batch: Any = None
         if not file.is_file():
             raise InputError(f"{file} is missing; give a GGUF file")
         model_params = lib.llama_model_default_params()

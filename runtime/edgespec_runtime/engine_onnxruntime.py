@@ -43,7 +43,9 @@ class OnnxRuntimeEngine:
             filename = str(decoder["filename"])
             names_in, names_out = decoder["inputs"], decoder["outputs"]
         except (KeyError, TypeError, ValueError) as error:
-            raise BundleError(f"{folder / 'genai_config.json'} has no usable {error}; export the model again") from error
+            raise BundleError(
+                f"{folder / 'genai_config.json'} has no usable {error}; export the model again"
+            ) from error
         if Path(filename).name != filename or not (folder / filename).is_file():
             raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
         self.name = f"onnxruntime {folder.name}"
@@ -55,7 +57,9 @@ class OnnxRuntimeEngine:
         options.intra_op_num_threads = threads or default_threads()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        self._session = ort.InferenceSession(str(folder / filename), options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(
+            str(folder / filename), options, providers=["CPUExecutionProvider"]
+        )
         self._binding = self._session.io_binding()
 
         self._ids = np.zeros(self.block_length, dtype=np.int64)
@@ -68,7 +72,10 @@ class OnnxRuntimeEngine:
         self._cache = []
         for layer in range(self._layers):
             for part in ("key", "value"):
-                past, present = (names_in[f"past_{part}_names"] % layer, names_out[f"present_{part}_names"] % layer)
+                past, present = (
+                    names_in[f"past_{part}_names"] % layer,
+                    names_out[f"present_{part}_names"] % layer,
+                )
                 dtype = np.float16 if kinds[past] == "tensor(float16)" else np.float32
                 buffer = np.zeros(kv_shape, dtype=dtype)
                 self._cache.append(buffer)  # keeps the memory alive
@@ -102,6 +109,8 @@ class OnnxRuntimeEngine:
 def is_model_folder(folder: Path) -> bool:
     """Whether the folder looks like one this engine loads."""
     try:
-        return (folder / "genai_config.json").is_file() and "decoder" in json.loads((folder / "genai_config.json").read_text())["model"]
+        return (folder / "genai_config.json").is_file() and "decoder" in json.loads(
+            (folder / "genai_config.json").read_text()
+        )["model"]
     except (OSError, ValueError, KeyError):
         return False

@@ -28,7 +28,9 @@ class Options(DecodingOptions, LoadOptions):
     system: str = knob("", "system prompt")
     raw: bool = knob(False, "continue the prompt as it stands, without the chat template")
     draft: bool = knob(True, "speculate with the drafter")
-    json: bool = knob(False, "print one JSON object with the reply, raw counts and metrics instead of streaming")
+    json: bool = knob(
+        False, "print one JSON object with the reply, raw counts and metrics instead of streaming"
+    )
 
 
 OPTIONS = Options

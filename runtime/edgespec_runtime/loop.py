@@ -6,7 +6,7 @@ token of the target's. Caches never hold a rejected token, and are valid however
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -50,7 +50,7 @@ def decode(
     options: DecodingOptions,
     stop: Collection[int],
     counts: RawCounts,
-) -> Iterator[Block]:
+) -> Generator[Block, None, None]:
     """Continue `prompt` and yield blocks until a token of `stop`, the length limit or the end of the context.
 
     Args:
@@ -65,7 +65,9 @@ def decode(
     if not prompt:
         raise InputError("the prompt is empty; give at least one token")
     if len(prompt) >= limit:
-        raise InputError(f"the prompt has {len(prompt)} tokens and the context holds {limit}; shorten the prompt")
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens and the context holds {limit}; shorten the prompt"
+        )
     if draft is not None and draft.engine.vocab_size != target.engine.vocab_size:
         raise InputError(
             f"the drafter's vocabulary has {draft.engine.vocab_size} tokens and the target's {target.engine.vocab_size}; "
@@ -86,7 +88,9 @@ def decode(
     try:
         while not finish:
             start = perf_counter()
-            drafted, distributions = _draft(draft, ids, min(options.draft_length, end - len(ids) - 1), options, generator)
+            drafted, distributions = _draft(
+                draft, ids, min(options.draft_length, end - len(ids) - 1), options, generator
+            )
             drafted_at = perf_counter()
             rows = target.forward([ids[-1], *drafted])
             verified_at = perf_counter()

@@ -21,7 +21,9 @@ class Warp:
 
     temperature: float = knob(0.0, "sampling temperature; 0 is greedy", at_least=0.0)
     top_k: int = knob(0, "keep the k most probable tokens; 0 keeps all", at_least=0)
-    top_p: float = knob(1.0, "keep the smallest set of most probable tokens with this mass", at_least=1e-6, at_most=1.0)
+    top_p: float = knob(
+        1.0, "keep the smallest set of most probable tokens with this mass", at_least=1e-6, at_most=1.0
+    )
 
 
 class Categorical:
@@ -68,6 +70,7 @@ class Categorical:
 
 
 _STRIDE = 256
+_COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the largest logits is left at this one
 
 
 def _invert(probs: NDArray[Any], uniform: float) -> int:
@@ -86,7 +89,9 @@ def _invert(probs: NDArray[Any], uniform: float) -> int:
         inside = probs.cumsum(dtype=np.float64)
         goal = uniform * inside[-1]
     place = int(inside.searchsorted(goal, side="right"))
-    if place >= len(probs) or probs[place] == 0:  # rounding at the end of a block: the last token with any mass
+    if (
+        place >= len(probs) or probs[place] == 0
+    ):  # rounding at the end of a block: the last token with any mass
         place = int(np.flatnonzero(probs)[-1])
     return start + place
 
@@ -101,11 +106,11 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
         return Categorical(np.array([logits.argmax()], dtype=np.int64), np.ones(1, dtype=np.float32))
     ids: NDArray[np.int64] | None = None
     if 0 < how.top_k < len(logits):
-        ids = np.sort(logits.argpartition(len(logits) - how.top_k)[-how.top_k :])
+        ids = _largest(logits, how.top_k)
         logits = logits[ids]
     probs = logits - logits.max()
     if how.temperature != 1.0:
-        probs /= np.float32(how.temperature)
+        probs /= np.float32(max(how.temperature, _COLDEST))
     np.exp(probs, out=probs)
     probs /= probs.sum()
     if how.top_p >= 1.0:
@@ -113,6 +118,25 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     kept = _nucleus(probs, how.top_p)
     probs = probs[kept]
     return Categorical(kept if ids is None else ids[kept], probs / probs.sum())
+
+
+_GROUP = 32
+
+
+def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Ascending indices of the `count` largest entries.
+
+    The largest entries of `count` disjoint groups are `count` entries, so nothing below the least of them is wanted: only the
+    few above that cut are partitioned.
+    """
+    groups = len(values) // _GROUP
+    if groups < 2 * count:
+        return np.sort(values.argpartition(len(values) - count)[-count:])
+    maxima = values[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+    maxima.partition(groups - count)
+    candidates = np.flatnonzero(values >= maxima[groups - count])
+    order = values[candidates].argpartition(len(candidates) - count)
+    return np.sort(candidates[order[-count:]])
 
 
 def _nucleus(probs: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
@@ -127,6 +151,6 @@ def _nucleus(probs: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
         if mass.sum(dtype=np.float64) >= top_p or cut == 0:
             break
         cut = np.float32(cut / 64) if cut > 1e-12 else np.float32(0)
-    order = mass.argsort(kind="stable")[::-1] if len(mass) == 1 else np.argsort(-mass, kind="stable")
+    order = np.argsort(-mass, kind="stable")
     size = int(mass[order].cumsum(dtype=np.float64).searchsorted(top_p)) + 1
     return np.sort(candidates[order[:size]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from edgespec_runtime.engine import Engine, Logits
 
@@ -27,8 +27,11 @@ class CachedEngine:
             self.engine.rewind(length)
             del self.tokens[length:]
 
-    def prefill(self, tokens: Sequence[int]) -> int:
-        """Make the cache hold exactly `tokens`, computing only what follows the common beginning; return how many were computed."""
+    def prefill_steps(self, tokens: Sequence[int]) -> Iterator[int]:
+        """Make the cache hold exactly `tokens`, computing only what follows the common beginning; yields the size of each pass.
+
+        The cache is true to `tokens` after every pass, so a caller may stop in between.
+        """
         keep = 0
         for mine, wanted in zip(self.tokens, tokens, strict=False):
             if mine != wanted:
@@ -36,5 +39,10 @@ class CachedEngine:
             keep += 1
         self.rewind(keep)
         for start in range(keep, len(tokens), self.engine.block_length):
-            self.forward(tokens[start : start + self.engine.block_length])
-        return len(tokens) - keep
+            piece = tokens[start : start + self.engine.block_length]
+            self.forward(piece)
+            yield len(piece)
+
+    def prefill(self, tokens: Sequence[int]) -> int:
+        """`prefill_steps` to the end; returns how many tokens were computed."""
+        return sum(self.prefill_steps(tokens))

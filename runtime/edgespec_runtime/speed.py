@@ -36,7 +36,9 @@ def plain_step_seconds(target: CachedEngine, options: DecodingOptions) -> float 
     return median(times)
 
 
-def metrics_of(counts: RawCounts, draft_length: int, cost_ratios: dict[str, float]) -> dict[str, float | None]:
+def metrics_of(
+    counts: RawCounts, draft_length: int, cost_ratios: dict[str, float]
+) -> dict[str, float | None]:
     """Metrics of a run: tokens per second, τ, α, MBSU for each cost ratio (None where they mean nothing)."""
     values: dict[str, float | None] = {"tokens_per_second": counts.token_rate if counts.emitted else None}
     if counts.drafted:
@@ -49,4 +51,6 @@ def metrics_of(counts: RawCounts, draft_length: int, cost_ratios: dict[str, floa
 
 def dump(counts: RawCounts) -> dict[str, Any]:
     """Raw counts as plain values, seconds rounded to the microsecond."""
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(counts).items()}
+    return {
+        name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(counts).items()
+    }

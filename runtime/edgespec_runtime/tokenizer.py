@@ -39,16 +39,30 @@ class ChatTokenizer:
             raise BundleError(f"{path} is not a readable tokenizer: {error}") from error
         config = read_json(folder / "tokenizer_config.json")
         template_file = folder / "chat_template.jinja"
-        template = template_file.read_text(encoding="utf-8") if template_file.is_file() else config.get("chat_template")
+        template = (
+            template_file.read_text(encoding="utf-8")
+            if template_file.is_file()
+            else config.get("chat_template")
+        )
         if not isinstance(template, str) or not template:
-            raise InputError(f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json")
+            raise InputError(
+                f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json"
+            )
         if len(template) > MAX_TEMPLATE_CHARACTERS:
-            raise InputError(f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run")
-        self._special = {name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+            raise InputError(
+                f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run"
+            )
+        self._special = {
+            name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
         try:
             self._template = environment.from_string(template)
         except TemplateError as error:
@@ -59,7 +73,11 @@ class ChatTokenizer:
         generation = folder / "generation_config.json"
         ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
         if ids is None:
-            ids = self._tokenizer.token_to_id(self._special["eos_token"]) if self._special["eos_token"] else None
+            ids = (
+                self._tokenizer.token_to_id(self._special["eos_token"])
+                if self._special["eos_token"]
+                else None
+            )
         if ids is None:
             return frozenset()
         return frozenset(ids if isinstance(ids, list) else [ids])
@@ -75,7 +93,9 @@ class ChatTokenizer:
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the target reads it, up to where the assistant's reply begins. Raises InputError with the template's words."""
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, tools=None, **self._special)
+            return self._template.render(
+                messages=list(messages), add_generation_prompt=True, tools=None, **self._special
+            )
         except TemplateError as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 
@@ -102,7 +122,9 @@ class TextStream:
     def feed(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
         self._ids.extend(ids)
-        text = "".join(piece for token in ids if (piece := self._stream.step(self._tokenizer, token)) is not None)
+        text = "".join(
+            piece for token in ids if (piece := self._stream.step(self._tokenizer, token)) is not None
+        )
         self._length += len(text)
         return text
 

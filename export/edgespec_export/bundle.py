@@ -1,0 +1,219 @@
+"""A bundle: the exported pair, its one tokenizer, held-out prompts, measurements, a model card, and the manifest, written last."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edgespec import __version__
+from edgespec.errors import InputError
+from edgespec.files import read_json, sha256_file, whole_folder, write_json, write_jsonl, write_text
+from edgespec.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.recipe import ExportOptions
+from edgespec.report import count, table
+from edgespec.shapes import ModelShape
+from edgespec.stages import versions
+from edgespec_export.export import ROLES, ExportedFile, exported_files
+from edgespec_export.sizes import streamed_bytes
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+FLOAT_LIMIT = 256 * 2**20  # bytes of fp32 weights per token up to which the unrounded model is the default
+
+
+def write_bundle(
+    out: Path,
+    export_folder: Path,
+    target_folder: Path,
+    drafter_folder: Path,
+    options: ExportOptions,
+    *,
+    target_name: str,
+    target_source: str,
+    prompts: Sequence[Sequence[dict[str, str]]],
+    evaluation: dict[str, Any],
+    verification: dict[str, Any],
+    metrics: dict[str, Any],
+    provenance: dict[str, Any],
+) -> dict[str, Any]:
+    """Write the bundle `out` (whole or not at all); return the number of files and bytes.
+
+    `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
+    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`. Exported files
+    are hard-linked where the file system can, else copied. Raises InputError where the two tokenizers differ or an exported
+    file is missing.
+    """
+    folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
+    configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
+    shapes = {role: ModelShape.from_config(config) for role, config in configs.items()}
+    check_same_tokenizer(target_folder, drafter_folder)
+    files = exported_files(export_folder, options)
+    if not files:
+        raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
+    with whole_folder(out) as folder:
+        for file in files:
+            _place(file.path, folder / file.path.relative_to(export_folder))
+        _write_tokenizer(folder / "tokenizer", target_folder)
+        write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
+        write_json(folder / "evaluation.json", evaluation)
+        write_json(folder / "verify.json", verification)
+        names = {"target": target_name, "drafter": f"{target_name}-drafter"}
+        sources = {"target": target_source, "drafter": "made by edgespec"}
+        models = {
+            role: BundleModel(
+                names[role],
+                sources[role],
+                asdict(shape),
+                shape.parameters,
+                _table(files, role, export_folder),
+            )
+            for role, shape in shapes.items()
+        }
+        streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
+        ratios = {
+            "parameters": shapes["drafter"].parameters / shapes["target"].parameters,
+            "bytes": {
+                pair: streamed["drafter", pair] / streamed["target", pair]
+                for role, pair in streamed
+                if role == "target"
+            },
+        }
+        default = _default(options, streamed)
+        write_text(folder / "README.md", _card(models, files, streamed, ratios, default, export_folder))
+        tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
+        manifest = Manifest(
+            pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
+            target=models["target"],
+            drafter=models["drafter"],
+            default=default,
+            cost_ratio=ratios,
+            metrics=metrics,
+            provenance={**provenance, "versions": versions(), "edgespec": __version__},
+            files=describe_files(folder),
+        )
+        write_manifest(folder, manifest)
+    return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> None:
+    """A draft token must mean the same to both models. Raises InputError saying what differs."""
+    sizes = [
+        int(read_json(folder / "config.json")["vocab_size"]) for folder in (target_folder, drafter_folder)
+    ]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"the vocabularies differ: target {sizes[0]} tokens, drafter {sizes[1]}; make the drafter for this target"
+        )
+    ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
+    for part in (
+        "model",
+        "added_tokens",
+        "normalizer",
+        "pre_tokenizer",
+    ):  # not padding, truncation: they are calls' business
+        if ours.get(part) != theirs.get(part):
+            raise InputError(
+                f"the tokenizers of {target_folder} and {drafter_folder} differ in {part!r}; a drafter needs its target's "
+                "tokenizer: make the drafter for this target"
+            )
+
+
+def _place(source: Path, destination: Path) -> None:
+    """Link (or copy) a file, or every file of a folder."""
+    if not source.exists():
+        raise InputError(f"{source} is missing; run the export again")
+    if source.is_dir():
+        for child in sorted(source.iterdir()):
+            _place(child, destination / child.name)
+        return
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), destination)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.copyfile(source, destination)  # another file system, or one without hard links
+
+
+def _write_tokenizer(folder: Path, target_folder: Path) -> None:
+    folder.mkdir()
+    for name in TOKENIZER_FILES:
+        if (target_folder / name).exists():
+            shutil.copyfile(target_folder / name, folder / name)
+    template = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if not (folder / "chat_template.jinja").exists() and isinstance(template, str):
+        write_text(folder / "chat_template.jinja", template)
+
+
+def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
+    engines: dict[str, dict[str, str]] = {}
+    for file in files:
+        if file.role == role:
+            engines.setdefault(file.engine, {})[file.precision] = file.path.relative_to(root).as_posix()
+    return engines
+
+
+def _default(options: ExportOptions, streamed: dict[tuple[str, str], int]) -> dict[str, str]:
+    """What chat runs unless told otherwise, and why: ONNX Runtime needs no extra; floats while they are cheap to read."""
+    if not options.onnx:
+        precision = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+        return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
+    size = streamed.get(("target", "onnxruntime/fp32"))
+    if size is None or ("int4" in options.onnx and size > FLOAT_LIMIT):
+        reason = "int4 reads an eighth of the float weights" if size else "the bundle has no float weights"
+        return {"engine": "onnxruntime", "precision": "int4", "reason": reason}
+    reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
+    return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(child.stat().st_size for child in path.iterdir())
+
+
+def _card(
+    models: dict[str, BundleModel],
+    files: list[ExportedFile],
+    streamed: dict[tuple[str, str], int],
+    ratios: dict[str, Any],
+    default: dict[str, str],
+    root: Path,
+) -> str:
+    """README.md: what this is, how to run it, what each file weighs."""
+    target, drafter = models["target"], models["drafter"]
+    rows = [
+        (
+            file.path.relative_to(root).as_posix(),
+            f"{_size(file.path) / 2**20:.1f} MiB",
+            f"{streamed[file.role, f'{file.engine}/{file.precision}'] / 2**20:.2f} MiB",
+        )
+        for file in files
+    ]
+    gguf = {file.role: file.path.relative_to(root).as_posix() for file in files if file.engine == "llama.cpp"}
+    foreign = (
+        f"\nThe GGUF files also run in plain llama.cpp, with its own acceptance rule:\n\n"
+        f"    llama-server -m {gguf['target']} -md {gguf['drafter']} --spec-type draft-simple --spec-draft-n-max 3\n"
+        if gguf
+        else ""
+    )
+    base = (
+        f"base_model: {target.source}\n"
+        if "/" in target.source and not target.source.startswith(("/", "."))
+        else ""
+    )
+    return (
+        f"---\nlibrary_name: edgespec\npipeline_tag: text-generation\n{base}"
+        f"tags:\n- speculative-decoding\n- onnx\n- gguf\n---\n\n"
+        f"# {target.name} with a drafter\n\n"
+        f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
+        f"({ratios['parameters']:.2%}) that proposes tokens for it. The target decides every token: the text has the "
+        f"distribution of the target alone. The target's licence covers both.\n\n"
+        f"    edgespec chat .\n    edgespec bench .\n\n"
+        f"Default: {default['engine']} {default['precision']} ({default['reason']}).\n{foreign}\n"
+        f"{table(('file', 'size', 'read per token'), rows, markdown=True)}\n\n"
+        "evaluation.json has block efficiency and acceptance on held-out prompts, verify.json the distance of every file to "
+        "torch, manifest.json the sha256 of everything.\n"
+    )

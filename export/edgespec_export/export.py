@@ -1,0 +1,67 @@
+"""Both models of a pair in every precision asked for. Knows the folder layout of an export; the formats are others' work.
+
+target/onnx-fp32/  target/onnx-int4/  target/gguf/target-f16.gguf  target/gguf/target-q8_0.gguf
+drafter/...        the same
+notes.json         what a reader should know about single files
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.files import read_json, write_json
+from edgespec.progress import progress
+from edgespec.recipe import ExportOptions
+
+ROLES = ("target", "drafter")
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One model in one precision; `path` is a folder for ONNX Runtime and a file for llama.cpp."""
+
+    role: str
+    engine: str
+    precision: str
+    path: Path
+
+
+def exported_files(folder: Path, options: ExportOptions) -> list[ExportedFile]:
+    """Where each file of an export lies, target first, whether or not it is there yet."""
+    found = []
+    for role in ROLES:
+        place = folder / role
+        found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
+        found += [
+            ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{name}.gguf")
+            for name in options.gguf
+        ]
+    return found
+
+
+def export_pair(
+    out: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions
+) -> dict[str, Any]:
+    """Export both models; a file that is there is whole (they are written atomically) and is skipped. Returns sizes and notes."""
+    from edgespec_export.to_gguf import export_gguf
+    from edgespec_export.to_onnx import export_onnx
+
+    sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
+    files = exported_files(out, options)
+    notes_file = out / "notes.json"
+    results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
+    done = [file for file in files if file.path.exists()]
+    with progress("export", len(files), "file", done=len(done)) as bar:
+        for file in files:
+            if file in done:
+                continue
+            bar.set_postfix_str(f"{file.role} {file.precision}")
+            export = export_onnx if file.engine == "onnxruntime" else export_gguf
+            results[file.path.relative_to(out).as_posix()] = export(
+                sources[file.role], file.path, file.precision
+            )
+            write_json(notes_file, results)
+            bar.update(1)
+    return {"files": len(files), "exported": results}

@@ -1,0 +1,40 @@
+"""How many bytes of an exported file one token reads, measured on the file itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edgespec_export.export import ExportedFile
+
+
+def streamed_bytes(file: ExportedFile) -> int:
+    """Weights read for one token: all of them, but one row only of an input embedding that is not also the output head.
+
+    RoPE tables, of which a token reads one row too, count as one row.
+    """
+    tables = _gguf(file) if file.engine == "llama.cpp" else _onnx(file)
+    return sum(size // rows for size, rows in tables)
+
+
+def _gguf(file: ExportedFile) -> list[tuple[int, int]]:
+    """(bytes, how many rows share them) of every tensor; 1 where a token reads it whole."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(file.path).tensors
+    untied = any(tensor.name == "output.weight" for tensor in tensors)
+    return [
+        (int(tensor.n_bytes), int(tensor.shape[-1]) if untied and tensor.name == "token_embd.weight" else 1)
+        for tensor in tensors
+    ]
+
+
+def _onnx(file: ExportedFile) -> list[tuple[int, int]]:
+    import onnx
+
+    def size(tensor: Any) -> int:
+        external = {entry.key: entry.value for entry in tensor.external_data}
+        return int(external["length"]) if "length" in external else len(tensor.raw_data)
+
+    by_row = {"cos_cache", "sin_cache", "model.embed_tokens.weight"}
+    graph = onnx.load(file.path / "model.onnx", load_external_data=False).graph
+    return [(size(tensor), tensor.dims[0] if tensor.name in by_row else 1) for tensor in graph.initializer]

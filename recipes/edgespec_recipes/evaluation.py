@@ -1,0 +1,313 @@
+"""Block efficiency τ, acceptance rate α and MBSU of drafters on held-out prompts, with bootstrap intervals over prompts.
+
+Raw counts of every prompt are kept; every metric in the result is derived from them. Knows models only through decoding.py
+and speculation.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgespec.errors import InputError
+from edgespec.files import read_json, write_json
+from edgespec.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
+from edgespec.progress import progress
+from edgespec.recipe import EvaluateOptions
+from edgespec.report import interval, table
+from edgespec_recipes.decoding import left_pad, logits_at, sample_responses, stop_ids, warp
+from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.prompts import encode_prompt, read_prompts
+from edgespec_recipes.speculation import speculate
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+TEACHER_ROWS = 8  # responses scored together by the teacher-forced α
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How both models' logits are warped."""
+
+    temperature: float
+    top_p: float
+
+    @property
+    def label(self) -> str:
+        return f"T={self.temperature:g}" + (f" top-p {self.top_p:g}" if self.top_p < 1 else "")
+
+    @property
+    def key(self) -> str:
+        return f"t{self.temperature:g}-p{self.top_p:g}"
+
+
+SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
+"""Greedy, and the paper's open-ended generation (direct alignment, section 3)."""
+
+
+def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
+    """The first `options.prompts` held-out prompts that leave room for a response. Raises InputError where there are fewer than 2."""
+    longest = context_length - options.max_new_tokens - max(options.draft_lengths)
+    prompts: list[list[int]] = []
+    for messages in read_prompts(options.prompts_file, "heldout"):
+        ids = encode_prompt(tokenizer, messages)
+        if 2 <= len(ids) <= longest:
+            prompts.append(ids)
+        if len(prompts) == options.prompts:
+            break
+    if len(prompts) < 2:
+        raise InputError(
+            f"{options.prompts_file} has {len(prompts)} prompts of at most {longest} tokens (the context less "
+            f"evaluate.max_new_tokens {options.max_new_tokens}); an interval needs 2 at least: give shorter or more prompts"
+        )
+    return prompts
+
+
+def teacher_forced(
+    target: Any,
+    draft: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> list[list[float]]:
+    """[Σ over response positions of Σ_v min(p, q), number of positions] for each prompt (DistillSpec Eq. 3).
+
+    p and q are warped alike; at temperature 0 the overlap is 1 where the argmaxes agree and else 0.
+    """
+    found: list[list[float]] = []
+    for at in range(0, len(prompts), TEACHER_ROWS):
+        answers = responses[at : at + TEACHER_ROWS]
+        texts = [
+            [*prompt, *answer]
+            for prompt, answer in zip(prompts[at : at + TEACHER_ROWS], answers, strict=True)
+        ]
+        tokens, valid = (tensor.to(target.device) for tensor in left_pad(texts))
+        keep = torch.zeros_like(valid)
+        for row, answer in enumerate(answers):
+            keep[row, -len(answer) - 1 : -1] = True  # the positions that predict the response
+        inputs = {
+            "input_ids": tokens,
+            "attention_mask": valid.long(),
+            "position_ids": (valid.cumsum(-1) - 1).clamp_min(0),
+        }
+        with torch.inference_mode():
+            p, q = (
+                warp(logits_at(model, keep, **inputs), sampling.temperature, sampling.top_p)
+                for model in (target, draft)
+            )
+        overlaps = torch.minimum(p, q).sum(-1).clamp_max(1.0).split([len(answer) for answer in answers])
+        found += [[float(overlap.sum()), len(overlap)] for overlap in overlaps]
+    return found
+
+
+def evaluate(
+    out: Path,
+    target_folder: Path,
+    drafters: dict[str, Path],
+    options: EvaluateOptions,
+    seed: int,
+    cost_ratio: float,
+) -> dict[str, Any]:
+    """Write `out`/evaluation.json: raw counts and metrics of every drafter, sampling and γ, and the paired differences.
+
+    `cost_ratio` is c for MBSU. Every finished setting lies in `out`/settings and is not run again. The first of `drafters`
+    is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
+    """
+    target, tokenizer = load_model(target_folder), load_tokenizer(target_folder)
+    models = {name: load_model(folder) for name, folder in drafters.items()}
+    for name, model in models.items():
+        if model.config.vocab_size != target.config.vocab_size:
+            raise InputError(
+                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
+                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
+            )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for model in (target, *models.values()):
+        model.to(device)
+    context = min(model.config.max_position_embeddings for model in (target, *models.values()))
+    prompts = held_out_prompts(tokenizer, options, context)
+    stops = sorted(
+        {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+    )
+    batches = [prompts[at : at + options.batch_size] for at in range(0, len(prompts), options.batch_size)]
+    common: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "stops": stops}
+    settings: list[dict[str, Any]] = []
+    runs = len(SAMPLINGS) * (1 + len(models) * (1 + len(options.draft_lengths)))
+    with progress("evaluate on held-out prompts", runs, "run") as bar:
+
+        def part(name: str, compute: Callable[[torch.Generator], list[Any]]) -> list[Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            found = _part(out / "settings" / f"{name}.json", len(prompts), lambda: compute(generator))
+            bar.update(1)
+            return found
+
+        for sampling in SAMPLINGS:
+            warping = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+
+            def own_responses(generator: torch.Generator, sampling: Sampling = sampling) -> list[Any]:
+                heat = [sampling.temperature] * options.batch_size
+                return [
+                    answer
+                    for batch in batches
+                    for answer in sample_responses(
+                        target, batch, heat[: len(batch)], top_p=sampling.top_p, generator=generator, **common
+                    )
+                ]
+
+            responses = part(f"target-{sampling.key}", own_responses)
+            for name, draft in models.items():
+                overlaps = part(
+                    f"{name}-{sampling.key}-teacher-forced",
+                    lambda _, draft=draft, responses=responses, sampling=sampling: teacher_forced(  # type: ignore[misc]
+                        target, draft, prompts, responses, sampling
+                    ),
+                )
+                for gamma in options.draft_lengths:
+
+                    def counted(
+                        generator: torch.Generator, draft: Any = draft, gamma: int = gamma, how: Any = warping
+                    ) -> list[Any]:
+                        return [
+                            asdict(counts)
+                            for batch in batches
+                            for counts in speculate(
+                                target, draft, batch, draft_length=gamma, generator=generator, **how, **common
+                            )[1]
+                        ]
+
+                    raw = part(f"{name}-{sampling.key}-g{gamma}", counted)
+                    settings.append(
+                        {
+                            "drafter": name,
+                            **warping,
+                            "draft_length": gamma,
+                            "counts": raw,
+                            "teacher_forced": overlaps,
+                        }
+                    )
+    result = summarise(settings, list(models), cost_ratio, seed)
+    write_json(out / "evaluation.json", result)
+    return {
+        "prompts": len(prompts),
+        "settings": len(settings),
+        **{f"tau_{s['drafter']}_{_label(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
+        **{f"{c['claim']}_{_label(c)}": c["holds"] for c in result["comparisons"]},
+    }
+
+
+def _part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:
+    """One item per prompt: read from `path`, or computed and written there whole."""
+    if path.exists():
+        try:
+            found = read_json(path)
+            if isinstance(found, list) and len(found) == size:
+                return found
+            log.warning("%s does not hold %d prompts; it is made again", path, size)
+        except InputError as error:
+            log.warning("%s; it is made again", error)
+    found = compute()
+    write_json(path, found)
+    return found
+
+
+def _label(setting: dict[str, Any]) -> str:
+    return f"{Sampling(setting['temperature'], setting['top_p']).key}-g{setting['draft_length']}"
+
+
+def _tau(items: Sequence[RawCounts]) -> float:
+    return sum(item.emitted for item in items) / sum(item.blocks for item in items)
+
+
+def metrics(
+    counts: list[RawCounts], overlaps: list[list[float]], draft_length: int, cost_ratio: float, seed: int
+) -> dict[str, Any]:
+    """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give."""
+    tau = bootstrap(counts, _tau, seed=seed)
+    empirical = bootstrap(
+        counts, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)), seed=seed
+    )
+    forced = bootstrap(overlaps, ratio_of_sums(lambda o: o[0], lambda o: o[1]), seed=seed)
+    return {
+        "tau": tau,
+        "alpha_empirical": empirical,
+        "alpha_teacher_forced": forced,
+        "mbsu": tuple(mbsu(value, draft_length, cost_ratio) for value in tau),
+        "tau_if_independent": predicted_block_efficiency(forced[0], draft_length),
+    }
+
+
+def summarise(
+    settings: list[dict[str, Any]], names: list[str], cost_ratio: float, seed: int
+) -> dict[str, Any]:
+    """The content of evaluation.json from the raw counts of every setting.
+
+    A comparison is the difference of τ between a drafter and the first one on the same prompts; it `holds` where the whole
+    95 % interval is above 0.
+    """
+    for setting in settings:
+        counts = [RawCounts(**raw) for raw in setting["counts"]]
+        setting["metrics"] = metrics(
+            counts, setting["teacher_forced"], setting["draft_length"], cost_ratio, seed
+        )
+    baseline, *others = names
+    found = {(s["drafter"], _label(s)): s for s in settings}
+    comparisons = []
+    for name in others:
+        for (drafter, label), setting in found.items():
+            if drafter != name:
+                continue
+            pairs = [
+                (RawCounts(**ours), RawCounts(**theirs))
+                for ours, theirs in zip(setting["counts"], found[baseline, label]["counts"], strict=True)
+            ]
+            difference = bootstrap(
+                pairs,
+                lambda items: _tau([ours for ours, _ in items]) - _tau([theirs for _, theirs in items]),
+                seed=seed,
+            )
+            comparisons.append(
+                {
+                    "claim": f"{name}_beats_{baseline}",
+                    **{key: setting[key] for key in ("temperature", "top_p", "draft_length")},
+                    "tau_difference": difference,
+                    "holds": difference[1] > 0,
+                }
+            )
+    return {
+        "schema": SCHEMA,
+        "cost_ratio": cost_ratio,
+        "prompts": len(settings[0]["counts"]),
+        "settings": settings,
+        "comparisons": comparisons,
+    }
+
+
+def evaluation_table(file: Path, *, markdown: bool = False) -> str:
+    """evaluation.json as a table: a line for each sampling, γ and drafter with its 95 % intervals.
+
+    The last column is the paired gain in τ over the first drafter.
+    """
+    result = read_json(file)
+    gains = {(c["claim"].split("_beats_")[0], _label(c)): c for c in result["comparisons"]}
+    rows = []
+    for setting in sorted(result["settings"], key=lambda s: (s["temperature"], s["draft_length"])):
+        derived, gain = setting["metrics"], gains.get((setting["drafter"], _label(setting)))
+        rows.append(
+            (
+                f"{Sampling(setting['temperature'], setting['top_p']).label}, γ={setting['draft_length']}, {setting['drafter']}",
+                interval(*derived["tau"]),
+                interval(*derived["alpha_empirical"]),
+                interval(*derived["alpha_teacher_forced"]),
+                interval(*derived["mbsu"]),
+                interval(*gain["tau_difference"]) if gain else "",
+            )
+        )
+    return table(
+        ("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows, markdown=markdown
+    )

@@ -1,0 +1,311 @@
+"""What the running Python's standard library says about itself: names, signatures, first sentences of docstrings.
+
+Python modules are parsed, never imported; only compiled modules are imported, because they have no source to parse. Knows
+nothing of chats, splits or files written.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EXCLUDED = frozenset(
+    "test idlelib lib2to3 turtledemo antigravity this ensurepip pydoc_data distutils tkinter curses readline "
+    "site-packages dist-packages ntpath nturl2path nt _sitebuiltins __phello__ config".split()
+)
+PUBLIC_NAMES = {  # where a thing lives -> where people import it from
+    "posixpath": "os.path",
+    "genericpath": "os.path",
+    "posix": "os",
+    "_pydatetime": "datetime",
+    "_pydecimal": "decimal",
+    "_pyio": "io",
+    "_collections_abc": "collections.abc",
+}
+LONGEST_SENTENCE = 200  # characters: 40-60 tokens
+LONGEST_SUMMARY = 110  # of more than one sentence
+SHORTEST_SUMMARY = 12
+LONGEST_SIGNATURE = 80
+
+_SIGNATURE_LINE = re.compile(r"^[\w.]+\(.*\)\s*(?:(?:-+>|=>)\s*[^\s.]+(?: [^\s.]+){0,3})?[:.]?$")
+_SIGNATURE_START = re.compile(r"^[\w.]+\([^()]*\)\s*(?:-+>\s*\w+\.?\s+(?=[A-Z])|-+>|--?|:)\s*")
+_NAME_START = re.compile(r"^[\w.]+\s+(?:--|-)\s+")
+_ROLE = re.compile(r":[a-z:]+:`~?([^`]*)`")
+_QUOTED = re.compile(r"``([^`]*)``|`([^`']*)[`']")
+_SENTENCE_END = re.compile(
+    r"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<!etc\.)(?<!vs\.)(?<!\.\.\.)(?:\s{2,}|\s(?=[A-Z]))"
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One public thing. `kind`: module, function, class, method or topic; `package`: the top-level name it is split by."""
+
+    name: str
+    kind: str
+    package: str
+    summary: str
+    signature: str | None = None
+
+
+def summarise(docstring: str | None) -> str | None:
+    """The first sentences of the first paragraph as one clean line of ASCII, or None where there is nothing fit to say."""
+    lines = inspect.cleandoc(docstring or "").split("\n")
+    while lines and (not lines[0].strip() or _SIGNATURE_LINE.match(lines[0].strip())):
+        lines.pop(0)
+    paragraph = []
+    for line in lines:
+        if not line.strip() or line.lstrip().startswith((">>>", "* ", "- ", "===", "---")):
+            break
+        paragraph.append(line.strip())
+    text = " ".join(paragraph)
+    text = _QUOTED.sub(lambda found: found[1] or found[2] or "", _ROLE.sub(r"\1", text))
+    for start in (_SIGNATURE_START, _NAME_START):
+        text = start.sub("", text)
+    kept = ""
+    for sentence in _SENTENCE_END.split(text):
+        longer = " ".join([*kept.split(), *sentence.split()])
+        if len(longer) > (LONGEST_SUMMARY if kept else LONGEST_SENTENCE):
+            break
+        kept = longer
+    kept = kept.rstrip(" :;,-")
+    if len(kept) < SHORTEST_SUMMARY or not kept.isascii() or not kept[0].isalpha() or "::" in kept:
+        return None
+    return kept[0].upper() + kept[1:] + ("" if kept[-1] in ".!?" else ".")
+
+
+def _signature_of_node(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> str | None:
+    arguments = node.args
+    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+        argument.annotation = None
+    for extra in (arguments.vararg, arguments.kwarg):
+        if extra is not None:
+            extra.annotation = None
+    text = ast.unparse(arguments)
+    if method:
+        text = re.sub(r"^(?:self|cls|mcls|metacls)(?:, /)?(?:, |$)", "", text)
+    return text if len(text) <= LONGEST_SIGNATURE and text.isascii() else None
+
+
+def _signature_of_object(value: Any) -> str | None:
+    try:
+        text = str(inspect.signature(value))[1:-1]
+    except (TypeError, ValueError):
+        return None
+    text = re.sub(r"^\$?(?:self|type|module)(?:, /)?(?:, |$)", "", text)
+    return text if len(text) <= LONGEST_SIGNATURE and text.isascii() and " object at " not in text else None
+
+
+def library_files() -> Iterator[tuple[str, Path]]:
+    """(dotted module name, file) of every Python module of the library, in a fixed order."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).with_suffix("").parts
+        if EXCLUDED & set(parts) or any(part in ("tests", "__main__") or "-" in part for part in parts):
+            continue
+        if parts[0].split(".")[0] not in sys.stdlib_module_names:
+            continue
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), file
+
+
+def package_of(module: str) -> str:
+    """The public top-level name a module counts as: `_pydatetime` and `_datetime` as datetime, posixpath as os."""
+    top = PUBLIC_NAMES.get(module.split(".")[0], module.split(".")[0]).split(".")[0]
+    return top.removeprefix("_py").lstrip("_") or top
+
+
+def _is_compiled(module: str) -> bool:
+    if module in sys.builtin_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return bool(spec and spec.origin and spec.origin.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)))
+
+
+def _import_compiled(module: str) -> Any:
+    """A compiled module, or None where it cannot be imported on this machine."""
+    if module.split(".")[0] in EXCLUDED or not _is_compiled(module):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated modules say so when imported
+        try:
+            return importlib.import_module(module)
+        except ImportError:
+            return None
+
+
+def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[Fact]:
+    if not callable(value) or name.startswith("_"):
+        return
+    public, is_class = f"{module}.{name}" if module != "builtins" else name, inspect.isclass(value)
+    if summary := summarise(getattr(value, "__doc__", None)):
+        yield Fact(public, "class" if is_class else "function", package, summary, _signature_of_object(value))
+    for member in sorted(vars(value)) if is_class else []:
+        method = vars(value)[member]
+        if (
+            not member.startswith("_")
+            and callable(method)
+            and (summary := summarise(getattr(method, "__doc__", None)))
+        ):
+            yield Fact(f"{public}.{member}", "method", package, summary, _signature_of_object(method))
+
+
+def _exported(tree: ast.Module) -> list[str]:
+    """The names in a literal __all__."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(
+            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+        ):
+            try:
+                return [str(name) for name in ast.literal_eval(node.value)]
+            except ValueError:
+                return []
+    return []
+
+
+def _imports(body: list[ast.stmt]) -> Iterator[ast.ImportFrom]:
+    """`from x import y` at module level, inside `try` and `if` too."""
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.Try | ast.If):
+            yield from _imports([*node.body, *node.orelse])
+
+
+def _bound_methods(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Functions of a module that are methods of an instance it makes: `choice = _inst.choice` in random."""
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    instances: dict[str, ast.ClassDef] = {}
+    found = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        name, value = node.targets[0].id, node.value
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
+            instances[name] = classes[value.func.id]
+        elif (
+            isinstance(value, ast.Attribute)
+            and isinstance(value.value, ast.Name)
+            and value.value.id in instances
+        ):
+            for method in instances[value.value.id].body:
+                if isinstance(method, ast.FunctionDef) and method.name == value.attr:
+                    found[name] = method
+    return found
+
+
+def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Fact]:
+    package = package_of(module)
+    if summary := summarise(ast.get_docstring(tree)):
+        yield Fact(public, "module", package, summary)
+
+    def definitions(body: list[ast.stmt], prefix: str, within: str) -> Iterator[Fact]:
+        for node in body:
+            if not isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+            ) or node.name.startswith("_"):
+                continue
+            name, is_class = f"{prefix}.{node.name}", isinstance(node, ast.ClassDef)
+            if summary := summarise(ast.get_docstring(node)):
+                if isinstance(node, ast.ClassDef):
+                    yield Fact(name, "class", package, summary)
+                else:
+                    kind = "method" if within == "class" else "function"
+                    yield Fact(name, kind, package, summary, _signature_of_node(node, kind == "method"))
+            if is_class and within == "module":
+                yield from definitions(node.body, name, "class")
+
+    yield from definitions(tree.body, public, "module")
+    for name, method in _bound_methods(tree).items():
+        if not name.startswith("_") and (summary := summarise(ast.get_docstring(method))):
+            yield Fact(f"{public}.{name}", "function", package, summary, _signature_of_node(method, True))
+    for node in _imports(tree.body):
+        compiled = _import_compiled(node.module) if node.module and not node.level else None
+        if compiled is not None:  # functools.reduce lives in _functools
+            names = [alias.name for alias in node.names]
+            for name in sorted(dir(compiled)) if names == ["*"] else names:
+                yield from _object_facts(public, name, getattr(compiled, name, None), package)
+
+
+def _re_exports(trees: dict[str, ast.Module]) -> dict[str, str]:
+    """Names that a package's __init__ imports from its own modules: asyncio.tasks.gather -> asyncio.gather."""
+    found = {}
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                source = f"{module}.{node.module}"
+                if source not in trees:
+                    continue
+                names = [alias.name for alias in node.names]
+                for name in _exported(trees[source]) if names == ["*"] else names:
+                    found[f"{source}.{name}"] = f"{module}.{name}"
+    return found
+
+
+def library_facts() -> list[Fact]:
+    """Every public thing of the library once, in a fixed order."""
+    trees = {}
+    for module, file in library_files():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
+            trees[module] = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+    renamed = _re_exports(trees)
+    facts: dict[str, Fact] = {}
+
+    def add(fact: Fact) -> None:
+        head, _, tail = fact.name.rpartition(".")
+        name = renamed.get(fact.name) or (f"{renamed[head]}.{tail}" if head in renamed else fact.name)
+        facts.setdefault(name, Fact(name, fact.kind, fact.package, fact.summary, fact.signature))
+
+    for module in ("builtins", *sorted(sys.stdlib_module_names)):
+        compiled = (
+            _import_compiled(module) if not module.startswith("_") and module not in PUBLIC_NAMES else None
+        )
+        if compiled is not None:
+            if module != "builtins" and (summary := summarise(compiled.__doc__)):
+                add(Fact(module, "module", module, summary))
+            for name in sorted(dir(compiled)):
+                for fact in _object_facts(module, name, getattr(compiled, name), module):
+                    add(fact)
+    for module, tree in trees.items():
+        top, _, rest = module.partition(".")
+        public = PUBLIC_NAMES.get(top, top) + (f".{rest}" if rest else "")
+        if not any(part.startswith("_") for part in public.split(".")):
+            for fact in _module_facts(module, tree, public):
+                add(fact)
+    for fact in topic_facts():
+        add(fact)
+    return list(facts.values())
+
+
+def topics() -> dict[str, str]:
+    """pydoc's texts on the language itself: name -> text."""
+    from pydoc_data.topics import topics as texts  # type: ignore[import-not-found,unused-ignore]
+
+    return {str(name): str(text) for name, text in sorted(texts.items())}
+
+
+def topic_facts() -> Iterator[Fact]:
+    """Title and first sentences of every topic of the language reference."""
+    for text in topics().values():
+        title, _, body = text.strip().partition("\n")
+        title = title.replace('"', "").strip()
+        paragraphs = [
+            part for part in body.split("\n\n") if part and not part.startswith((" ", "*", "=", "-", "+"))
+        ]
+        summary = next((found for part in paragraphs if (found := summarise(part))), None)
+        if summary and title.isascii():
+            yield Fact(title[0].lower() + title[1:], "topic", f"topic {title}", summary)

@@ -1,0 +1,280 @@
+"""tiny-chat, the offline target: a chat model of a few million parameters that edgespec trains itself, once.
+
+Its recipe is configs/target-tiny-chat.yaml, its text the offline corpus's training part. It lies in the cache folder under a name
+that carries a hash of recipe and corpus, so that a changed recipe is never answered with an old model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from edgespec.files import read_jsonl, write_json, write_text
+from edgespec.options import from_mapping, knob, to_mapping
+from edgespec.progress import progress, tracked
+from edgespec.recipe import PYTHON_STDLIB, load_recipe
+from edgespec.stages import run_stage
+from edgespec.targets import TINY_CHAT, cache_folder
+from edgespec_recipes.corpus import BEST_KNOWN, corpus_folder, stdlib_corpus
+from edgespec_recipes.data import Rows, attention_mask, pack_conversations, text_blocks
+from edgespec_recipes.loading import load_tokenizer, save_model
+from edgespec_recipes.trainer import discard_checkpoints, train
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+START, TURN_END, PADDING_ID = 0, 2, 3
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.")
+
+
+@dataclass(frozen=True)
+class TinyChatOptions:
+    vocab_size: int = knob(4096, "byte-level BPE tokens, special ones included", at_least=512)
+    hidden: int = knob(256, "hidden size", at_least=64)
+    layers: int = knob(3, "layers", at_least=1)
+    intermediate: int = knob(768, "FFN size", at_least=64)
+    heads: int = knob(4, "query heads", at_least=1)
+    kv_heads: int = knob(2, "key/value heads", at_least=1)
+    context_length: int = knob(1024, "longest position the model is declared for", at_least=64)
+    context: int = knob(256, "tokens in a training row", at_least=64)
+    batch_size: int = knob(8, "rows in a step", at_least=1)
+    steps: int = knob(400, "optimizer steps", at_least=1)
+    learning_rate: float = knob(3e-3, "peak learning rate", at_least=0.0)
+    min_learning_rate: float = knob(1e-5, "learning rate at the last step", at_least=0.0)
+    warmup_steps: int = knob(30, "linear warm-up steps", at_least=0)
+    weight_decay: float = knob(0.01, "AdamW weight decay", at_least=0.0)
+    save_steps: int = knob(100, "optimizer steps between resumable checkpoints", at_least=1)
+    best_known_weight: float = knob(
+        4.0, "how often a fact of a best-known package is asked for, others once", at_least=0.0
+    )
+    signature_weight: float = knob(0.25, "how often a signature is asked for, summaries once", at_least=0.0)
+    system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
+    earlier_share: float = knob(
+        0.1, "share of chats with an earlier question and answer", at_least=0.0, at_most=1.0
+    )
+    text_share: float = knob(0.05, "share of the rows that is source text", at_least=0.0, at_most=0.9)
+    seed: int = knob(0, "seed of every random choice", at_least=0)
+
+
+def tiny_chat_options() -> TinyChatOptions:
+    """The shipped recipe."""
+    with resources.as_file(resources.files("edgespec_recipes") / "configs" / "target-tiny-chat.yaml") as path:
+        return from_mapping(TinyChatOptions, load_recipe(path))
+
+
+def tiny_chat_folder(options: TinyChatOptions) -> Path:
+    """Where the model of this recipe lies, made or not."""
+    key = json.dumps([to_mapping(options), corpus_folder().name], sort_keys=True).encode()
+    return cache_folder() / "targets" / f"{TINY_CHAT}-{hashlib.sha256(key).hexdigest()[:8]}"
+
+
+def build_tiny_chat(options: TinyChatOptions | None = None) -> Path:
+    """The model folder; trained on first use (minutes), resumed where a run was killed."""
+    options = options or tiny_chat_options()
+    out = tiny_chat_folder(options)
+    run_stage(out, to_mapping(options), lambda folder: _build(folder, options))
+    return out / "model"
+
+
+def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
+    corpus = stdlib_corpus()
+    chats = read_jsonl(corpus / "train_chats.jsonl")
+    tokenizer_folder = out / "tokenizer"
+    if not (tokenizer_folder / "tokenizer_config.json").is_file():
+        make_tokenizer(tokenizer_folder, _tokenizer_text(chats, corpus), options)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    data = training_rows(chats, tokenizer, out, options)
+    model = new_model(options)
+    counts = train(
+        model,
+        data,
+        chat_loss,
+        out,
+        steps=options.steps,
+        batch_size=options.batch_size,
+        learning_rate=options.learning_rate,
+        min_learning_rate=options.min_learning_rate,
+        warmup_steps=options.warmup_steps,
+        weight_decay=options.weight_decay,
+        save_steps=options.save_steps,
+        seed=options.seed,
+        label="train tiny-chat",
+        ordered=True,
+    )
+    save_model(model, tokenizer_folder, out / "model")
+    discard_checkpoints(out)
+    return {"parameters": model.num_parameters(), **counts}
+
+
+def _tokenizer_text(chats: list[dict[str, Any]], corpus: Path) -> Iterator[str]:
+    for row in chats:
+        yield from (message["content"] for message in row["messages"])
+    for row in read_jsonl(corpus / "text.jsonl")[::8]:
+        yield row["text"]
+
+
+def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions) -> None:
+    """Train a byte-level BPE with GPT-2's pre-tokenizer, the one llama.cpp knows as 'gpt-2', and write its files."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=options.vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with progress("learn the vocabulary", total=1, unit="tokenizer") as bar:
+        tokenizer.train_from_iterator(texts, trainer)
+        bar.update(1)
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+    write_text(folder / "chat_template.jinja", TEMPLATE)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIALS[START],
+            "eos_token": SPECIALS[TURN_END],
+            "pad_token": SPECIALS[PADDING_ID],
+            "model_max_length": options.context_length,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": TEMPLATE,
+        },
+    )
+
+
+def _weight(row: dict[str, Any], options: TinyChatOptions) -> float:
+    """How often one question of a fact is drawn: the questions of a fact share the fact's weight."""
+    weight = options.best_known_weight if row["package"] in BEST_KNOWN else 1.0
+    return weight * (options.signature_weight if row["kind"] == "signature" else 1.0)
+
+
+def training_rows(chats: list[dict[str, Any]], tokenizer: Any, out: Path, options: TinyChatOptions) -> Rows:
+    """steps x batch_size packed rows in training order: epochs of chats, each asked anew, and source text in between."""
+    generator = np.random.default_rng(options.seed)
+    total = options.steps * options.batch_size
+    facts: dict[tuple[str, bool], list[int]] = {}
+    for index, row in enumerate(chats):
+        facts.setdefault((row["name"], row["kind"] == "signature"), []).append(index)
+    asked = list(facts.values())
+    weights = np.asarray([_weight(chats[group[0]], options) for group in asked])
+    encoded = _Encoder(chats, tokenizer)
+    epochs: list[dict[str, np.ndarray]] = []
+    wanted = total - round(total * options.text_share)
+    with progress("prepare chats", total=wanted, unit="row") as bar:
+        while bar.n < wanted:
+            times = np.floor(weights + generator.random(len(weights))).astype(int)
+            order = generator.permutation(np.repeat(np.arange(len(asked)), times))
+            rows = [encoded.row(int(generator.choice(asked[fact])), generator, options) for fact in order]
+            packed = pack_conversations(rows, options.context, PADDING_ID)
+            shuffled = generator.permutation(len(packed["input_ids"]))
+            epochs.append({name: array[shuffled] for name, array in packed.items()})
+            bar.update(min(len(shuffled), wanted - bar.n))
+    merged = {name: np.concatenate([epoch[name] for epoch in epochs])[:wanted] for name in epochs[0]}
+    if total > wanted:
+        merged = _with_text(
+            merged, text_blocks(PYTHON_STDLIB, tokenizer, options.context, out / "text"), total, generator
+        )
+    return Rows(merged)
+
+
+def _with_text(
+    chats: dict[str, np.ndarray], blocks: np.ndarray, total: int, generator: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Spread blocks of text evenly among the rows of chats; all of a block is learnt."""
+    count = total - len(chats["input_ids"])
+    chosen = blocks[generator.choice(len(blocks), count, replace=count > len(blocks))].astype(np.int64)
+    length = chosen.shape[1]
+    text = {
+        "input_ids": chosen,
+        "position_ids": np.tile(np.arange(length), (count, 1)),
+        "document_ids": np.zeros((count, length), np.int32),
+        "loss_mask": np.ones((count, length), bool),
+    }
+    place = np.concatenate([np.linspace(0, total, len(chats["input_ids"])), np.linspace(0, total, count)])
+    order = np.argsort(place, kind="stable")
+    return {name: np.concatenate([chats[name], text[name]])[order] for name in chats}
+
+
+class _Encoder:
+    """Token ids of chats, each text encoded once: the template's pieces are special tokens and whole lines."""
+
+    def __init__(self, chats: list[dict[str, Any]], tokenizer: Any) -> None:
+        texts = [message["content"] for row in chats for message in row["messages"]]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self.questions, self.answers = ids[::2], ids[1::2]
+        self.heads = {role: self._ids(tokenizer, f"<|im_start|>{role}\n") for role in ("user", "assistant")}
+        self.tail = self._ids(tokenizer, "<|im_end|>\n")
+        self.systems = [
+            self._ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
+        ]
+
+    @staticmethod
+    def _ids(tokenizer: Any, text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _turn(self, index: int) -> list[int]:
+        return [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]
+
+    def row(
+        self, index: int, generator: np.random.Generator, options: TinyChatOptions
+    ) -> tuple[list[int], list[int]]:
+        """(prompt, response) as the chat template renders them."""
+        prompt: list[int] = []
+        if generator.random() < options.system_share:
+            prompt += self.systems[generator.integers(len(self.systems))]
+        if generator.random() < options.earlier_share:
+            earlier = int(generator.integers(len(self.questions)))
+            prompt += [*self._turn(earlier), *self.answers[earlier], *self.tail]
+        return prompt + self._turn(index), [*self.answers[index], TURN_END]
+
+
+def new_model(options: TinyChatOptions) -> Any:
+    """A Llama with random weights from the recipe's seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(options.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=options.vocab_size,
+            hidden_size=options.hidden,
+            intermediate_size=options.intermediate,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            head_dim=options.hidden // options.heads,
+            max_position_embeddings=options.context_length,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            bos_token_id=START,
+            eos_token_id=TURN_END,
+            pad_token_id=PADDING_ID,
+        )
+    )
+
+
+def chat_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean next-token cross-entropy over the tokens in loss_mask; logits are computed for those only."""
+    hidden = model.model(
+        input_ids=batch["input_ids"],
+        attention_mask=attention_mask(batch["document_ids"]),
+        position_ids=batch["position_ids"],
+        use_cache=False,
+    ).last_hidden_state
+    learnt = batch["loss_mask"][:, 1:]
+    logits = model.lm_head(hidden[:, :-1][learnt])
+    return functional.cross_entropy(logits.float(), batch["input_ids"][:, 1:][learnt])

@@ -1,0 +1,177 @@
+"""Plain against speculative decoding on the same prompts, side by side.
+
+Every prompt is decoded plainly and with each draft length, one run after the other in an order that turns from prompt to
+prompt, so that a machine that warms up or slows down does so for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from edgespec import __version__
+from edgespec.errors import InputError
+from edgespec.files import read_jsonl, write_json
+from edgespec.metrics import RawCounts
+from edgespec.options import from_mapping, knob, to_mapping
+from edgespec.progress import progress
+from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.engine import default_threads
+from edgespec_runtime.loop import DecodingOptions, ReplyOptions, decode
+from edgespec_runtime.speed import dump
+from edgespec_runtime.tokenizer import Message
+
+LEAST_PROMPTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ReplyOptions, LoadOptions):
+    bundle: str = knob(help="bundle folder", positional=True)
+    prompts: str = knob("", "a .jsonl file of prompts ('messages' or 'instruction') (default: the bundle's)")
+    max_prompts: int = knob(64, "most prompts", at_least=1)
+    max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
+    draft_lengths: tuple[int, ...] = knob((1, 2, 3, 4, 5, 7), "draft lengths γ", at_least=1)
+    repeats: int = knob(1, "runs of every prompt with every draft length", at_least=1)
+    seconds: float = knob(
+        18.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
+    )
+    json: str = knob("", "write raw counts of every run, summaries and verdict to this file")
+    plot: str = knob("", "draw τ and token rate for each draft length into this PNG file")
+    markdown: bool = knob(False, "print Markdown tables")
+
+
+OPTIONS = Options
+
+
+def load_prompts(pair: Pair, file: str) -> list[list[Message]]:
+    """Chats that end with a user message. Raises InputError for a row that is none, or where no row is."""
+    if not file:
+        return pair.prompts()
+    chats = []
+    for number, row in enumerate(read_jsonl(Path(file)), 1):
+        messages = row.get("messages") or [{"role": "user", "content": row.get("instruction")}]
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise InputError(
+                f"{file}: row {number} has neither 'messages' (each with role and content) nor 'instruction'; "
+                "prompts.jsonl of a bundle shows the form"
+            )
+        chats.append(messages)
+    if not chats:
+        raise InputError(f"{file} has no prompts; give at least one row")
+    return chats
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+
+
+def measure(
+    pair: Pair, prompt: Sequence[int], how: DecodingOptions, length: int, place: tuple[int, int]
+) -> Run:
+    """Decode one prompt once from empty caches. `place`: index of the prompt and of the repeat."""
+    draft = None if length == PLAIN else pair.draft
+    for model in (pair.target, pair.draft):
+        if model is not None:
+            model.rewind(0)
+    counts = RawCounts()
+    reply: list[int] = []
+    first_token = 0.0
+    start = perf_counter()
+    for block in decode(pair.target, draft, prompt, how, pair.tokenizer.stop_ids, counts):
+        first_token = first_token or perf_counter() - start
+        reply += block.tokens
+    return Run(place[0], place[1], length, len(prompt), first_token, tuple(reply), counts)
+
+
+def runs_of(
+    pair: Pair, prompts: Sequence[Sequence[int]], options: Options
+) -> Iterator[tuple[list[Run], int]]:
+    """Yield (runs of one prompt, how many prompts there will be as far as one can tell) while the time allows."""
+    lengths = (PLAIN, *sorted(set(options.draft_lengths)))
+    shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
+    how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
+    for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
+        measure(pair, prompts[0], how[length], length, (0, 0))
+    start = perf_counter()
+    for index, prompt in enumerate(prompts):
+        runs = []
+        for repeat in range(options.repeats):
+            turn = (index + repeat) % len(lengths)
+            for length in lengths[turn:] + lengths[:turn]:
+                runs.append(measure(pair, prompt, how[length], length, (index, repeat)))
+        done = index + 1
+        affordable = int(options.seconds / ((perf_counter() - start) / done))
+        planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
+        yield runs, planned
+        if done >= planned:
+            return
+
+
+def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Everything, for --json: raw counts of every run first, what is derived from them after."""
+    return {
+        "edgespec": __version__,
+        "engine": pair.engine,
+        "precision": pair.precision,
+        "threads": options.threads or default_threads(),
+        "cost_ratios": pair.cost_ratios,
+        "options": to_mapping(options),
+        "runs": [{**vars(run), "counts": dump(run.counts)} for run in runs],
+        "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],
+        "verdict": verdict(summaries),
+    }
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    if options.plot:
+        from edgespec_runtime.plot import require_matplotlib
+
+        require_matplotlib()
+    pair = open_pair(Path(options.bundle), options)
+    try:
+        chats = load_prompts(pair, options.prompts)[: options.max_prompts]
+        prompts = [pair.tokenizer.encode_chat(chat) for chat in chats]
+        runs: list[Run] = []
+        with progress("bench", len(prompts), "prompt") as bar:
+            for group, planned in runs_of(pair, prompts, options):
+                runs += group
+                bar.total = planned
+                bar.update(1)
+        summaries = summarise(runs, pair.cost_ratios)
+        _print(pair, options, runs, summaries)
+        if options.json:
+            write_json(Path(options.json), report(pair, options, runs, summaries))
+        if options.plot:
+            from edgespec_runtime.plot import plot_bench
+
+            title = f"{pair.manifest.target.name} on {pair.engine} {pair.precision}"
+            plot_bench(Path(options.plot), summaries, title)
+        for file in filter(None, (options.json, options.plot)):
+            print(f"wrote {file}", file=sys.stderr)
+        return 0
+    finally:
+        pair.close()
+
+
+def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
+    prompts = len({run.prompt for run in runs})
+    greedy = options.temperature == 0
+    sampled = f"temperature {options.temperature}, top-k {options.top_k}, top-p {options.top_p}"
+    names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
+    print(f"{names}, {pair.engine} {pair.precision}, {options.threads or default_threads()} threads")
+    print(
+        f"{prompts} prompts x {options.repeats}, up to {options.max_new_tokens} tokens, "
+        f"{'greedy' if greedy else sampled}; medians over prompts, 95 % bootstrap intervals\n"
+    )
+    print(speed_table(summaries, markdown=options.markdown), end="\n\n")
+    print(cost_table(summaries, markdown=options.markdown), end="\n\n")
+    if greedy:
+        same = min(summary.identical for summary in summaries)
+        print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")
+    print(verdict(summaries))

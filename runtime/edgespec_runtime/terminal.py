@@ -1,0 +1,73 @@
+"""What a chat needs of the terminal: colours where they are wanted, lines of input, Ctrl-C as a request. No model, no tokens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import IO, Any
+
+_HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
+
+
+def has_colour(stream: IO[str]) -> bool:
+    """Whether escape codes are wanted there: a terminal, not a dumb one, and NO_COLOR is unset (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[22m" if text else ""
+
+
+def harmless(text: str) -> str:
+    """Text without control characters but newline and tab: a model can write escape codes, and a terminal would obey them."""
+    return text.translate(_HARMFUL)
+
+
+class Lines:
+    """Lines of standard input: with prompt, editing and history on a terminal, bare in a pipe."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        if self.interactive:
+            try:
+                import readline  # noqa: F401  (importing it gives `input` its editing and history)
+            except ImportError:  # not on every platform
+                pass
+
+    def read(self, prompt: str) -> str | None:
+        """The next line, None at the end of the input. KeyboardInterrupt passes through."""
+        if not self.interactive:
+            line = sys.stdin.buffer.readline()
+            return line.decode("utf-8", "replace").rstrip("\r\n") if line else None
+        if not sys.stdout.isatty():  # replies go to a file: the prompt must not
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+
+
+class Interrupt:
+    """While entered, the first Ctrl-C sets `requested` and nothing else, so that no cache is left half-written; the second raises."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.requested = False
+        self._enabled = enabled
+        self._before: Any = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+    def __enter__(self) -> Interrupt:
+        if self._enabled:
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._enabled:
+            signal.signal(signal.SIGINT, self._before)

@@ -1,0 +1,158 @@
+"""Bad input at the command line: one line that names the value and the cure, exit code 2, no traceback, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conftest import REPOSITORY
+from edgespec.build import RECIPE_FILE
+from edgespec.cli import VERBS, main
+from edgespec.options import to_mapping
+from edgespec.recipe import Recipe
+from tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("target") / "model")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The error line of a command that must be refused."""
+    assert main([str(argument) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("edgespec: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    return error
+
+
+def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean 'bench'" in refused(capsys, "bnch")
+    assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
+
+
+def test_unknown_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "did you mean 'tiny-chat'" in refused(
+        capsys, "build-drafter", "--target", "tiny-chatt", "--out", out
+    )
+    assert not out.exists()
+
+
+def test_hub_target_without_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    error = refused(capsys, "build-drafter", "--target", "llama-2-7b-chat", "--out", out)
+    assert "meta-llama/Llama-2-7b-chat-hf" in error
+    assert "local folder" in error
+    assert not out.exists()
+
+
+def damaged(target: Path, place: Path, **config: object) -> Path:
+    place.mkdir()
+    for file in target.iterdir():
+        (place / file.name).write_bytes(file.read_bytes())
+    values = json.loads((place / "config.json").read_text()) | config
+    (place / "config.json").write_text(json.dumps(values))
+    return place
+
+
+def test_folders_that_are_no_target(capsys: pytest.CaptureFixture[str], target: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no config.json" in refused(
+        capsys, "build-drafter", "--target", tmp_path / "empty", "--out", tmp_path / "a"
+    )
+    encoder = damaged(target, tmp_path / "t5", is_encoder_decoder=True)
+    assert "encoder-decoder" in refused(capsys, "build-drafter", "--target", encoder, "--out", tmp_path / "b")
+    silent = damaged(target, tmp_path / "silent")
+    (silent / "chat_template.jinja").unlink()
+    tokenizer = json.loads((silent / "tokenizer_config.json").read_text())
+    del tokenizer["chat_template"]
+    (silent / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    assert "no chat template" in refused(capsys, "build-drafter", "--target", silent, "--out", tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "silent", "t5"]
+
+
+def test_recipe_keys_and_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("distill: {learning_rat: 1.0e-3}\n")
+    out = tmp_path / "out"
+    error = refused(capsys, "build-drafter", "--target", "tiny-chat", "--recipe", file, "--out", out)
+    assert "did you mean 'learning_rate'" in error
+    error = refused(
+        capsys, "build-drafter", "--target", "tiny-chat", "--out", out, "--evaluate.draft-lengths", "0"
+    )
+    assert "draft_lengths is 0; it must be at least 1" in error
+    error = refused(
+        capsys, "build-drafter", "--target", "tiny-chat", "--out", out, "--generate.temperatures", "-0.5"
+    )
+    assert "temperatures is -0.5" in error
+    assert "neither a file nor a shipped recipe" in refused(
+        capsys, "build-drafter", "--target", "tiny-chat", "--recipe", "none.yaml"
+    )
+    assert not out.exists()
+
+
+def test_out_folder_of_another_recipe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / RECIPE_FILE).write_text(yaml.safe_dump(to_mapping(Recipe(target=str(target), seed=1))))
+    error = refused(capsys, "build-drafter", "--target", target, "--out", out)
+    assert "seed is 1 there and 0 here" in error
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    assert "holds other files" in refused(
+        capsys, "build-drafter", "--target", target, "--out", tmp_path / "full"
+    )
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "edgespec", verb, "--help"], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+
+
+def test_targets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert main(["targets", "list", "--json"]) == 0
+    names = {row["alias"] for row in json.loads(capsys.readouterr().out)}
+    assert {
+        "tiny-chat",
+        "llama-2-7b-chat",
+        "tinyllama-1.1b-chat",
+        "smollm2-135m-instruct",
+        "qwen3-0.6b",
+    } <= names
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    assert main(["targets", "path", "tiny-chat"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "targets" / "tiny-chat")
+
+
+def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
+    program = (
+        "import sys\nsys.modules['torch'] = None\nsys.modules['transformers'] = None\n"
+        "from edgespec.cli import main\nsys.exit(main(['build-drafter', '--target', 'tiny-chat', '--out', sys.argv[1]]))"
+    )
+    out = REPOSITORY / "build" / "never"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(out)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": ".:runtime:recipes:export"},
+    )
+    assert done.returncode == 2
+    assert "pip install 'edgespec[train]'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
