@@ -17,13 +17,13 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
+from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.session import CachedEngine
 from numpy.typing import NDArray
 
 from edgespec.files import write_json
 from edgespec.metrics import RawCounts, median
 from edgespec.report import table
-from edgespec_runtime.loop import DecodingOptions, decode
-from edgespec_runtime.session import CachedEngine
 
 BARS_MS = {4096: 0.15, 32000: 0.6}
 DRAFT_LENGTHS = (0, 3, 5)

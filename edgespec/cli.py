@@ -96,7 +96,7 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     add_flags(parser, module.OPTIONS)
-    code: int = module.run(given(parser.parse_args(rest)))
+    code: int = module.run(given(parser.parse_intermixed_args(rest)))
     return code
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError, did_you_mean
@@ -33,10 +34,7 @@ OPTIONS = Options
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if options.action == "path":
-        if options.name and options.name not in TARGETS:
-            raise InputError(f"unknown target {options.name!r}{did_you_mean(options.name, TARGETS)}")
-        folder = cache_folder() / "targets"
-        print(folder / options.name if options.name else folder)
+        print(_path(options.name))
     elif options.json:
         print(json.dumps([asdict(target) for target in TARGETS.values()], indent=2))
     else:
@@ -47,3 +45,18 @@ def run(given: dict[str, Any]) -> int:
         print(table(("target", "parameters", "hub id", "licence"), rows, left=4))
         print("\nAny hub id and any local folder in Hugging Face layout works too.")
     return 0
+
+
+def _path(name: str) -> Path:
+    """The cache folder of made targets, or the newest model folder of one of them."""
+    folder = cache_folder() / "targets"
+    if not name:
+        return folder
+    if name not in TARGETS:
+        raise InputError(f"unknown target {name!r}{did_you_mean(name, TARGETS)}")
+    if TARGETS[name].repo is not None:
+        raise InputError(f"{name} comes from the hub and lies in the hub's own cache (hf cache ls); {folder} keeps what is made here")
+    made = sorted(folder.glob(f"{name}-*/model"), key=lambda path: path.stat().st_mtime)
+    if not made:
+        raise InputError(f"{name} has not been made on this machine yet; edgespec build-drafter --target {name} makes it")
+    return made[-1]

@@ -34,7 +34,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("pair")
     target = make_model_folder(folder / "target")
-    drafter = disturbed(target, folder / "drafter", noise=0.25)
+    drafter = disturbed(target, folder / "drafter", noise=0.07)
     for model in (target, drafter):
         export_onnx(model, folder / f"{model.name}-onnx", "fp32")
     return make_bundle(folder / "bundle", folder / "target-onnx", folder / "drafter-onnx", target)
@@ -52,3 +52,39 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen2": make_model_folder(root / "qwen2", "qwen2", seed=2, theta=1e6, head_dim=16),
         "qwen3": make_model_folder(root / "qwen3", "qwen3", seed=3, theta=1e6, tied=False),
     }
+
+
+SMALL_BUILD = [
+    *("--pretrain.batch-size", "8", "--pretrain.learning-rate", "3e-3", "--pretrain.warmup-steps", "5"),
+    *("--distill.batch-size", "8", "--distill.learning-rate", "3e-3", "--distill.warmup-steps", "5"),
+    *("--generate.max-new-tokens", "32"),
+]
+
+
+@pytest.fixture(scope="session")
+def trained_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command that built `trained`: every stage for real, each for seconds instead of minutes."""
+    from edgespec_recipes.tiny_chat import TinyChatOptions, build_tiny_chat
+
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.getbasetemp() / "edgespec-home"))
+        target = build_tiny_chat(TinyChatOptions(vocab_size=1024, hidden=128, layers=2, intermediate=384, heads=2, kv_heads=1, steps=150))
+    options = [
+        *SMALL_BUILD,
+        *("--pretrain.steps", "60", "--pretrain.context", "128", "--distill.steps", "100", "--distill.context", "128"),
+        *("--generate.prompts", "192", "--generate.batch-size", "64", "--drafter.size-fraction", "0.2"),
+        *("--evaluate.prompts", "24", "--evaluate.max-new-tokens", "32", "--export.verify-prompts", "3"),
+    ]
+    return ["build-drafter", "--target", str(target), "--out", str(folder / "out"), *options]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, trained_command: list[str]) -> Path:
+    """The folder of a whole build. Read-only."""
+    from edgespec.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.getbasetemp() / "edgespec-home"))
+        assert main(trained_command) == 0
+    return Path(trained_command[trained_command.index("--out") + 1])

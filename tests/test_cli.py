@@ -135,8 +135,12 @@ def test_targets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
         "qwen3-0.6b",
     } <= names
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    assert main(["targets", "path"]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "targets")
+    assert "has not been made" in refused(capsys, "targets", "path", "tiny-chat")
+    (tmp_path / "targets" / "tiny-chat-0123" / "model").mkdir(parents=True)
     assert main(["targets", "path", "tiny-chat"]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "targets" / "tiny-chat")
+    assert capsys.readouterr().out.strip().endswith("tiny-chat-0123/model")
 
 
 def test_a_missing_extra_is_one_sentence_with_the_command() -> None:

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edgespec_export import to_gguf
+from edgespec_export.gguf_vocabulary import _QWEN2, read_vocabulary
+from edgespec_export.readback import gguf_field
+from edgespec_export.to_gguf import export_gguf
+from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 from gguf import GGUFReader
 from tiny_models import TEXTS, byte_level_tokenizer, make_model_folder, save_tokenizer, torch_logits
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
-from edgespec_export import to_gguf
-from edgespec_export.gguf_vocabulary import _QWEN2, read_vocabulary
-from edgespec_export.readback import gguf_field
-from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 
 
 def llama_logits(file: Path, tokens: list[int]) -> np.ndarray:
-    engine = LlamaCppEngine(file)
+    engine = LlamaCppEngine(file, threads=1)
     logits = np.array(engine.forward(tokens))
     engine.close()
     return logits

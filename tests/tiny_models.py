@@ -100,7 +100,7 @@ def make_model_folder(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases away from their trivial values
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)

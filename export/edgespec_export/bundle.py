@@ -1,4 +1,4 @@
-"""A bundle: the exported pair, its one tokenizer, held-out prompts, measurements, a model card, and the manifest, written last."""
+"""A bundle: the exported pair, its one tokenizer, held-out prompts, measurements, a card, and the manifest, written last."""
 
 from __future__ import annotations
 

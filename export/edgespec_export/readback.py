@@ -90,14 +90,15 @@ def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
 def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a graph made by the model builder, int4 blocks expanded and the joined q, k, v taken apart."""
     import onnx
-    from onnx.external_data_helper import load_external_data_for_tensor
+    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
     from onnx.numpy_helper import to_array
 
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
 
     def read(name: str) -> Array:
-        load_external_data_for_tensor(tensors[name], str(folder))
+        if uses_external_data(tensors[name]):
+            load_external_data_for_tensor(tensors[name], str(folder))
         return np.asarray(to_array(tensors[name]))
 
     for name in tensors:

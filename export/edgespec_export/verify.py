@@ -5,7 +5,7 @@ Three questions, each with its own bound, because rounding a weight to 4 bits mo
   engine    the engine's logits against torch with the file's own weights: a wrong graph or hyperparameter shows here;
   block     logits of four tokens fed at once against four single steps: what "lossless" rests on.
 The distance to the float model (largest and mean logit difference, top-1 agreement) is reported for all files; it is what the
-precision costs. Without llama.cpp, a GGUF file is checked by its weights and hyperparameters, run in torch, and the table says so.
+precision costs. Without llama.cpp a GGUF file is checked by its weights and hyperparameters, run in torch; the table says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from edgespec_runtime.engine import Engine
+from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
 from edgespec.errors import CheckFailed, EdgespecError, InputError
 from edgespec.files import read_json, write_json
@@ -26,12 +29,10 @@ from edgespec.report import table
 from edgespec.shapes import ModelShape
 from edgespec_export.export import ROLES, ExportedFile, exported_files
 from edgespec_export.readback import gguf_settings, gguf_weights, onnx_weights
-from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
 BLOCK = 4
 MAX_PROMPT = 128  # tokens of a prompt that are compared
+SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
 TORCH_READ_BACK = "weights read back in torch"
 
 Array = np.ndarray[Any, Any]
@@ -147,7 +148,7 @@ def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
     if file.engine == "llama.cpp":
         check.settings = gguf_settings(file.path, reference.shape)
     own = reference.run(weights) if weights else reference.logits
-    open_engine = _opener(file)
+    open_engine = _opener(file, 1 if reference.shape.parameters < SMALL else None)
     if open_engine is None:
         check.checked_with, seen = TORCH_READ_BACK, own
     else:
@@ -160,10 +161,10 @@ def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
     return check
 
 
-def _opener(file: ExportedFile) -> Callable[[], Engine] | None:
+def _opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
     if file.engine == "onnxruntime":
-        return lambda: OnnxRuntimeEngine(file.path)
-    return (lambda: LlamaCppEngine(file.path)) if is_available() else None
+        return lambda: OnnxRuntimeEngine(file.path, threads=threads)
+    return (lambda: LlamaCppEngine(file.path, threads=threads)) if is_available() else None
 
 
 def _compare_weights(

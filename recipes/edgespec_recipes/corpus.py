@@ -20,9 +20,11 @@ from edgespec_recipes.stdlib_facts import Fact, library_facts, library_files, pa
 SCHEMA = 1  # raise it when what is written changes
 # Always in the training part, so that a newcomer's first question has an answer; all other packages are split by hash.
 BEST_KNOWN = frozenset(
-    "argparse array base64 bisect builtins collections contextlib copy csv dataclasses datetime enum functools glob hashlib "
-    "heapq io itertools json logging math operator os pathlib pickle random re shutil socket statistics string struct "
-    "subprocess sys tempfile textwrap threading time types typing urllib uuid warnings zlib".split()
+    """
+    argparse array base64 bisect builtins collections contextlib copy csv dataclasses datetime enum functools glob hashlib
+    heapq io itertools json logging math operator os pathlib pickle random re shutil socket statistics string struct
+    subprocess sys tempfile textwrap threading time types typing urllib uuid warnings zlib
+    """.split()
 )
 SEED_QUESTIONS = 3  # of each fact
 HELDOUT_SHARE, SEED_SHARE = 0.09, 0.18  # of the other packages: about 5 % and 10 % of all facts

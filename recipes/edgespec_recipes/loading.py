@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -98,7 +97,8 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
     except errors.GatedRepoError as error:
         raise InputError(
-            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, {local}"
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, "
+            f"{local}"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise InputError(
@@ -134,7 +134,8 @@ def check_model_folder(folder: Path) -> ModelShape:
         )
     if not load_tokenizer(folder).chat_template:
         raise InputError(
-            f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, or add chat_template to tokenizer_config.json"
+            f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, "
+            "or add chat_template to tokenizer_config.json"
         )
     return shape
 
@@ -174,15 +175,9 @@ def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
     """
     quiet()
     with whole_folder(out) as folder:
-        model.to(torch.float32).save_pretrained(folder, safe_serialization=True) if _is_v4() else model.to(
-            torch.float32
-        ).save_pretrained(folder)
+        model.to(torch.float32).save_pretrained(folder)
         copy_tokenizer(tokenizer_folder, folder)
         write_both_forms(folder)
-
-
-def _is_v4() -> bool:
-    return int(transformers.__version__.split(".")[0]) < 5
 
 
 def copy_tokenizer(source: Path, out: Path) -> None:

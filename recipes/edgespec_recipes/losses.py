@@ -68,20 +68,23 @@ def tvdpp(
                direction (a cosine of about 0.2).
     """
     logits = _wide(draft_logits)
-    log_q = torch.log_softmax(logits, -1)
-    with torch.no_grad():
-        reward = torch.softmax(_wide(target_logits), -1) > log_q.exp()
-        mean = reward.to(log_q.dtype).mean(None if scope == "batch" else -1, keepdim=True)
-        deviation = (mean * (1.0 - mean)).sqrt()  # of a variable that is 0 or 1
-        low = torch.where(deviation > 0, -mean / deviation, 0.0)
-        high = torch.where(deviation > 0, (1.0 - mean) / deviation, 0.0)
-        advantage = torch.where(reward, high, low)
+    q = torch.softmax(logits, -1)
+    advantage = _advantage(torch.softmax(_wide(target_logits).detach(), -1) > q.detach(), scope, q.dtype)
     if estimator == "exact":
-        return -(log_q.exp() * advantage).sum(-1)
+        return -(q * advantage).sum(-1)
+    log_q = torch.log_softmax(logits, -1)
     if estimator == "uniform":
         return -(log_q * advantage).mean(-1)
-    chosen = torch.multinomial(log_q.detach().exp().flatten(0, -2), 1).reshape(*log_q.shape[:-1], 1)
+    chosen = torch.multinomial(q.detach().flatten(0, -2), 1).reshape(*q.shape[:-1], 1)
     return -(log_q * advantage).gather(-1, chosen)[..., 0]
+
+
+def _advantage(reward: Tensor, scope: str, dtype: torch.dtype) -> Tensor:
+    """(r − μ)/σ of a reward that is 0 or 1; 0 where all rewards in the scope are equal."""
+    mean = reward.to(dtype).mean(None if scope == "batch" else -1, keepdim=True)
+    deviation = (mean * (1.0 - mean)).sqrt()
+    scale = torch.where(deviation > 0, deviation.reciprocal(), 0.0)
+    return torch.where(reward, (1.0 - mean) * scale, -mean * scale)
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {"fkl": fkl, "tvd": tvd, "tvd++": tvdpp}

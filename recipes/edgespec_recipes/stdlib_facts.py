@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 EXCLUDED = frozenset(
-    "test idlelib lib2to3 turtledemo antigravity this ensurepip pydoc_data distutils tkinter curses readline "
-    "site-packages dist-packages ntpath nturl2path nt _sitebuiltins __phello__ config".split()
+    """
+    test idlelib lib2to3 turtledemo antigravity this ensurepip pydoc_data distutils tkinter curses readline site-packages
+    dist-packages ntpath nturl2path nt _sitebuiltins __phello__ config
+    """.split()
 )
 PUBLIC_NAMES = {  # where a thing lives -> where people import it from
     "posixpath": "os.path",

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from edgespec.files import read_jsonl, write_json, write_text
 from edgespec.options import from_mapping, knob, to_mapping
-from edgespec.progress import progress, tracked
+from edgespec.progress import progress
 from edgespec.recipe import PYTHON_STDLIB, load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import transformers
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from edgespec.errors import EdgespecError, InputError
@@ -213,7 +213,7 @@ def _log_until(file: Path, step: int) -> list[dict[str, Any]]:
 
 def train(
     model: Any,
-    dataset: Dataset[Any],
+    dataset: Any,
     loss_fn: LossFunction,
     out: Path,
     *,
@@ -242,10 +242,10 @@ def train(
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % world:
         raise InputError(f"batch_size is {batch_size}; it must be a multiple of the {world} processes")
-    if ordered and len(dataset) < steps * batch_size:  # type: ignore[arg-type]
+    if ordered and len(dataset) < steps * batch_size:
         raise InputError(
             f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}"
-        )  # type: ignore[arg-type]
+        )
     quiet()
     out.mkdir(parents=True, exist_ok=True)
     checkpoint = latest_checkpoint(out)
@@ -286,7 +286,7 @@ def train(
             floor=min_learning_rate / learning_rate if learning_rate else 1.0,
         )
         carried = rows[-1] if rows else {"tokens": 0, "seconds": 0.0}
-        log = _Log(trainer, out / LOG, bar, carried["tokens"], carried["seconds"])
+        log = _Log(trainer, out / LOG, bar, int(carried["tokens"]), carried["seconds"])
         trainer.add_callback(log)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     model.config.use_cache = use_cache

@@ -188,7 +188,7 @@ def verdict(summaries: Sequence[Summary]) -> str:
 
 
 def _cause(s: Summary) -> str:
-    """What is most in the way. A block gains τ − 1 tokens over a plain step; it pays γ·c_t for drafting and v − 1 for verifying."""
+    """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
     length, efficiency = s.draft_length, s.block_efficiency[0]
     drafting, verifying = length * s.draft_cost, s.verify_cost - 1.0
     cost = drafting + s.verify_cost

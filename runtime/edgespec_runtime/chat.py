@@ -62,6 +62,7 @@ class Chat:
         self.conversation = Conversation(pair.tokenizer, options.system)
         self.totals = RawCounts()
         self.replies = 0
+        self._draws = 0  # replies since the seed was set: each has a seed of its own
         self.computed = 0
         self.leaving = False
         self._dim_notes = has_colour(sys.stderr)
@@ -90,18 +91,18 @@ class Chat:
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.note(f"(the context of {context} tokens is full: the oldest {turns} dropped)")
-        counts, reply, finish = RawCounts(), [], "stopped"
+        counts, finish = RawCounts(), "stopped"
+        reply: list[int] = []
         start = perf_counter()
         with Interrupt(self.interactive) as interrupt:
             self._prefill(prompt, interrupt)
             counts.prefill_seconds = perf_counter() - start
             first_token = 0.0
             if not interrupt.requested:
-                seeded = dataclasses.replace(options, seed=options.seed + self.replies)
-                with closing(
-                    decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts)
-                ) as blocks:
-                    stream = self.pair.tokenizer.stream()
+                seeded = dataclasses.replace(options, seed=options.seed + self._draws)
+                stream = self.pair.tokenizer.stream()
+                blocks = decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts)
+                with closing(blocks):
                     for block in blocks:
                         first_token = first_token or perf_counter() - start
                         reply += block.tokens
@@ -110,12 +111,13 @@ class Chat:
                         finish = block.finish or finish
                         if interrupt.requested:
                             break
-                    self._write(stream.finish() + "\n")
-        self.replies += 1
-        if reply:
-            self.conversation.add(text, prompt, reply)
-            self.totals.add(counts)
-        self.note(self._stats(counts, finish, first_token))
+                self._write(stream.finish() + "\n")
+            if reply:
+                self.conversation.add(text, prompt, reply)
+                self.totals.add(counts)
+                self.replies += 1
+                self._draws += 1
+            self.note(self._stats(counts, finish, first_token))
 
     def _prefill(self, prompt: list[int], interrupt: Interrupt) -> None:
         """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one."""
@@ -137,7 +139,7 @@ class Chat:
         print(text, end="", flush=True)
 
     def _stats(self, counts: RawCounts, finish: str, first_token: float) -> str:
-        """`31 tokens · 210.4 tok/s · τ 2.38 · α 0.71 · est. 1.42x plain decoding · first token after 0.02 s (14 of 80 tokens computed)`."""
+        """One line on a reply; the speed-up is an estimate from a few plain steps timed where the reply ended."""
         if not counts.emitted:
             return "[stopped before the reply began]"
         parts = [f"{counts.emitted} tokens", f"{counts.token_rate:.1f} tok/s"]
@@ -174,27 +176,23 @@ class Chat:
         if not totals.emitted:
             self.note("no replies yet")
             return
+        seconds = {
+            "drafter": totals.draft_seconds,
+            "target": totals.verify_seconds,
+            "loop": totals.loop_seconds,
+        }
+        shares = ", ".join(f"{name} {spent / totals.total_seconds:.0%}" for name, spent in seconds.items())
         lines = [
-            f"{self.replies} replies, {totals.emitted} tokens in {totals.total_seconds:.2f} s: {totals.token_rate:.1f} tok/s"
+            f"replies {self.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
+            f"time    {shares}",
+            f"context {len(self.conversation.ids)} of {self.pair.target.engine.context_length} tokens",
         ]
         if totals.drafted:
-            positions = ", ".join(
-                f"{a / t:.2f}" for a, t in zip(totals.accepted, totals.tested, strict=True) if t
-            )
+            tests = zip(totals.accepted, totals.tested, strict=True)
+            places = ", ".join(f"{accepted / tested:.2f}" for accepted, tested in tests if tested)
             lines.append(
-                f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (by position in the block: {positions})"
+                f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (in the block: {places})"
             )
-        seconds = (totals.draft_seconds, totals.verify_seconds, totals.loop_seconds)
-        lines.append(
-            "time: "
-            + ", ".join(
-                f"{s / totals.total_seconds:.0%} {n}"
-                for s, n in zip(seconds, ("drafter", "target", "loop"), strict=True)
-            )
-        )
-        lines.append(
-            f"context: {len(self.conversation.ids)} of {self.pair.target.engine.context_length} tokens"
-        )
         self.note("\n".join(lines))
 
     def reset(self, _: str) -> None:
@@ -215,7 +213,7 @@ class Chat:
             raise InputError("draft is on, and the drafter was not loaded; start the chat without --no-draft")
         self.options = dataclasses.replace(self.options, **{name: new})
         if name == "seed":
-            self.replies = 0
+            self._draws = 0
         self.note(f"{name} = {_shown(new)}")
 
     def quit(self, _: str) -> None:
@@ -254,6 +252,9 @@ def talk(chat: Chat, lines: Lines) -> int:
         asked_to_leave = False
         try:
             chat.handle(line)
+        except KeyboardInterrupt:  # between two lines of work: nothing to stop
+            if not lines.interactive:
+                raise
         except EdgespecError as error:
             failed = True
             chat.note(str(error))

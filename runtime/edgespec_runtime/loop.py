@@ -15,7 +15,7 @@ import numpy as np
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec.options import knob
-from edgespec_runtime.acceptance import RULES, Rule, verify
+from edgespec_runtime.acceptance import RULES, verify
 from edgespec_runtime.sampling import Categorical, Warp, warp
 from edgespec_runtime.session import CachedEngine
 

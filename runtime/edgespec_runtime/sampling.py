@@ -79,7 +79,7 @@ def _invert(probs: NDArray[Any], uniform: float) -> int:
     if len(probs) > 4 * _STRIDE:
         sums = np.add.reduceat(probs, np.arange(0, len(probs), _STRIDE), dtype=np.float64)
         bounds = sums.cumsum()
-        goal = uniform * bounds[-1]
+        goal = min(uniform * bounds[-1], np.nextafter(bounds[-1], 0))  # the product may round up to the total
         block = int(bounds.searchsorted(goal, side="right"))
         start = block * _STRIDE
         goal -= bounds[block] - sums[block]
@@ -89,9 +89,7 @@ def _invert(probs: NDArray[Any], uniform: float) -> int:
         inside = probs.cumsum(dtype=np.float64)
         goal = uniform * inside[-1]
     place = int(inside.searchsorted(goal, side="right"))
-    if (
-        place >= len(probs) or probs[place] == 0
-    ):  # rounding at the end of a block: the last token with any mass
+    if place == len(probs) or probs[place] == 0:  # rounding at the end: the last token with any mass
         place = int(np.flatnonzero(probs)[-1])
     return start + place
 
@@ -142,7 +140,8 @@ def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
 def _nucleus(probs: NDArray[np.float32], top_p: float) -> NDArray[np.int64]:
     """Ascending indices of the smallest set of largest entries with mass >= top_p.
 
-    The set lies among the entries above any cut whose mass reaches top_p, so only those few are sorted; the cut falls until it does.
+    The set lies among the entries above any cut whose mass reaches top_p, so only those few are sorted; the cut falls until
+    it does.
     """
     cut = np.float32(probs.max() / 64)
     while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 from typing import IO, Any
 
@@ -31,10 +32,8 @@ class Lines:
     def __init__(self) -> None:
         self.interactive = sys.stdin.isatty()
         if self.interactive:
-            try:
+            with suppress(ImportError):  # not on every platform
                 import readline  # noqa: F401  (importing it gives `input` its editing and history)
-            except ImportError:  # not on every platform
-                pass
 
     def read(self, prompt: str) -> str | None:
         """The next line, None at the end of the input. KeyboardInterrupt passes through."""
@@ -51,17 +50,21 @@ class Lines:
 
 
 class Interrupt:
-    """While entered, the first Ctrl-C sets `requested` and nothing else, so that no cache is left half-written; the second raises."""
+    """While entered, the first Ctrl-C only sets `requested`, so that no cache is left half-written; the third leaves."""
 
     def __init__(self, enabled: bool) -> None:
-        self.requested = False
+        self._pressed = 0
         self._enabled = enabled
         self._before: Any = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
+        self._pressed += 1
+        if self._pressed == 3:  # the engine hangs, or the user is in earnest
+            raise SystemExit(130)
+
+    @property
+    def requested(self) -> bool:
+        return self._pressed > 0
 
     def __enter__(self) -> Interrupt:
         if self._enabled:

@@ -91,7 +91,7 @@ class ChatTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The chat as the target reads it, up to where the assistant's reply begins. Raises InputError with the template's words."""
+        """The chat as the target reads it, up to where the reply begins. Raises InputError with the template's words."""
         try:
             return self._template.render(
                 messages=list(messages), add_generation_prompt=True, tools=None, **self._special

@@ -1,0 +1,235 @@
+"""The bench: what it makes of known counts, and a short run on a real bundle with JSON and plot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.bench import Options, load_prompts, runs_of
+from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
+from edgespec_runtime.bundle import LoadOptions, open_pair
+from edgespec_runtime.plot import plot_bench
+
+from edgespec.cli import main
+from edgespec.errors import InputError
+from edgespec.metrics import RawCounts, predicted_speedup
+
+
+def known_run(
+    prompt: int, length: int, *, blocks: int, emitted: int, step: float, draft_step: float = 0.0
+) -> Run:
+    """`emitted` tokens in `blocks` passes of `step` seconds; nothing but the models takes time."""
+    drafted, extra = blocks * length, emitted - blocks
+    counts = RawCounts(
+        blocks=blocks,
+        drafted=drafted,
+        emitted=emitted,
+        tested=[blocks] * length,
+        accepted=[extra // length + (position < extra % length) for position in range(length)],
+        draft_seconds=drafted * draft_step,
+        verify_seconds=blocks * step,
+        total_seconds=drafted * draft_step + blocks * step,
+    )
+    return Run(prompt, 0, length, 10, 0.05, tuple(range(emitted)), counts)
+
+
+def bench(*, step: float, draft_step: float, blocks: int, length: int = 3) -> list[Summary]:
+    """Four equal prompts of 60 tokens: plain passes of 10 ms against blocks of the given costs."""
+    runs = []
+    for prompt in range(4):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(known_run(prompt, length, blocks=blocks, emitted=60, step=step, draft_step=draft_step))
+    return summarise(runs, {"parameters": 0.02, "bytes": 0.05})
+
+
+def test_summary_of_known_counts() -> None:
+    plain, drafted = bench(step=0.015, draft_step=0.001, blocks=20)
+    assert plain.token_rate == pytest.approx((100.0, 100.0, 100.0))
+    assert plain.verify_cost == plain.speedup[0] == 1.0
+    assert drafted.token_rate[0] == pytest.approx(60 / (20 * 0.018))
+    assert drafted.block_efficiency[0] == 3.0
+    assert drafted.draft_cost == pytest.approx(0.1)
+    assert drafted.verify_cost == pytest.approx(1.5)
+    assert drafted.mbsu["parameters"] == pytest.approx(3.0 / 1.06)
+    assert drafted.acceptance_rate == pytest.approx(2 / 3)
+    # with no time lost in the loop, the measured ratio is the formula's
+    assert (
+        drafted.speedup[0]
+        == pytest.approx(predicted_speedup(3.0, 3, 0.1, 1.5))
+        == pytest.approx(drafted.predicted)
+    )
+    assert drafted.identical == 4
+
+
+def test_ratios_are_taken_prompt_by_prompt() -> None:
+    """One prompt is ten times slower for both: the ratio does not move, the rates do."""
+    runs = []
+    for prompt, slow in enumerate((1, 1, 10)):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.01 * slow))
+        runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=0.015 * slow))
+    plain, drafted = summarise(runs, {"parameters": 0.1})
+    assert drafted.speedup == pytest.approx((2.0, 2.0, 2.0))
+    assert plain.token_rate[1] == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        (
+            {"step": 0.012, "draft_step": 0.001, "blocks": 20},
+            "Speculation pays here: 2.00x plain decoding [2.00, 2.00] at γ = 3.",
+        ),
+        (
+            {"step": 0.011, "draft_step": 0.009, "blocks": 20},
+            "The drafter is too slow for this target (a step of it costs 0.90",
+        ),
+        (
+            {"step": 0.035, "draft_step": 0.001, "blocks": 20},
+            "Verifying 4 tokens in one pass is too costly on this machine",
+        ),
+        ({"step": 0.012, "draft_step": 0.002, "blocks": 50}, "Acceptance is too low (α = "),
+    ],
+)
+def test_the_verdict_names_the_cause(costs: dict[str, float], words: str) -> None:
+    said = verdict(bench(**costs))  # type: ignore[arg-type]
+    assert words in said
+    assert ("does not pay" in said) is ("Speculation pays" not in said)
+    assert "\n" not in said
+
+
+def test_a_verdict_that_blames_the_loop() -> None:
+    runs = []
+    for prompt in range(4):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        slow = known_run(prompt, 3, blocks=20, emitted=60, step=0.012, draft_step=0.001)
+        slow.counts.total_seconds = 1.0
+        runs.append(slow)
+    assert "sampling and the loop take the rest" in verdict(summarise(runs, {"parameters": 0.1}))
+
+
+def test_tables_have_a_row_for_every_draft_length() -> None:
+    summaries = bench(step=0.015, draft_step=0.001, blocks=20)
+    assert speed_table(summaries).splitlines()[2].startswith("plain")
+    assert "γ = 3" in speed_table(summaries, markdown=True)
+    assert "1.67 [1.67, 1.67]" in speed_table(summaries)
+    assert cost_table(summaries).splitlines()[2].split() == [
+        "γ",
+        "=",
+        "3",
+        "3.00",
+        "[3.00,",
+        "3.00]",
+        "0.667",
+        "2.83",
+        "2.61",
+        "0.100",
+        "1.50",
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short bench: JSON and plot beside each other."""
+    folder = tmp_path_factory.mktemp("bench")
+    flags = ["--draft-lengths", "3,1", "--max-new-tokens", "16", "--repeats", "2", "--max-prompts", "4"]
+    files = ["--json", str(folder / "bench.json"), "--plot", str(folder / "bench.png")]
+    assert main(["bench", str(bundle), *flags, *files]) == 0
+    return folder
+
+
+def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
+    report = json.loads((measured / "bench.json").read_text())
+    assert len(report["runs"]) == 4 * 2 * 3
+    for run in report["runs"]:
+        counts = RawCounts(**run["counts"])
+        assert counts.emitted == len(run["reply"]) <= 16
+        assert (counts.drafted == 0) is (run["draft_length"] == PLAIN)
+        assert run["first_token_seconds"] > 0
+    assert [summary["draft_length"] for summary in report["summaries"]] == [0, 1, 3]
+    assert all(
+        summary["identical"] == 4 for summary in report["summaries"]
+    )  # greedy: lossless on this engine's exact mode
+    efficiencies = [summary["block_efficiency"][0] for summary in report["summaries"]]
+    assert 1.0 == efficiencies[0] < efficiencies[1] < efficiencies[2]  # the drafter often agrees
+    assert report["verdict"].startswith("Speculation ")
+
+
+def test_the_order_of_runs_turns_from_prompt_to_prompt(measured: Path) -> None:
+    runs = json.loads((measured / "bench.json").read_text())["runs"]
+    orders = [[run["draft_length"] for run in runs[start : start + 3]] for start in range(0, len(runs), 3)]
+    assert orders[:4] == [[0, 1, 3], [1, 3, 0], [1, 3, 0], [3, 0, 1]]  # prompt 0 twice, prompt 1 twice
+
+
+def test_the_plot_is_a_png_of_some_size(measured: Path) -> None:
+    data = (measured / "bench.png").read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert len(data) > 10_000
+
+
+def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -> None:
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
+        options = Options(bundle="", draft_lengths=(2,), max_new_tokens=4, seconds=0.0)
+        assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
+        options = Options(bundle="", draft_lengths=(2,), max_new_tokens=4, seconds=60.0)
+        assert len(list(runs_of(pair, prompts, options))) == len(prompts)
+    finally:
+        pair.close()
+
+
+def test_prompts_of_a_file(bundle: Path, tmp_path: Path) -> None:
+    pair = open_pair(bundle, LoadOptions(), with_draft=False)
+    try:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"instruction": "Hi"}\n{"messages": [{"role": "user", "content": "Yo"}]}\n')
+        assert [chat[0]["content"] for chat in load_prompts(pair, str(file))] == ["Hi", "Yo"]
+        for text, words in (
+            ('{"text": "Hi"}', "row 1 has neither 'messages'"),
+            ('{"messages": ["Hi"]}', "row 1 has neither 'messages'"),
+            ("", "has no prompts"),
+            ("{", "not valid JSON"),
+        ):
+            file.write_text(text)
+            with pytest.raises(InputError, match=words):
+                load_prompts(pair, str(file))
+        with pytest.raises(InputError, match="is missing"):
+            load_prompts(pair, str(tmp_path / "none.jsonl"))
+    finally:
+        pair.close()
+
+
+def test_without_matplotlib_the_table_works_and_a_plot_says_what_to_install(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    flags = ["--draft-lengths", "2", "--max-new-tokens", "4", "--max-prompts", "1"]
+    assert main(["bench", str(bundle), *flags]) == 0
+    assert "γ = 2" in capsys.readouterr().out
+    assert main(["bench", str(bundle), *flags, "--plot", str(tmp_path / "p.png")]) == 2
+    assert "pip install 'edgespec[plot]'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plot_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    summaries = bench(step=0.015, draft_step=0.001, blocks=20)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises((InputError, NotADirectoryError, FileExistsError)):
+        plot_bench(tmp_path / "file" / "plot.png", summaries, "title")
+    plot_bench(tmp_path / "plot.png", summaries, "title")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "plot.png"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--draft-lengths", "0,3"], "draft_lengths is 0; it must be at least 1"),
+        (["--draft-lengths", "3,x"], "draft_lengths is 'x'"),
+        (["--temperature", "-1"], "temperature is -1.0"),
+        (["--draft-length", "3"], "did you mean '--draft-lengths'"),
+    ],
+)
+def test_bad_flags(bundle: Path, flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(bundle), *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,505 @@
+"""The chat and `generate` on a real bundle: cache across turns, commands, a pipe, a terminal with Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_runtime import chat as chat_module
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.chat import Chat, Options
+from edgespec_runtime.speed import plain_step_seconds
+from edgespec_runtime.terminal import dim, harmless, has_colour
+
+from edgespec.cli import main
+from edgespec.errors import InputError
+from edgespec.metrics import RawCounts
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PATHS = {
+    "PYTHONPATH": os.pathsep.join(str(REPOSITORY / room) for room in (".", "runtime", "recipes", "export"))
+}
+
+
+@pytest.fixture(scope="module")
+def pair(bundle: Path) -> Iterator[Pair]:
+    opened = open_pair(bundle, LoadOptions())
+    yield opened
+    opened.close()
+
+
+def new_chat(pair: Pair, **options: Any) -> Chat:
+    for model in (pair.target, pair.draft):
+        assert model is not None
+        model.rewind(0)
+    return Chat(pair, Options(**{"bundle": "", "max_new_tokens": 12, **options}), interactive=False)
+
+
+def chat_process(bundle: Path, text: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), *flags]
+    return subprocess.run(
+        command, input=text, capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=False
+    )
+
+
+# Turns and the cache
+
+
+def test_a_second_turn_computes_only_what_is_new(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello there")
+    first = len(chat.conversation.ids)
+    assert chat.computed == first - 12 - 1  # all but the prompt's last token, which the first block reads
+    kept = list(chat.conversation.ids)
+    chat.reply("And now?")
+    assert chat.conversation.ids[:first] == kept
+    new = len(chat.conversation.ids) - 12 - first
+    assert chat.computed == new  # the reply's last token and the new message, less the one the block reads
+    assert chat.computed < 30 < first
+    assert f"({new} of {first + new} prompt tokens computed)" in capsys.readouterr().err
+
+
+def test_a_turn_answered_from_the_cache_is_answered_as_from_scratch(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    for text in ("Hello there", "And now?", "Why?"):
+        chat.reply(text)
+    ids = chat.conversation.ids
+    fresh = new_chat(pair)
+    fresh.conversation.messages, fresh.conversation.ids = chat.conversation.messages[:4], []
+    prompt = ids[:-12]
+    fresh.conversation.prompt = lambda text: prompt  # type: ignore[method-assign]
+    fresh.reply("Why?")
+    assert fresh.computed == len(prompt) - 1
+    assert fresh.conversation.ids == ids
+
+
+def test_speculation_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = []
+    for draft in (True, False):
+        chat = new_chat(pair, draft=draft, max_new_tokens=60)
+        for text in ("Hello there", "And now?"):
+            chat.reply(text)
+        replies.append(chat.conversation.messages)
+        assert (chat.totals.drafted > 0) is draft
+    assert replies[0] == replies[1]
+    errors = capsys.readouterr().err.splitlines()
+    assert all("est. " in line and "τ" in line and "tok/s" in line for line in errors[:2])
+    assert not any("est. " in line or "τ" in line for line in errors[2:])
+
+
+def test_timing_plain_steps_leaves_the_cache_as_it_was(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello")
+    tokens = list(pair.target.tokens)
+    seconds = plain_step_seconds(pair.target, chat.options)
+    assert seconds is not None
+    assert 0 < seconds < 1
+    assert pair.target.tokens == tokens
+    assert pair.target.engine.n_past == len(tokens)
+    pair.target.rewind(0)
+    assert plain_step_seconds(pair.target, chat.options) is None
+
+
+def test_the_conversation_goes_on_beyond_the_context(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair, max_new_tokens=40, system="Be brief.")
+    for number in range(12):
+        chat.reply(f"Question number {number}, please answer it")
+        assert len(chat.conversation.ids) <= pair.target.engine.context_length
+    assert re.search(
+        r"context of 256 tokens is full: the oldest (turn was|\d+ turns were) dropped",
+        capsys.readouterr().err,
+    )
+    assert chat.conversation.messages[0]["content"] != "Question number 0, please answer it"
+    assert "Be brief." in pair.tokenizer.decode(chat.conversation.ids)
+
+
+def test_sampled_replies_differ_from_turn_to_turn_and_repeat_with_the_seed(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replies(seed: int) -> list[str]:
+        chat = new_chat(pair, temperature=1.0, seed=seed)
+        for _ in range(2):
+            chat.reply("Hello")
+            chat.conversation.reset()
+        return capsys.readouterr().out.split("\n", 1)[0:2]
+
+    assert replies(1) == replies(1)
+    assert replies(1) != replies(2)
+
+
+# Commands
+
+
+def test_every_command_is_in_the_help(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    new_chat(pair).handle("/help")
+    shown = capsys.readouterr().err
+    for name in (
+        "/help",
+        "/stats",
+        "/reset",
+        "/system TEXT",
+        "/set KNOB VALUE",
+        "/quit",
+        "temperature = 0.0",
+        "draft_length = 3",
+    ):
+        assert name in shown
+
+
+def test_set_checks_as_the_command_line_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.handle("/set temperature 0.7")
+    chat.handle("/set top-k=5")
+    chat.handle("/set colour on")
+    assert (chat.options.temperature, chat.options.top_k, chat.options.colour) == (0.7, 5, True)
+    for line, words in (
+        ("/set temperature -1", "temperature is -1.0; it must be at least 0.0"),
+        ("/set draft_length 0", "draft_length is 0; it must be at least 1"),
+        ("/set top_p x", "top_p is 'x'; it must be a number"),
+        ("/set temprature 1", "unknown knob 'temprature'; did you mean 'temperature'?"),
+        ("/set bundle x", "unknown knob 'bundle'"),
+        ("/set", "unknown knob ''"),
+        ("/sett seed 1", "unknown command '/sett'; did you mean '/set'?"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            chat.handle(line)
+    assert chat.options.temperature == 0.7
+
+
+def test_system_reset_stats_quit(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.handle("/stats")
+    assert "no replies yet" in capsys.readouterr().err
+    chat.handle("/system Be kind.")
+    chat.handle("Hello")
+    assert "Be kind." in pair.tokenizer.decode(chat.conversation.ids)
+    chat.handle("/stats")
+    assert "replies 1, tokens 12" in capsys.readouterr().err
+    chat.handle("/reset")
+    assert chat.conversation.messages == []
+    assert chat.conversation.system == "Be kind."
+    assert not chat.leaving
+    chat.handle("/quit")
+    assert chat.leaving
+
+
+def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(bundle: Path) -> None:
+    opened = open_pair(bundle, LoadOptions(), with_draft=False)
+    try:
+        chat = Chat(opened, Options(bundle="", draft=False), interactive=False)
+        with pytest.raises(InputError, match="start the chat without --no-draft"):
+            chat.handle("/set draft on")
+    finally:
+        opened.close()
+
+
+# In a pipe
+
+
+def test_a_pipe_gets_replies_and_nothing_else(
+    bundle: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello there")
+    chat.reply("And now?")
+    wanted = capsys.readouterr().out
+    done = chat_process(bundle, b"Hello there\n\n/set seed 3\nAnd now?\n", "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == wanted
+    assert b"\x1b" not in done.stderr
+    assert done.stderr.count(b"tok/s") == 2
+    assert b"Traceback" not in done.stderr
+
+
+def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path) -> None:
+    """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
+    lines = [b"word " * 400, b"/set temperature -1", b"caf\xe9", b"Hello", b"/quit", b"never"]
+    done = chat_process(bundle, b"\n".join(lines), "--max-new-tokens", "4", "--no-draft")
+    assert done.returncode == 2
+    errors = done.stderr.decode().splitlines()
+    assert len(errors) == 4
+    assert re.search(r"message takes \d+ tokens and the context has room for 252", errors[0])
+    assert "temperature is -1.0" in errors[1]
+    assert all("tok/s" in line for line in errors[2:])
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(tmp_path)]) == 2
+    assert "manifest.json is missing" in capsys.readouterr().err
+
+
+# On a terminal
+
+# The real program on the real engine, only slower, so that there is time to press Ctrl-C.
+SLOW = """
+import fcntl, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+forward = OnnxRuntimeEngine.forward
+def slowly(self, tokens):
+    time.sleep(0.01)
+    return forward(self, tokens)
+OnnxRuntimeEngine.forward = slowly
+from edgespec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Terminal:
+    """A program in a pseudo-terminal of its own."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.master, slave = os.openpty()
+        variables = {**os.environ, **PATHS, "TERM": "xterm", "INPUTRC": "/dev/null", **environment}
+        command = [sys.executable, "-c", SLOW, *arguments]
+        self.process = subprocess.Popen(
+            command,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            cwd=REPOSITORY,
+            env=variables,
+        )
+        os.close(slave)
+        self.text = ""
+
+    def send(self, text: str) -> None:
+        time.sleep(
+            0.3
+        )  # a key pressed in the instant between the prompt and readline's first read would be held back
+        os.write(self.master, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 20) -> str:
+        """Read until the pattern shows; returns what came up to its end and forgets it."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.text)):
+            ready, _, _ = select.select([self.master], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.text!r}"
+            try:
+                self.text += os.read(self.master, 65536).decode("utf-8", "replace")
+            except OSError:  # the program has ended
+                raise AssertionError(f"ended without {pattern!r}: {self.text!r}") from None
+        seen, self.text = self.text[: found.end()], self.text[found.end() :]
+        return seen
+
+    def end(self) -> int:
+        """Exit code, once everything the program wrote has been read."""
+        while True:
+            ready, _, _ = select.select([self.master], [], [], 20)
+            assert ready, "the program does not end"
+            try:
+                data = os.read(self.master, 65536)
+            except OSError:
+                break
+            if not data:
+                break
+            self.text += data.decode("utf-8", "replace")
+        return self.process.wait(20)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal(bundle: Path) -> Iterator[Terminal]:
+    pytest.importorskip("termios")
+    opened = Terminal("chat", str(bundle), "--max-new-tokens", "200", NO_COLOR="1")
+    yield opened
+    opened.close()
+
+
+def test_ctrl_c_stops_the_reply_and_not_the_program(terminal: Terminal) -> None:
+    terminal.wait_for("> ")
+    terminal.send("Hello there\n")
+    terminal.wait_for(r"Hello there\r\n[^\r]")  # the reply has begun
+    terminal.send("\x03")
+    stats = terminal.wait_for(r"stopped by Ctrl-C\]")
+    emitted = int(re.search(r"\[(\d+) tokens", stats).group(1))  # type: ignore[union-attr]
+    assert 0 < emitted < 200
+    terminal.wait_for("> ")
+    terminal.send("/set max_new_tokens 5\n")
+    terminal.wait_for("> ")
+    terminal.send("And now?\n")
+    stats = terminal.wait_for(r"\[5 tokens [^\]]*\]")
+    computed, of = map(int, re.search(r"\((\d+) of (\d+) prompt tokens", stats).groups())  # type: ignore[union-attr]
+    assert computed < 40 < of  # the cache survived the interruption
+    terminal.wait_for("> ")
+    terminal.send("/quit\n")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04"])
+def test_ctrl_c_or_ctrl_d_twice_at_the_prompt_leaves(terminal: Terminal, key: str) -> None:
+    terminal.wait_for("> ")
+    terminal.send(key)
+    terminal.wait_for("to leave")
+    terminal.wait_for("> ")
+    terminal.send("/reset\n")  # something else in between: not twice
+    terminal.wait_for("empty")
+    terminal.wait_for("> ")
+    terminal.send(key)
+    terminal.wait_for("to leave")
+    terminal.wait_for("> ")
+    terminal.send(key)
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
+
+
+def test_colours_only_where_they_are_wanted(bundle: Path, terminal: Terminal) -> None:
+    coloured = Terminal("chat", str(bundle), "--max-new-tokens", "20", "--colour", NO_COLOR="")
+    try:
+        coloured.wait_for("> ")
+        coloured.send("Hello\n")
+        seen = coloured.wait_for(r"tok/s")
+        assert "\x1b[2m" in seen
+    finally:
+        coloured.close()
+    terminal.wait_for("> ")
+    terminal.send("/set colour on\n")
+    terminal.wait_for("> ")
+    terminal.send("/set max_new_tokens 20\n")
+    terminal.wait_for("> ")
+    terminal.send("Hello\n")
+    assert "\x1b[2m" not in terminal.wait_for(r"tok/s")
+
+
+def test_escape_codes_of_a_model_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert harmless("a\x1b[31mb\x07\r\n\té\u009b") == "a\ufffd[31mb\ufffd\ufffd\n\té\ufffd"
+    assert dim("") == ""
+
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert has_colour(Screen())
+    assert not has_colour(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not has_colour(Screen())
+
+
+# generate
+
+
+def test_generate_streams_the_reply(bundle: Path, pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30"]) == 0
+    speculative = capfd.readouterr().out
+    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30", "--no-draft"]) == 0
+    assert capfd.readouterr().out == speculative
+    chat = new_chat(pair, max_new_tokens=30)
+    chat.reply("Hello there")
+    assert capfd.readouterr().out == speculative
+
+
+def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json", "--max-new-tokens", "30", "--draft-length", "4", "--system", "Be brief."]
+    assert main(["generate", str(bundle), "Hello there", *flags]) == 0
+    report = json.loads(capfd.readouterr().out)
+    counts = RawCounts(**report["counts"])
+    assert counts.emitted == 30
+    assert report["finish"] == "length"
+    assert report["metrics"]["block_efficiency"] == pytest.approx(counts.block_efficiency)
+    assert report["metrics"]["mbsu_parameters"] == pytest.approx(
+        counts.block_efficiency / 5
+    )  # c = 1 in this bundle
+    assert report["options"]["draft_length"] == 4
+
+
+def test_generate_reads_standard_input(bundle: Path) -> None:
+    command = [sys.executable, "-m", "edgespec", "generate", str(bundle), "--max-new-tokens", "8", "--raw"]
+
+    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            command, input=data, capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=False
+        )
+
+    raw = run(b"def f(x):\n")
+    assert raw.returncode == 0, raw.stderr
+    argument = subprocess.run(
+        [*command, "def f(x):"], capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=True
+    )
+    assert raw.stdout == argument.stdout
+    for data, words in ((b"", "the prompt is empty"), (b"\xff\xfe", "not UTF-8")):
+        done = run(data)
+        assert done.returncode == 2
+        assert words in done.stderr.decode()
+        assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--draft-length", "0"], "draft_length is 0; it must be at least 1"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be at least 0.0"),
+        (["--precision", "int3"], "no 'int3' pair"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_bad_flags(
+    bundle: Path,
+    verb: str,
+    flags: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = "one two three four five six seven eight nine ten"
+    assert main([verb, str(bundle), *([prompt] if verb == "generate" else []), *flags]) == 2
+    errors = capfd.readouterr().err
+    assert words in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_prompt_longer_than_the_context(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(bundle), "one two three four five six seven", "--context", "16"]) == 2
+    errors = capfd.readouterr().err
+    assert "tokens and the context holds 16" in errors
+    assert len(errors.splitlines()) == 1
+
+
+# Light
+
+
+def test_the_runtime_loads_where_torch_cannot_be_imported() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'accelerate', 'onnx', 'matplotlib', 'scipy'): sys.modules[name] = None\n"
+        "import edgespec_runtime.chat, edgespec_runtime.generate, edgespec_runtime.bench, edgespec_runtime.plot\n"
+        "import edgespec_runtime.engine_onnxruntime, edgespec_runtime.engine_llamacpp\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, env={**os.environ, **PATHS})
+
+
+def test_chat_module_documents_its_settable_knobs() -> None:
+    assert set(chat_module.SETTABLE) == {
+        *(
+            "temperature",
+            "top_k",
+            "top_p",
+            "draft_length",
+            "max_new_tokens",
+            "seed",
+            "rule",
+            "draft",
+            "colour",
+        )
+    }

@@ -1,0 +1,162 @@
+"""Targets by name, folders into memory and back, and every way a target can be unusable."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from edgespec_recipes import loading
+from huggingface_hub import errors
+from tiny_models import make_model_folder
+
+from edgespec.errors import InputError
+from edgespec.targets import TARGETS
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"), theta=50000.0)
+
+
+@pytest.fixture
+def spoilt(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(model_folder, tmp_path / "copy"))
+
+
+def test_local_folder_is_taken_as_it_is(model_folder: Path) -> None:
+    resolved = loading.resolve_target(str(model_folder))
+    assert (resolved.folder, resolved.source) == (model_folder.resolve(), "local folder")
+
+
+def test_saved_folder_gives_the_same_logits_and_both_forms(model_folder: Path, tmp_path: Path) -> None:
+    model = loading.load_model(model_folder)
+    loading.save_model(model, model_folder, tmp_path / "saved")
+    again = loading.load_model(tmp_path / "saved")
+    ids = torch.tensor([[5, 6, 7, 300]])
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, again(ids).logits)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 50000.0
+    about = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert about["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert about["chat_template"] == (tmp_path / "saved" / "chat_template.jinja").read_text()
+    assert again.dtype == torch.float32
+
+
+def test_full_disk_leaves_no_half_model(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loading.load_model(model_folder)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loading.shutil, "copyfile", full)
+    with pytest.raises(InputError, match="no space left on the disk"):
+        loading.save_model(model, model_folder, tmp_path / "saved")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llama-2-7b-chta", "unknown target 'llama-2-7b-chta'.*did you mean 'llama-2-7b-chat'"),
+        ("nothing-like-it", "neither an alias nor a folder here; known: llama-2-13b-chat"),
+        ("./no/such/folder", "unknown target './no/such/folder': there is no folder of that name"),
+        ("/no/such/folder", "there is no folder of that name"),
+    ],
+)
+def test_unknown_target(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        loading.resolve_target(name)
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"has no config.json; give a model folder"):
+        loading.resolve_target(str(tmp_path))
+
+
+def test_folder_without_safetensors(spoilt: Path) -> None:
+    (spoilt / "model.safetensors").rename(spoilt / "pytorch_model.bin")
+    with pytest.raises(InputError, match="only safetensors weights are read"):
+        loading.resolve_target(str(spoilt))
+
+
+def test_tokenizer_without_chat_template(spoilt: Path) -> None:
+    (spoilt / "chat_template.jinja").unlink()
+    config = json.loads((spoilt / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (spoilt / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="has no chat template"):
+        loading.resolve_target(str(spoilt))
+
+
+def test_folder_without_tokenizer(spoilt: Path) -> None:
+    (spoilt / "tokenizer.json").unlink()
+    with pytest.raises(InputError, match="has no tokenizer"):
+        loading.resolve_target(str(spoilt))
+
+
+def test_encoder_decoder_model(spoilt: Path) -> None:
+    (spoilt / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(InputError, match=r"encoder-decoder model \(t5\)"):
+        loading.resolve_target(str(spoilt))
+
+
+def test_damaged_weights(spoilt: Path) -> None:
+    weights = spoilt / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        loading.load_model(spoilt)
+
+
+def test_code_in_a_model_folder_never_runs(spoilt: Path) -> None:
+    config = json.loads((spoilt / "config.json").read_text())
+    config.update(
+        model_type="mine", auto_map={"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    )
+    (spoilt / "config.json").write_text(json.dumps(config))
+    (spoilt / "evil.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        loading.load_model(spoilt)
+
+
+def test_no_network_says_what_to_do() -> None:
+    with pytest.raises(InputError, match="cannot be reached: check the network, or give a local folder"):
+        loading.resolve_target("tinyllama-1.1b-chat")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            errors.GatedRepoError,
+            "gated: accept its licence at https://huggingface.co/meta-llama/.*`hf auth login`.*local folder",
+        ),
+        (errors.RepositoryNotFoundError, "the hub has no model"),
+        (errors.HfHubHTTPError, "could not be downloaded"),
+    ],
+)
+def test_what_the_hub_answers(kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: object, **__: object) -> str:
+        raise kind.__new__(
+            kind
+        )  # its __init__ wants a response of whichever HTTP library the hub's client uses
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
+    with pytest.raises(InputError, match=message):
+        loading.resolve_target("llama-2-7b-chat")
+
+
+def test_every_alias_has_a_repository_or_is_made_here() -> None:
+    assert [alias for alias, target in TARGETS.items() if target.repo is None] == ["tiny-chat"]
+
+
+def test_shared_model_resolves(shared: Path) -> None:
+    resolved = loading.resolve_target(str(shared / "models" / "concierge"))
+    assert loading.load_model(resolved.folder).num_parameters() == 13_902_336

@@ -1,0 +1,255 @@
+"""The decoding loop on toy engines: every way a block can end, the caches after it, and the law of its output."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.sampling import warp
+from edgespec_runtime.session import CachedEngine
+from scipy.stats import chisquare
+from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
+
+from edgespec.errors import InputError
+from edgespec.metrics import RawCounts
+from edgespec.options import from_mapping
+
+V = 32
+
+
+def count_up(token: int) -> int:
+    return token + 1
+
+
+def wrong_after_thirds(token: int) -> int:
+    """Agrees with `count_up` except after every third token."""
+    return token + (2 if token % 3 == 0 else 1)
+
+
+DRAFTS = {
+    "never": successor_model(V, lambda token: token + 2),
+    "always": successor_model(V, count_up),
+    "sometimes": successor_model(V, wrong_after_thirds),
+}
+
+
+class Setup:
+    """A target and a drafter behind caches, and one way to run them."""
+
+    def __init__(self, target: LogitsOf, draft: LogitsOf | None, vocab_size: int = V, **sizes: int) -> None:
+        self.target_engine = ToyEngine(target, vocab_size, **sizes)
+        self.draft_engine = ToyEngine(draft, vocab_size, **sizes) if draft else None
+        self.target = CachedEngine(self.target_engine)
+        self.draft = CachedEngine(self.draft_engine) if self.draft_engine else None
+        self.counts = RawCounts()
+        self.finish = ""
+
+    def run(self, prompt: list[int], stop: tuple[int, ...] = (), **options: Any) -> list[int]:
+        self.counts = RawCounts()
+        reply: list[int] = []
+        how = DecodingOptions(**{"max_new_tokens": 20, **options})
+        for block in decode(self.target, self.draft, prompt, how, stop, self.counts):
+            reply += block.tokens
+            self.finish = block.finish
+            self.check([*prompt, *reply])
+        return reply
+
+    def check(self, ids: list[int]) -> None:
+        """Caches hold a beginning of what was emitted, and the session's list is the engine's."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                assert model.tokens == model.engine.seen == ids[: len(model.tokens)]  # type: ignore[attr-defined]
+                assert len(model.tokens) < len(ids)
+
+
+@pytest.mark.parametrize(("name", "efficiency"), [("never", 1.0), ("always", 5.0)])
+def test_block_efficiency_at_both_ends(name: str, efficiency: float) -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS[name])
+    assert setup.run([0], draft_length=4) == list(range(1, 21))
+    assert setup.counts.block_efficiency == efficiency
+    assert setup.counts.acceptance_rate == (1.0 if name == "always" else 0.0)
+    assert setup.counts.emitted == 20
+    assert setup.finish == "length"
+
+
+def test_counts_of_a_drafter_that_is_sometimes_right() -> None:
+    """From 1 on, drafts after 3, 6, ... fail: blocks [2, 3, 4*] [5, 6, 7*] ... where * is the target's own."""
+    setup = Setup(successor_model(V, count_up), DRAFTS["sometimes"])
+    assert setup.run([1], draft_length=4, max_new_tokens=12) == list(range(2, 14))
+    assert setup.counts.blocks == 4
+    assert setup.counts.tested == [4, 4, 3, 0]  # the last block has room for two drafts
+    assert setup.counts.accepted == [4, 4, 0, 0]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("gamma", [1, 2, 3, 7])
+def test_greedy_speculation_is_greedy_decoding(draft: str, gamma: int) -> None:
+    """A target whose choice depends on the whole prefix; the drafter disagrees now and then."""
+    plain = Setup(random_model(1, V), None)
+    wanted = plain.run([3, 1], max_new_tokens=60)
+    speculative = Setup(
+        random_model(1, V), lambda prefix: random_model(1, V)(prefix) + DRAFTS[draft](prefix) / 10
+    )
+    assert speculative.run([3, 1], draft_length=gamma, max_new_tokens=60) == wanted
+    if draft != "always":
+        assert 1.0 < speculative.counts.block_efficiency < gamma + 1
+    assert plain.counts.block_efficiency == 1.0
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("eos", [5, 6, 7, 8, 9])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_nothing_leaves_after_an_end_of_turn_inside_a_block(gamma: int, eos: int, draft: str) -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS[draft])
+    assert setup.run([0], stop=(eos, 30), draft_length=gamma) == list(range(1, eos + 1))
+    assert setup.finish == "eos"
+    assert setup.counts.emitted == eos
+    assert sum(setup.counts.accepted) <= eos
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("gamma", [1, 3, 5])
+def test_the_length_limit_is_exact(length: int, gamma: int) -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"])
+    assert setup.run([0], draft_length=gamma, max_new_tokens=length) == list(range(1, length + 1))
+    assert setup.finish == "length"
+
+
+@pytest.mark.parametrize("prompt_length", [1, 5, 14, 15])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_reply_ends_where_the_context_does(prompt_length: int, draft: str) -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS[draft], context_length=16)
+    reply = setup.run([0] * prompt_length, draft_length=4, max_new_tokens=100)
+    assert len(reply) == 16 - prompt_length
+    assert setup.finish == "context"
+
+
+def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_reply_goes_on() -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"])
+    setup.draft = CachedEngine(ToyEngine(DRAFTS["always"], V, context_length=10))
+    assert setup.run([0], draft_length=4) == list(range(1, 21))
+    assert max(setup.draft.engine.seen) <= 10  # type: ignore[attr-defined]
+    assert setup.run([0] * 12, draft_length=4) == list(
+        range(1, 21)
+    )  # a prompt longer than the drafter's context
+    assert setup.counts.drafted == 0
+
+
+def test_prompts_that_cannot_be_answered() -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], context_length=16)
+    with pytest.raises(InputError, match="prompt is empty"):
+        setup.run([])
+    with pytest.raises(InputError, match="prompt has 16 tokens and the context holds 16"):
+        setup.run([0] * 16)
+
+
+def test_drafter_of_another_vocabulary() -> None:
+    setup = Setup(successor_model(V, count_up), None)
+    setup.draft = CachedEngine(ToyEngine(successor_model(V + 1, count_up), V + 1))
+    with pytest.raises(InputError, match="vocabulary has 33 tokens and the target's 32"):
+        setup.run([0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("draft_length", 0, "draft_length is 0; it must be at least 1"),
+        ("temperature", -0.5, "temperature is -0.5; it must be at least 0"),
+        ("max_new_tokens", 0, "max_new_tokens is 0"),
+        ("rule", "losless", "did you mean 'lossless'"),
+    ],
+)
+def test_values_out_of_bounds(name: str, value: object, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        from_mapping(DecodingOptions, {name: value})
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_caches_are_valid_when_the_generator_is_left_early(blocks: int, draft: str) -> None:
+    """Close it after some blocks, go on from what was emitted: the same tokens as in one go."""
+    setup = Setup(random_model(5, V), lambda prefix: random_model(5, V)(prefix) + DRAFTS[draft](prefix) / 10)
+    wanted = setup.run([1, 2], draft_length=3)
+    generator = decode(setup.target, setup.draft, [1, 2], DecodingOptions(draft_length=3), (), RawCounts())
+    reply = [token for block in itertools.islice(generator, blocks) for token in block.tokens]
+    generator.close()
+    setup.check([1, 2, *reply])
+    rest = setup.run([1, 2, *reply], draft_length=3, max_new_tokens=20 - len(reply))
+    assert reply + rest == wanted
+
+
+def test_caches_are_valid_after_an_engine_fails_in_the_middle_of_a_block() -> None:
+    setup = Setup(random_model(5, V), random_model(6, V))
+    forward, calls = setup.target_engine.forward, []
+
+    def fail_on_the_third(tokens: list[int]) -> np.ndarray:
+        calls.append(tokens)
+        if len(calls) == 3:
+            raise OSError("the engine died")
+        return forward(tokens)
+
+    setup.target_engine.forward = fail_on_the_third  # type: ignore[method-assign,assignment]
+    reply: list[int] = []
+    blocks = decode(setup.target, setup.draft, [1], DecodingOptions(draft_length=3), (), RawCounts())
+    with pytest.raises(OSError, match="died"):
+        reply.extend(token for block in blocks for token in block.tokens)
+    assert reply
+    setup.check([1, *reply])
+    rest = setup.run([1, *reply], max_new_tokens=5)
+    assert reply + rest == Setup(random_model(5, V), None).run([1], max_new_tokens=len(reply) + 5)
+
+
+def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:
+    setup = Setup(random_model(5, V), random_model(6, V), block_length=4)
+    first = [1, 2, 3, 4, 5, 6, 7]
+    reply = setup.run(first, draft_length=2, max_new_tokens=6)
+    setup.target_engine.passes.clear()
+    setup.run([*first, *reply, 8, 9], max_new_tokens=1)
+    assert setup.target_engine.passes == [2, 1]  # the reply's last token and 8; then 9 in the only block
+    setup.target_engine.passes.clear()
+    setup.run([*first, *reply, 8, 9], max_new_tokens=1)
+    assert setup.target_engine.passes == [1]
+
+
+def test_a_long_prompt_is_read_in_pieces_that_the_engine_takes() -> None:
+    setup = Setup(random_model(5, V), random_model(6, V), block_length=4)
+    setup.run(list(range(12)), draft_length=2, max_new_tokens=1)
+    assert setup.target_engine.passes == [4, 4, 3, 1]
+
+
+def test_the_same_seed_gives_the_same_reply() -> None:
+    setup = Setup(random_model(5, V), random_model(6, V))
+    replies = [tuple(setup.run([1], temperature=1.0, seed=seed)) for seed in (0, 0, 1, 2)]
+    assert replies[0] == replies[1]
+    assert len(set(replies)) == 3
+
+
+SMALL, LENGTH, DRAWS = 3, 3, 6000
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.2, "top_p": 0.75}]
+)
+def test_sampled_replies_follow_the_target_through_the_whole_loop(gamma: int, how: dict[str, Any]) -> None:
+    """Chi-squared of the first three tokens against their exact law; each of the 12 tests errs with probability 1e-4."""
+    target, draft = random_model(11, SMALL, 1.0), random_model(12, SMALL, 1.0)
+    options = DecodingOptions(**how)
+    law: dict[tuple[int, ...], float] = {}
+    for reply in itertools.product(range(SMALL), repeat=LENGTH):
+        law[reply] = float(
+            np.prod([warp(target((0, *reply[:i])), options).prob(reply[i]) for i in range(LENGTH)])
+        )
+    setup = Setup(target, draft if gamma else None, SMALL)
+    seen = Counter(
+        tuple(setup.run([0], max_new_tokens=LENGTH, draft_length=max(gamma, 1), seed=seed, **how))
+        for seed in range(DRAWS)
+    )
+    possible = [reply for reply, mass in law.items() if mass > 0]
+    assert set(seen) <= set(possible)
+    wanted = np.array([law[reply] for reply in possible])
+    assert chisquare([seen[reply] for reply in possible], wanted / wanted.sum() * DRAWS).pvalue > 1e-4

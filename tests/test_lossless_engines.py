@@ -1,0 +1,82 @@
+"""Losslessness on the real engines, with a drafter that disagrees: chi-squared at temperature 1, equality at temperature 0."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from edgespec.metrics import RawCounts
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.loop import DecodingOptions, decode
+
+EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "f16"), ("llama.cpp", "q8_0"))
+FIRST_TOKENS = 12  # continuations are told apart after this many most probable first tokens
+SAMPLES = 2500
+ERROR_RATE = 1e-4  # of one test, with the seeds below; four engines and modes are tested
+
+
+@pytest.fixture(scope="module", params=EXACT_MODES, ids=lambda mode: " ".join(mode))
+def pair(request: pytest.FixtureRequest, trained: Path) -> Iterator[Pair]:
+    engine, precision = request.param
+    loaded = open_pair(trained / "bundle", LoadOptions(engine=engine, precision=precision))
+    yield loaded
+    loaded.close()
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    return weights / weights.sum()
+
+
+def expected_pairs(pair: Pair, prompt: list[int]) -> dict[tuple[int, int], float]:
+    """p(x1) p(x2 | x1) of the target alone, one token at a time, for the most probable x1."""
+    target = pair.target
+    target.prefill(prompt[:-1])
+    first = softmax(target.forward(prompt[-1:])[0])
+    found = {}
+    for token in np.argsort(-first)[:FIRST_TOKENS]:
+        second = softmax(target.forward([int(token)])[0])
+        target.rewind(len(prompt))
+        found.update({(int(token), int(other)): first[token] * second[other] for other in range(len(second))})
+    return found
+
+
+def test_samples_follow_the_target_alone(pair: Pair) -> None:
+    prompt = pair.tokenizer.encode_chat(pair.prompts()[0])
+    expected = expected_pairs(pair, prompt)
+    seen: Counter[tuple[int, int]] = Counter()
+    counts = RawCounts()
+    for seed in range(SAMPLES):
+        options = DecodingOptions(temperature=1.0, draft_length=3, max_new_tokens=4, seed=seed)
+        tokens = [t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens]
+        seen[tokens[0], tokens[1]] += 1
+    cells = [key for key, probability in expected.items() if probability * SAMPLES >= 5]
+    observed = [seen[key] for key in cells]
+    wanted = [expected[key] * SAMPLES for key in cells]
+    observed.append(SAMPLES - sum(observed))
+    wanted.append(SAMPLES - sum(wanted))
+    assert len(cells) >= 10
+    assert 0.02 < counts.acceptance_rate < 0.98  # the drafter disagrees, and is heard
+    assert chisquare(observed, wanted).pvalue > ERROR_RATE
+
+
+def test_greedy_text_is_the_targets_own(pair: Pair) -> None:
+    """50 held-out prompts x 128 tokens: the same ids with and without the drafter."""
+    prompts = pair.prompts()[:50]
+    assert len(prompts) == 50
+    counts = RawCounts()
+    for messages in prompts:
+        prompt = pair.tokenizer.encode_chat(messages)
+        options = DecodingOptions(temperature=0.0, draft_length=4, max_new_tokens=128)
+        plain, speculative = (
+            [t for block in decode(pair.target, draft, prompt, options, (), counts) for t in block.tokens]
+            for draft in (None, pair.draft)
+        )
+        assert speculative == plain
+        assert len(plain) == 128
+    assert 0.02 < counts.acceptance_rate < 0.98

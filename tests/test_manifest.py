@@ -1,0 +1,209 @@
+"""manifest.json: what is written is read, and a bundle that was damaged or made to harm is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgespec.errors import BundleError, InputError
+from edgespec.files import read_json, write_json
+from edgespec.manifest import (
+    MAX_MANIFEST_BYTES,
+    BundleFile,
+    BundleModel,
+    Manifest,
+    describe_files,
+    open_manifest,
+    write_manifest,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A bundle of small stand-in files; nothing here opens a model."""
+    root = tmp_path / "bundle"
+    for role in ("target", "drafter"):
+        (root / role / "onnx-fp32").mkdir(parents=True)
+        (root / role / "onnx-fp32" / "model.onnx").write_bytes(role.encode() * 50)
+        (root / role / "gguf").mkdir()
+        (root / role / "gguf" / f"{role}-q8_0.gguf").write_bytes(role.encode() * 70)
+    (root / "prompts.jsonl").write_text("{}\n")
+
+    def model(role: str) -> BundleModel:
+        files = {
+            "onnxruntime": {"fp32": f"{role}/onnx-fp32"},
+            "llama.cpp": {"q8_0": f"{role}/gguf/{role}-q8_0.gguf"},
+        }
+        return BundleModel(role, "made", {"hidden": 8}, 1000, files)
+
+    write_manifest(
+        root,
+        Manifest(
+            pair={"tokenizer_sha256": "0" * 64, "vocab_size": 512},
+            target=model("target"),
+            drafter=model("drafter"),
+            default={"engine": "onnxruntime", "precision": "fp32", "reason": "small"},
+            cost_ratio={"parameters": 0.1, "bytes": {"onnxruntime/fp32": 0.1}},
+            metrics={"tau": 2.0},
+            provenance={"seed": 0},
+            files=describe_files(root),
+        ),
+    )
+    return root
+
+
+def test_read_gives_what_was_written(folder: Path) -> None:
+    manifest = open_manifest(folder)
+    assert manifest.metrics == {"tau": 2.0}
+    assert manifest.files["prompts.jsonl"] == BundleFile(hashlib.sha256(b"{}\n").hexdigest(), 3)
+    assert len(manifest.files) == 5
+    assert manifest.pairs() == [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")]
+    assert manifest.model_path("drafter", "onnxruntime", "fp32") == folder / "drafter" / "onnx-fp32"
+    assert next(iter(read_json(folder / "manifest.json"))) == "schema_version"
+    with pytest.raises(InputError, match=r"no .fp16. target for onnxruntime; known: fp32"):
+        manifest.model_path("target", "onnxruntime", "fp16")
+    with pytest.raises(InputError, match=r"no target for engine 'tvm'; known: llama.cpp, onnxruntime"):
+        manifest.model_path("target", "tvm", "fp32")
+
+
+def test_a_file_that_is_not_listed_is_ignored(folder: Path) -> None:
+    (folder / "stage.json").write_text("{}")
+    assert "stage.json" not in open_manifest(folder).files
+
+
+def test_missing_truncated_and_altered_files_are_named(folder: Path) -> None:
+    file = folder / "drafter" / "gguf" / "drafter-q8_0.gguf"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(
+        BundleError, match=r"drafter-q8_0\.gguf has 489 bytes, the manifest wants 490 \(truncated"
+    ):
+        open_manifest(folder, hashes=False)
+    file.write_bytes(whole[:100] + b"x" + whole[101:])
+    with pytest.raises(
+        BundleError, match=r"drafter-q8_0\.gguf was altered: sha256 [0-9a-f]{64}, the manifest wants"
+    ):
+        open_manifest(folder)
+    open_manifest(folder, hashes=False)  # sizes alone cannot see it
+    file.unlink()
+    with pytest.raises(BundleError, match=r"drafter-q8_0\.gguf is missing"):
+        open_manifest(folder)
+
+
+def test_every_flipped_byte_is_noticed(folder: Path) -> None:
+    generator = random.Random(0)
+    names = sorted(open_manifest(folder).files)
+    for _ in range(200):
+        file = folder / generator.choice(names)
+        whole = bytearray(file.read_bytes())
+        position = generator.randrange(len(whole))
+        whole[position] ^= 1 << generator.randrange(8)
+        original = file.read_bytes()
+        file.write_bytes(bytes(whole))
+        with pytest.raises(BundleError, match=r"was altered"):
+            open_manifest(folder)
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/etc/passwd",
+        "../secret",
+        "a/../../secret",
+        "..",
+        ".",
+        "",
+        "a//b",
+        "./a",
+        "a\\b",
+        "C:/x",
+        "a\0b",
+        "x" * 2000,
+    ],
+)
+@pytest.mark.parametrize("place", ["files", "model"])
+def test_paths_that_leave_the_bundle_are_refused(folder: Path, path: str, place: str) -> None:
+    (folder.parent / "secret").write_text("{}\n")
+    value = read_json(folder / "manifest.json")
+    if place == "files":
+        value["files"][path] = value["files"]["prompts.jsonl"]
+    else:
+        value["target"]["files"]["onnxruntime"]["fp32"] = path
+    write_json(folder / "manifest.json", value)
+    with pytest.raises(BundleError, match=r"leaves the bundle|is no file name"):
+        open_manifest(folder)
+
+
+def test_links_out_of_the_bundle_are_refused(folder: Path) -> None:
+    file = folder / "prompts.jsonl"
+    outside = folder.parent / "outside.jsonl"
+    outside.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(outside)
+    with pytest.raises(BundleError, match=r"outside the bundle"):
+        open_manifest(folder)
+    file.unlink()
+    (folder / "inside.jsonl").write_bytes(outside.read_bytes())
+    file.symlink_to(folder / "inside.jsonl")
+    open_manifest(folder)
+
+
+def test_a_model_must_be_among_the_files(folder: Path) -> None:
+    (folder / "extra").mkdir()
+    (folder / "extra" / "model.onnx").write_text("not listed")
+    value = read_json(folder / "manifest.json")
+    value["target"]["files"]["onnxruntime"]["fp32"] = "extra"
+    write_json(folder / "manifest.json", value)
+    with pytest.raises(BundleError, match=r"'extra', which is not among its files"):
+        open_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema version 2; this edgespec reads 1"),
+        ({"schema_version": True}, "schema version True"),
+        ({"schema_version": None}, "schema version None"),
+        ({"files": []}, "'files' is '\\[\\]'; dict is wanted"),
+        ({"files": {"prompts.jsonl": {"bytes": "3", "sha256": "0" * 64}}}, "'bytes' is '3'; int is wanted"),
+        ({"files": {"prompts.jsonl": {"bytes": -3, "sha256": "0" * 64}}}, "which cannot be"),
+        ({"files": {"prompts.jsonl": {"bytes": 3, "sha256": "zz"}}}, "which cannot be"),
+        ({"files": {"prompts.jsonl": None}}, "an object is wanted"),
+        ({"target": "x"}, "'target' is 'x'"),
+        ({"default": {"engine": 1}}, "'engine' is '1'; str is wanted"),
+        ({"pair": {"tokenizer_sha256": "a"}}, "'vocab_size' is 'None'; int is wanted"),
+    ],
+)
+def test_wrong_content_is_named(folder: Path, change: dict[str, Any], message: str) -> None:
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
+    with pytest.raises(BundleError, match=message):
+        open_manifest(folder)
+
+
+def test_files_that_are_no_manifest(folder: Path, tmp_path: Path) -> None:
+    manifest = folder / "manifest.json"
+    for content in (
+        "",
+        "{",
+        "[]",
+        "[" * 200_000,
+        '{"schema_version": NaN}',
+        "\xff\xfe{}",
+    ):
+        manifest.write_text(content, encoding="latin-1")
+        with pytest.raises(BundleError):
+            open_manifest(folder)
+    manifest.write_text(json.dumps({"schema_version": 1, "pad": "x" * MAX_MANIFEST_BYTES}))
+    with pytest.raises(BundleError, match=r"at most 4194304 are read"):
+        open_manifest(folder)
+    manifest.unlink()
+    with pytest.raises(BundleError, match=r"is no bundle"):
+        open_manifest(folder)
+    with pytest.raises(BundleError, match=r"is no bundle"):
+        open_manifest(tmp_path / "nowhere")

@@ -1,0 +1,219 @@
+"""Streaming text whose characters span tokens, chat templates, stop tokens, and a conversation that keeps its ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.conversation import Conversation
+from edgespec_runtime.tokenizer import ChatTokenizer
+from tiny_models import SPECIALS, TEMPLATE, TEXTS, byte_level_tokenizer
+from tokenizers import Tokenizer, decoders, models
+
+from edgespec.errors import BundleError, InputError
+
+END = SPECIALS.index("<|im_end|>")
+LLAMA_2 = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<|endoftext|>[INST] ' + m['content'].strip() + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'].strip() + ' <|im_end|>' }}{% endif %}{% endfor %}"
+)
+FORGETS = (
+    "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}{{ m['role'] + ': ' + m['content'] + '\\n' }}"
+    "{% else %}{{ 'assistant: (said something)\\n' }}{% endif %}{% endfor %}"
+)
+
+
+def write(folder: Path, tokenizer: Tokenizer, template: str | None = TEMPLATE, **config: object) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **config}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    return byte_level_tokenizer(300)  # hardly any merges: most characters beyond ASCII are several tokens
+
+
+@pytest.fixture
+def tokenizer(byte_level: Tokenizer, tmp_path: Path) -> ChatTokenizer:
+    return ChatTokenizer(write(tmp_path / "t", byte_level))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_stream_is_the_text_and_never_shows_half_a_character(
+    tokenizer: ChatTokenizer, text: str, size: int
+) -> None:
+    ids = tokenizer.encode(text)
+    stream = tokenizer.stream()
+    pieces = [stream.feed(ids[start : start + size]) for start in range(0, len(ids), size)]
+    assert "\ufffd" not in "".join(pieces)
+    assert "".join(pieces) + stream.finish() == text
+    if "日" in text and size == 1:
+        assert "" in pieces  # some token did not end a character
+
+
+def test_a_reply_cut_inside_a_character_ends_with_the_replacement_sign(tokenizer: ChatTokenizer) -> None:
+    ids = tokenizer.encode("a🙂")
+    assert len(ids) == 5
+    stream = tokenizer.stream()
+    assert stream.feed(ids[:3]) == "a"
+    assert set(stream.finish()) == {"\ufffd"}
+
+
+def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> None:
+    """Spaces as ▁, and characters outside the vocabulary as byte tokens, as Llama-2 has them."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
+    bpe = models.BPE(
+        {piece: index for index, piece in enumerate(pieces)},
+        [("▁", "a")],
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    raw = Tokenizer(bpe)
+    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = ChatTokenizer(write(tmp_path / "sp", raw, eos_token="</s>"))
+    ids = tokenizer.encode("a▁ab🙂▁é")
+    stream = tokenizer.stream()
+    pieces_out = [stream.feed([token]) for token in ids]
+    assert "".join(pieces_out) + stream.finish() == "a ab🙂 é"
+    assert "\ufffd" not in "".join(pieces_out)
+
+
+def test_special_tokens_are_not_shown(tokenizer: ChatTokenizer) -> None:
+    ids = [*tokenizer.encode("Hi"), END]
+    stream = tokenizer.stream()
+    assert stream.feed(ids) + stream.finish() == "Hi"
+    assert tokenizer.decode(ids) == "Hi"
+
+
+def test_the_chat_template_writes_the_special_tokens_once(tokenizer: ChatTokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.render(messages) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode_chat(messages)
+    assert ids.count(SPECIALS.index("<|im_start|>")) == 2
+    assert ids.count(END) == 1
+
+
+def test_stop_tokens_come_from_the_generation_config(byte_level: Tokenizer, tmp_path: Path) -> None:
+    folder = write(tmp_path / "t", byte_level)
+    assert ChatTokenizer(folder).stop_ids == {END}
+    for written, wanted in ((2, {2}), ([0, 2], {0, 2})):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+        assert ChatTokenizer(folder).stop_ids == wanted
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(byte_level: Tokenizer, tmp_path: Path) -> None:
+    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(InputError, match="chat template refuses"):
+        ChatTokenizer(write(tmp_path / "t", byte_level, escape)).render([{"role": "user", "content": "x"}])
+
+
+def test_folders_that_are_no_chat_tokenizer(byte_level: Tokenizer, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        ChatTokenizer(write(tmp_path / "none", byte_level, None))
+    with pytest.raises(InputError, match="not valid Jinja"):
+        ChatTokenizer(write(tmp_path / "bad", byte_level, "{% for %}"))
+    with pytest.raises(InputError, match="at most 65536"):
+        ChatTokenizer(write(tmp_path / "long", byte_level, "x" * 70_000))
+    (tmp_path / "none" / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match="not a readable tokenizer"):
+        ChatTokenizer(tmp_path / "none")
+
+
+# Conversation: the ids of earlier turns are kept as they were computed
+
+
+def test_the_next_prompt_continues_the_very_ids_of_the_reply(tokenizer: ChatTokenizer) -> None:
+    """The reply is spelt in single bytes, which its text would not be encoded to again."""
+    conversation = Conversation(tokenizer)
+    first = conversation.prompt("Hi")
+    spelt = [tokenizer.encode(character)[0] for character in "the same"]
+    assert tokenizer.encode("the same") != spelt
+    conversation.add("Hi", first, [*spelt, END])
+    second = conversation.prompt("And you?")
+    assert second[: len(first) + len(spelt) + 1] == [*first, *spelt, END]
+    whole = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "the same"},
+        {"role": "user", "content": "And you?"},
+    ]
+    assert conversation.messages == whole[:2]
+    tail = tokenizer.render(whole).split("the same<|im_end|>")[1]
+    assert second[len(first) + len(spelt) + 1 :] == tokenizer.encode(tail)
+
+
+def test_a_reply_that_was_cut_off_is_closed_by_the_template(tokenizer: ChatTokenizer) -> None:
+    conversation = Conversation(tokenizer)
+    first = conversation.prompt("Hi")
+    conversation.add("Hi", first, tokenizer.encode("unfinish"))
+    second = conversation.prompt("go on")
+    assert second[len(first) + len(tokenizer.encode("unfinish"))] == END
+    assert second.count(END) == 3
+
+
+def test_a_template_that_trims_replies_keeps_their_ids_too(byte_level: Tokenizer, tmp_path: Path) -> None:
+    """Llama-2's form: the model writes ' Hello' and the end token; the template would write ' Hello ' before it."""
+    tokenizer = ChatTokenizer(write(tmp_path / "t", byte_level, LLAMA_2))
+    conversation = Conversation(tokenizer)
+    first = conversation.prompt("Hi")
+    reply = [*tokenizer.encode(" Hello"), END]
+    conversation.add("Hi", first, reply)
+    assert conversation.prompt("x") == [*first, *reply, *tokenizer.encode("<|endoftext|>[INST] x [/INST]")]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_encoded_afresh(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
+    tokenizer = ChatTokenizer(write(tmp_path / "t", byte_level, FORGETS))
+    conversation = Conversation(tokenizer)
+    conversation.add("Hi", conversation.prompt("Hi"), tokenizer.encode("secret"))
+    text = tokenizer.decode(conversation.prompt("x"))
+    assert "secret" not in text
+    assert "(said something)" in text
+
+
+def test_a_changed_system_prompt_and_a_reset(tokenizer: ChatTokenizer) -> None:
+    conversation = Conversation(tokenizer, "Be brief.")
+    conversation.add("Hi", conversation.prompt("Hi"), [*tokenizer.encode("Yo"), END])
+    conversation.system = "Be kind."
+    text = tokenizer.decode(conversation.prompt("x"))
+    assert "Be kind." in text
+    assert "Be brief." not in text
+    assert "Yo" in text
+    conversation.reset()
+    assert "Yo" not in tokenizer.decode(conversation.prompt("x"))
+    assert "Be kind." in tokenizer.decode(conversation.prompt("x"))
+
+
+def test_the_oldest_turns_go_first_and_the_system_prompt_stays(tokenizer: ChatTokenizer) -> None:
+    conversation = Conversation(tokenizer, "Be brief.")
+    for number in range(5):
+        question = f"question {number}"
+        conversation.add(
+            question, conversation.prompt(question), [*tokenizer.encode(f"answer {number}"), END]
+        )
+    whole = len(conversation.prompt("last"))
+    prompt, dropped = conversation.fit("last", whole)
+    assert (len(prompt), dropped) == (whole, 0)
+    prompt, dropped = conversation.fit("last", whole - 1)
+    assert dropped == 1
+    assert len(prompt) < whole
+    text = tokenizer.decode(prompt)
+    assert "Be brief." in text
+    assert "question 0" not in text
+    assert "answer 1" in text
+
+
+def test_a_message_longer_than_the_room_changes_nothing(tokenizer: ChatTokenizer) -> None:
+    conversation = Conversation(tokenizer)
+    conversation.add("Hi", conversation.prompt("Hi"), [*tokenizer.encode("Yo"), END])
+    before = (list(conversation.messages), list(conversation.ids))
+    with pytest.raises(InputError, match=r"takes \d+ tokens and the context has room for 20"):
+        conversation.fit("long " * 50, 20)
+    assert (conversation.messages, conversation.ids) == before

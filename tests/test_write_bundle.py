@@ -1,0 +1,150 @@
+"""Writing a bundle: what is in it, that the runtime opens it, and pairs that do not belong together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_export.bundle import check_same_tokenizer, write_bundle
+from edgespec_export.export import ExportedFile, export_pair
+from edgespec_export.sizes import streamed_bytes
+from edgespec_runtime.bundle import LoadOptions, open_pair
+from gguf import GGUFReader
+from tiny_models import make_model_folder
+
+from edgespec.errors import BundleError, InputError
+from edgespec.files import read_json, sha256_file, write_json
+from edgespec.manifest import open_manifest
+from edgespec.recipe import ExportOptions
+
+CHAT = [{"role": "user", "content": "What is a list?"}]
+
+
+@pytest.fixture(scope="module")
+def made(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("made")
+    export_pair(root / "export", families["qwen3"], families["llama"], ExportOptions())
+    return {"export": root / "export", "target": families["qwen3"], "drafter": families["llama"]}
+
+
+def write(
+    out: Path, made: dict[str, Path], options: ExportOptions | None = None, **change: Any
+) -> dict[str, Any]:
+    folders = made | change
+    return write_bundle(
+        out,
+        folders["export"],
+        folders["target"],
+        folders["drafter"],
+        options or ExportOptions(),
+        target_name="tiny",
+        target_source="someone/tiny",
+        prompts=[CHAT],
+        evaluation={"tau": 2.0},
+        verification={"files": []},
+        metrics={"tau": 2.0},
+        provenance={"seed": 0, "command": "edgespec build-drafter"},
+    )
+
+
+def test_a_bundle_is_whole_and_runs(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    counts = write(out, made)
+    manifest = open_manifest(out)
+    assert counts["files"] == len(manifest.files)
+    assert counts["bytes"] == sum(
+        path.stat().st_size for path in out.rglob("*") if path.name != "manifest.json" and path.is_file()
+    )
+    tokenizer = {path.name for path in (out / "tokenizer").iterdir()}
+    assert tokenizer == {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    }
+    assert manifest.pair["tokenizer_sha256"] == sha256_file(made["target"] / "tokenizer.json")
+    assert manifest.pairs() == [(engine, precision) for engine, names in
+        (("onnxruntime", ("fp32", "int4")), ("llama.cpp", ("f16", "q8_0"))) for precision in names]  # fmt: skip
+    assert manifest.provenance["versions"]["onnxruntime-genai"]
+    assert manifest.default["precision"] == "fp32"
+    assert "small enough" in manifest.default["reason"]
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: edgespec\n")
+    assert "base_model: someone/tiny" in card
+    assert "-md drafter/gguf/drafter-q8_0.gguf" in card
+    text = "".join(path.read_text() for path in (out / "README.md", out / "manifest.json"))
+    assert str(tmp_path) not in text  # nothing of this machine
+    for engine, precision in manifest.pairs():
+        pair = open_pair(out, LoadOptions(engine=engine, precision=precision))
+        assert pair.draft is not None
+        assert pair.target.engine.vocab_size == pair.draft.engine.vocab_size == 512
+        pair.close()
+
+
+def test_streamed_bytes_are_those_of_the_file(made: dict[str, Path], tmp_path: Path) -> None:
+    """Untied: one row of the input embedding; tied: the table is the output head and is read whole."""
+    write(tmp_path / "bundle", made)
+    ratios = open_manifest(tmp_path / "bundle").cost_ratio["bytes"]
+    assert set(ratios) == {"onnxruntime/fp32", "onnxruntime/int4", "llama.cpp/f16", "llama.cpp/q8_0"}
+    assert all(0 < ratio < 1.2 for ratio in ratios.values())
+    for role in ("target", "drafter"):
+        file = made["export"] / role / "gguf" / f"{role}-f16.gguf"
+        tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors}
+        skipped = 511 * 64 * 2 if role == "target" else 0  # F16 rows of 64
+        assert streamed_bytes(ExportedFile(role, "llama.cpp", "f16", file)) == sum(tensors.values()) - skipped
+        floats = streamed_bytes(
+            ExportedFile(role, "onnxruntime", "fp32", made["export"] / role / "onnx-fp32")
+        )
+        packed = streamed_bytes(
+            ExportedFile(role, "onnxruntime", "int4", made["export"] / role / "onnx-int4")
+        )
+        assert packed < 0.2 * floats
+
+
+def test_the_choice_of_default(made: dict[str, Path], tmp_path: Path) -> None:
+    write(tmp_path / "a", made, ExportOptions(onnx=(), gguf=("f16", "q8_0")))
+    default = open_manifest(tmp_path / "a").default
+    assert (default["engine"], default["precision"]) == ("llama.cpp", "q8_0")
+    write(tmp_path / "b", made, ExportOptions(onnx=("int4",), gguf=()))
+    assert open_manifest(tmp_path / "b").default["precision"] == "int4"
+    with pytest.raises(InputError, match=r"no precision at all"):
+        write(tmp_path / "c", made, ExportOptions(onnx=(), gguf=()))
+
+
+def test_pairs_that_do_not_belong_together(made: dict[str, Path], tmp_path: Path) -> None:
+    small = make_model_folder(tmp_path / "small", vocab_size=480)
+    with pytest.raises(InputError, match=r"vocabularies differ: target 512 tokens, drafter 480"):
+        write(tmp_path / "bundle", made, drafter=small)
+    other = shutil.copytree(made["drafter"], tmp_path / "other")
+    spec = read_json(other / "tokenizer.json")
+    a, b = list(spec["model"]["vocab"])[300:302]
+    vocab = spec["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    write_json(other / "tokenizer.json", spec)
+    with pytest.raises(InputError, match=r"differ in 'model'"):
+        write(tmp_path / "bundle", made, drafter=other)
+    assert not (tmp_path / "bundle").exists()
+    padded = shutil.copytree(made["drafter"], tmp_path / "padded")
+    write_json(
+        padded / "tokenizer.json",
+        read_json(padded / "tokenizer.json") | {"truncation": None, "padding": None},
+    )
+    check_same_tokenizer(made["target"], padded)
+
+
+def test_a_missing_export_leaves_nothing(made: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"onnx-fp32 is missing; run the export again"):
+        write(tmp_path / "bundle", made, export=tmp_path / "nothing")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_runtime_refuses_an_altered_bundle(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    write(out, made)
+    file = out / "tokenizer" / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text())))
+    with pytest.raises(BundleError, match=r"tokenizer.json"):
+        open_pair(out, LoadOptions())
