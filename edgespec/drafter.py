@@ -53,7 +53,7 @@ def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
 
 
 def _shape(target: ModelShape, hidden: int, layers: int, step: int) -> DrafterShape:
-    head_dim = target.head_dim if hidden % target.head_dim == 0 else math.gcd(hidden, target.head_dim)
+    head_dim = target.head_dim if hidden % target.head_dim == 0 else NARROW_STEP
     heads = hidden // head_dim
     group = max(1, target.heads // target.kv_heads)
     kv_heads = heads // group if heads % group == 0 else heads
@@ -78,9 +78,9 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
     if options.hidden is not None:
-        if options.hidden % 8:
+        if options.hidden % NARROW_STEP:
             raise InputError(
-                f"drafter.hidden is {options.hidden}; it must be a multiple of 8 (of {step} for fast quantised rows)"
+                f"drafter.hidden is {options.hidden}; it must be a multiple of {NARROW_STEP} (of {step} for fast quantised rows)"
             )
         chosen = _shape(target, options.hidden, layers, step)
     else:

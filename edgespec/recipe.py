@@ -18,7 +18,7 @@ class DrafterOptions:
         0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
     )
     layers: int | None = knob(None, "number of layers instead of the rule's", at_least=1)
-    hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=8)
+    hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class PretrainOptions:
     )
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(16, "sequences in a step", at_least=1)
-    context: int = knob(512, "tokens in a sequence", at_least=8)
+    context: int = knob(512, "tokens in a sequence", at_least=64)
     learning_rate: float = knob(1e-3, "peak learning rate", at_least=0.0)
     min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
     warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
@@ -65,7 +65,7 @@ class DistillOptions:
     tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(40, "sequences in a step", at_least=1)
-    context: int = knob(512, "tokens in a sequence", at_least=8)
+    context: int = knob(512, "tokens in a sequence", at_least=64)
     text_fraction: float = knob(
         0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
     )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,7 @@ def rows(folder: Path, name: str) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("docstring", "summary"),
     [
-        ("Join paths.\n\nMore.", "Join paths."),
+        ("Join two paths.\n\nMore.", "Join two paths."),
         (
             "zip(*iterables) --> Yield tuples until an input is exhausted.\n\n>>> 1",
             "Yield tuples until an input is exhausted.",
@@ -102,10 +105,16 @@ def test_private_halves_go_with_their_public_ones() -> None:
     assert corpus.part_of("os") == "train"
 
 
-def test_corpus_does_not_depend_on_the_run(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    again = corpus.stdlib_corpus()
+def test_corpus_does_not_depend_on_the_run(folder: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "from edgespec_recipes.corpus import stdlib_corpus; print(stdlib_corpus())",
+    ]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "EDGESPEC_HOME": str(tmp_path), "PYTHONPATH": path, "PYTHONHASHSEED": "7"}
+    again = Path(
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+    )
     for file in sorted(folder.iterdir()):
         assert file.read_bytes() == (again / file.name).read_bytes(), file.name

@@ -159,4 +159,4 @@ def test_every_alias_has_a_repository_or_is_made_here() -> None:
 
 def test_shared_model_resolves(shared: Path) -> None:
     resolved = loading.resolve_target(str(shared / "models" / "concierge"))
-    assert loading.load_model(resolved.folder).num_parameters() == 13_902_336
+    assert loading.load_model(resolved.folder).num_parameters() == 13_899_264

@@ -228,6 +228,16 @@ def test_the_same_seed_gives_the_same_reply() -> None:
     assert len(set(replies)) == 3
 
 
+@pytest.mark.parametrize(
+    "how", [{"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.0, "top_k": 3}]
+)
+def test_a_drafter_equal_to_the_target_is_never_rejected(how: dict[str, Any]) -> None:
+    """Only where both are warped alike."""
+    setup = Setup(random_model(5, V), random_model(5, V))
+    setup.run([1], max_new_tokens=40, **how)
+    assert setup.counts.acceptance_rate == 1.0
+
+
 SMALL, LENGTH, DRAWS = 3, 3, 6000
 
 

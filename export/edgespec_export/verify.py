@@ -84,7 +84,9 @@ class Reference:
 
     def __init__(self, folder: Path, prompts: list[list[int]]) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # ours covers it
         self.folder = folder
         self.shape = ModelShape.from_config(read_json(folder / "config.json"))
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -24,7 +24,7 @@ BEST_KNOWN = frozenset(
     argparse array base64 bisect builtins collections contextlib copy csv dataclasses datetime enum functools glob hashlib
     heapq io itertools json logging math operator os pathlib pickle random re shutil socket statistics string struct
     subprocess sys tempfile textwrap threading time types typing urllib uuid warnings zlib
-    """.split()
+    """.split()  # noqa: SIM905
 )
 SEED_QUESTIONS = 3  # of each fact
 HELDOUT_SHARE, SEED_SHARE = 0.09, 0.18  # of the other packages: about 5 % and 10 % of all facts
