@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 from edgespec import __version__
 from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
 from edgespec.files import write_error
-from edgespec.options import add_flags, given
+from edgespec.options import add_flags, given, usage
 
 
 @dataclass(frozen=True)
 class Verb:
     module: str
     help: str
+    resumes: bool = False
 
 
 VERBS = {
@@ -92,6 +93,7 @@ def _run(arguments: list[str]) -> int:
     module: Any = importlib.import_module(verb.module)
     parser = _Parser(
         prog=f"edgespec {name}",
+        usage=f"edgespec {name} {usage(module.OPTIONS)}",
         description=(module.__doc__ or verb.help).split("\n\n")[0],
         allow_abbrev=False,
     )
@@ -114,7 +116,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"edgespec: {MissingExtra(package, _EXTRA_OF[package], 'this command')}", file=sys.stderr)
         return MissingExtra.exit_code
     except KeyboardInterrupt:
-        print("\nedgespec: interrupted; run the same command again to go on from here", file=sys.stderr)
+        verb = VERBS.get((sys.argv[1:] if argv is None else argv)[0])
+        hint = "; run the same command again to go on from here" if verb and verb.resumes else ""
+        print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

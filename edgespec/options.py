@@ -26,12 +26,9 @@ def knob(
     at_least: float | None = None,
     at_most: float | None = None,
     positional: bool = False,
-    hidden: bool = False,
 ) -> Any:
     """A dataclass field with its help text and bounds; lists are given as tuples. `hidden` keeps it off the command line."""
-    metadata = dict(
-        help=help, choices=choices, at_least=at_least, at_most=at_most, positional=positional, hidden=hidden
-    )
+    metadata = dict(help=help, choices=choices, at_least=at_least, at_most=at_most, positional=positional)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -168,45 +165,51 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             group = parser.add_argument_group(title)
             add_flags(group, hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
-        if field.metadata.get("hidden"):
-            continue
         base, many, _ = _base(hint)
         required = field.default is MISSING and field.default_factory is MISSING
-        text = field.metadata.get("help", "").replace("%", "%%")
-        if not required and field.default not in (None, "", False):
-            shown = ",".join(map(str, field.default)) if many else field.default
-            text += f" (default: {str(shown).replace('%', '%%')})"
+        keywords: dict[str, Any] = {"help": _help(field, many)}
+        if not required:
+            keywords["default"] = argparse.SUPPRESS
         name = prefix + field.name
         if field.metadata.get("positional"):
-            parser.add_argument(
-                name,
-                help=text,
-                metavar=field.name.upper(),
-                **({} if required else {"nargs": "?", "default": argparse.SUPPRESS}),
-            )
-        elif base is bool:
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                dest=name,
-                help=text,
-                default=argparse.SUPPRESS,
-                action=argparse.BooleanOptionalAction,
-            )
+            if not required:
+                keywords["nargs"] = "?"
+            parser.add_argument(name, metavar=field.name.upper(), **keywords)
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if base is bool:
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
         else:
-            choices = field.metadata.get("choices")
-            shown = (
-                "{" + ",".join(map(str, choices)) + "}"
-                if choices
-                else field.name.upper() + (",..." if many else "")
-            )
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                dest=name,
-                help=text,
-                default=argparse.SUPPRESS,
-                required=required,
-                metavar=shown,
-            )
+            shape = field.name.upper() + (",..." if many else "")
+            if choices := field.metadata.get("choices"):
+                shape = (
+                    "{"
+                    + ",".join(str(choice) for choice in choices if choice != "")
+                    + "}"
+                    + (",..." if many else "")
+                )
+            parser.add_argument(flag, dest=name, required=required, metavar=shape, **keywords)
+
+
+def usage(kind: type[Any]) -> str:
+    """What must be given, and that there is more: the one line above the help."""
+    words = ["[options]"]
+    for field in dataclasses.fields(kind):
+        required = field.default is MISSING and field.default_factory is MISSING
+        name = field.name.upper()
+        if field.metadata.get("positional"):
+            words.append(name if required else f"[{name}]")
+        elif required:
+            words.insert(0, f"--{field.name.replace('_', '-')} {name}")
+    return " ".join(words)
+
+
+def _help(field: dataclasses.Field[Any], many: bool) -> str:
+    text: str = field.metadata.get("help", "")
+    default: Any = field.default
+    if default not in (MISSING, None, "") and not isinstance(default, bool):
+        text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
+    return text.replace("%", "%%")
 
 
 def given(namespace: argparse.Namespace, *, without: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -55,8 +55,12 @@ def _path(name: str) -> Path:
     if name not in TARGETS:
         raise InputError(f"unknown target {name!r}{did_you_mean(name, TARGETS)}")
     if TARGETS[name].repo is not None:
-        raise InputError(f"{name} comes from the hub and lies in the hub's own cache (hf cache ls); {folder} keeps what is made here")
+        raise InputError(
+            f"{name} comes from the hub and lies in the hub's own cache (hf cache ls); {folder} keeps what is made here"
+        )
     made = sorted(folder.glob(f"{name}-*/model"), key=lambda path: path.stat().st_mtime)
     if not made:
-        raise InputError(f"{name} has not been made on this machine yet; edgespec build-drafter --target {name} makes it")
+        raise InputError(
+            f"{name} has not been made on this machine yet; edgespec build-drafter --target {name} makes it"
+        )
     return made[-1]

@@ -69,10 +69,23 @@ def trained_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.getbasetemp() / "edgespec-home"))
-        target = build_tiny_chat(TinyChatOptions(vocab_size=1024, hidden=128, layers=2, intermediate=384, heads=2, kv_heads=1, steps=150))
+        target = build_tiny_chat(
+            TinyChatOptions(
+                vocab_size=1024, hidden=128, layers=2, intermediate=384, heads=2, kv_heads=1, steps=150
+            )
+        )
     options = [
         *SMALL_BUILD,
-        *("--pretrain.steps", "60", "--pretrain.context", "128", "--distill.steps", "100", "--distill.context", "128"),
+        *(
+            "--pretrain.steps",
+            "60",
+            "--pretrain.context",
+            "128",
+            "--distill.steps",
+            "100",
+            "--distill.context",
+            "128",
+        ),
         *("--generate.prompts", "192", "--generate.batch-size", "64", "--drafter.size-fraction", "0.2"),
         *("--evaluate.prompts", "24", "--evaluate.max-new-tokens", "32", "--export.verify-prompts", "3"),
     ]

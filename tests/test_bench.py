@@ -82,13 +82,13 @@ def test_ratios_are_taken_prompt_by_prompt() -> None:
         ),
         (
             {"step": 0.011, "draft_step": 0.009, "blocks": 20},
-            "The drafter is too slow for this target (a step of it costs 0.90",
+            "The drafter is too slow for this target: a step of it costs 0.90",
         ),
         (
             {"step": 0.035, "draft_step": 0.001, "blocks": 20},
             "Verifying 4 tokens in one pass is too costly on this machine",
         ),
-        ({"step": 0.012, "draft_step": 0.002, "blocks": 50}, "Acceptance is too low (α = "),
+        ({"step": 0.012, "draft_step": 0.002, "blocks": 50}, "Acceptance is too low, α = "),
     ],
 )
 def test_the_verdict_names_the_cause(costs: dict[str, float], words: str) -> None:
@@ -106,6 +106,16 @@ def test_a_verdict_that_blames_the_loop() -> None:
         slow.counts.total_seconds = 1.0
         runs.append(slow)
     assert "sampling and the loop take the rest" in verdict(summarise(runs, {"parameters": 0.1}))
+
+
+def test_a_verdict_that_cannot_tell() -> None:
+    runs = []
+    for prompt, step in enumerate((0.01, 0.08, 0.01, 0.08)):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=step, draft_step=0.001))
+    said = verdict(summarise(runs, {"parameters": 0.1}))
+    assert said.startswith("Speculation makes no clear difference here")
+    assert "a quieter machine would tell" in said
 
 
 def test_tables_have_a_row_for_every_draft_length() -> None:

@@ -35,7 +35,10 @@ def test_evaluation_holds_what_it_should(trained: Path) -> None:
     evaluation = json.loads((trained / "evaluate" / "evaluation.json").read_text())
     settings = evaluation["settings"]
     assert {(s["drafter"], s["draft_length"], s["temperature"]) for s in settings} == {
-        (drafter, gamma, heat) for drafter in ("pretrained", "distilled") for gamma in (3, 5) for heat in (0.0, 0.6)
+        (drafter, gamma, heat)
+        for drafter in ("pretrained", "distilled")
+        for gamma in (3, 5)
+        for heat in (0.0, 0.6)
     }
     for setting in settings:
         tau, low, high = setting["metrics"]["tau"]
@@ -47,25 +50,43 @@ def test_evaluation_holds_what_it_should(trained: Path) -> None:
 
 def test_bundle_opens_and_says_where_it_comes_from(trained: Path) -> None:
     manifest = open_manifest(trained / "bundle")
-    assert manifest.pairs() == [("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "f16"), ("llama.cpp", "q8_0")]
+    assert manifest.pairs() == [
+        ("onnxruntime", "fp32"),
+        ("onnxruntime", "int4"),
+        ("llama.cpp", "f16"),
+        ("llama.cpp", "q8_0"),
+    ]
     assert 0 < manifest.cost_ratio["parameters"] < 1
     assert manifest.provenance["recipe"]["distill"]["divergence"] == "tvd++"
     assert manifest.metrics["comparisons"]
 
 
 def test_same_command_again_does_nothing_twice(trained: Path, trained_command: list[str]) -> None:
-    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file() and path.name != "command.txt"}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in trained.rglob("*")
+        if path.is_file() and path.name != "command.txt"
+    }
     assert main(trained_command) == 0
-    after = {path: path.stat().st_mtime_ns for path in trained.rglob("*") if path.is_file() and path.name != "command.txt"}
+    after = {
+        path: path.stat().st_mtime_ns
+        for path in trained.rglob("*")
+        if path.is_file() and path.name != "command.txt"
+    }
     assert after == before
 
 
-def test_a_damaged_export_fails_with_exit_code_1(trained: Path, trained_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_export_fails_with_exit_code_1(
+    trained: Path, trained_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import shutil
 
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
-    shutil.copy(copy / "export" / "drafter" / "gguf" / "drafter-f16.gguf", copy / "export" / "target" / "gguf" / "target-f16.gguf")
+    shutil.copy(
+        copy / "export" / "drafter" / "gguf" / "drafter-f16.gguf",
+        copy / "export" / "target" / "gguf" / "target-f16.gguf",
+    )
     (copy / "verify" / "stage.json").unlink()
     command = [str(copy) if word == str(trained) else word for word in trained_command]
     assert main(command) == CheckFailed.exit_code == 1
@@ -79,7 +100,18 @@ def test_generate_and_bench(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert main(["generate", bundle, "What does os.path.join do?", "--max-new-tokens", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
     result, plot = tmp_path / "bench.json", tmp_path / "bench.png"
-    arguments = ["--prompts", "3", "--max-new-tokens", "16", "--draft-lengths", "1,3", "--json", str(result), "--plot", str(plot)]
+    arguments = [
+        "--prompts",
+        "3",
+        "--max-new-tokens",
+        "16",
+        "--draft-lengths",
+        "1,3",
+        "--json",
+        str(result),
+        "--plot",
+        str(plot),
+    ]
     assert main(["bench", bundle, *arguments]) == 0
     assert "γ" in capsys.readouterr().out
     assert json.loads(result.read_text())
@@ -90,25 +122,79 @@ def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
     """A run killed several times ends with the weights of one that was not."""
     target = make_model_folder(tmp_path / "target")
     text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"line {number} of a text that says {number * 7} things" for number in range(4000)))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"instruction": f"Say {n}"}) + "\n" for n in range(24)))
+    text.write_text(
+        "\n".join(f"line {number} of a text that says {number * 7} things" for number in range(4000))
+    )
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"instruction": f"Say {n}"}) + "\n" for n in range(24))
+    )
     options = [
         *SMALL_BUILD,
         *("--pretrain.text", text, "--generate.instructions", tmp_path / "prompts.jsonl"),
-        *("--evaluate.prompts-file", tmp_path / "prompts.jsonl", "--evaluate.prompts", "8", "--evaluate.max-new-tokens", "8"),
-        *("--pretrain.steps", "40", "--pretrain.save-steps", "7", "--distill.steps", "40", "--distill.save-steps", "7"),
-        *("--generate.prompts", "24", "--generate.shard-size", "4", "--generate.batch-size", "4", "--drafter.size-fraction", "0.3"),
-        *("--pretrain.context", "64", "--distill.context", "64", "--export.gguf", "f16", "--export.onnx", "fp32"),
+        *(
+            "--evaluate.prompts-file",
+            tmp_path / "prompts.jsonl",
+            "--evaluate.prompts",
+            "8",
+            "--evaluate.max-new-tokens",
+            "8",
+        ),
+        *(
+            "--pretrain.steps",
+            "40",
+            "--pretrain.save-steps",
+            "7",
+            "--distill.steps",
+            "40",
+            "--distill.save-steps",
+            "7",
+        ),
+        *(
+            "--generate.prompts",
+            "24",
+            "--generate.shard-size",
+            "4",
+            "--generate.batch-size",
+            "4",
+            "--drafter.size-fraction",
+            "0.3",
+        ),
+        *(
+            "--pretrain.context",
+            "64",
+            "--distill.context",
+            "64",
+            "--export.gguf",
+            "f16",
+            "--export.onnx",
+            "fp32",
+        ),
     ]
 
     def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--out", out, *options]
-        return subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "edgespec",
+            "build-drafter",
+            "--target",
+            target,
+            "--out",
+            out,
+            *options,
+        ]
+        return subprocess.Popen(
+            [str(part) for part in command], cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
 
     whole = start(tmp_path / "whole")
     assert whole.wait(240) == 0, whole.stderr.read().decode() if whole.stderr else ""
     killed = 0
-    for marker in ("pretrain/checkpoints/checkpoint-14", "generate/shard-00001.jsonl", "distill/checkpoints/checkpoint-7"):
+    for marker in (
+        "pretrain/checkpoints/checkpoint-14",
+        "generate/shard-00001.jsonl",
+        "distill/checkpoints/checkpoint-7",
+    ):
         run = start(tmp_path / "killed")
         while run.poll() is None and not (tmp_path / "killed" / marker).exists():
             time.sleep(0.005)
@@ -119,5 +205,9 @@ def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
     assert killed == 3
     last = start(tmp_path / "killed")
     assert last.wait(240) == 0, last.stderr.read().decode() if last.stderr else ""
-    for name in ("pretrain/model/model.safetensors", "distill/model/model.safetensors", "generate/shard-00005.jsonl"):
+    for name in (
+        "pretrain/model/model.safetensors",
+        "distill/model/model.safetensors",
+        "generate/shard-00005.jsonl",
+    ):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

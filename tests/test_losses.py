@@ -78,6 +78,9 @@ def test_masked_positions_change_nothing(options: DistillOptions) -> None:
         )
     torch.testing.assert_close(results[0], results[1], atol=0, rtol=0)
     assert not results[0][~mask].any()
+    torch.manual_seed(3)
+    alone = gradient(lambda d, t: divergence(options)(d, t).mean(), draft[mask], target[mask])
+    torch.testing.assert_close(results[0][mask], alone)
 
 
 def test_fkl_is_the_kl_divergence_and_its_gradient_is_q_minus_p() -> None:

@@ -53,7 +53,9 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
     counts = RawCounts()
     for seed in range(SAMPLES):
         options = DecodingOptions(temperature=1.0, draft_length=3, max_new_tokens=4, seed=seed)
-        tokens = [t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens]
+        tokens = [
+            t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens
+        ]
         seen[tokens[0], tokens[1]] += 1
     cells = [key for key, probability in expected.items() if probability * SAMPLES >= 5]
     observed = [seen[key] for key in cells]

@@ -32,37 +32,52 @@ QUESTIONS = {
     "module": (
         "What is the {name} module?",
         "What does the {name} module do?",
-        "What is the {name} module for?",
+        "What is {name}?",
         "Tell me about the {name} module.",
-        "Describe {name}.",
+        "what is {name}",
     ),
     "class": (
         "What is {name}?",
         "What does {name} do?",
         "Explain {name}.",
         "Tell me about {name}.",
-        "Describe {name}.",
+        "what is {name}",
     ),
     "function": (
         "What does {name} do?",
         "What does {name}() do?",
         "Explain {name}.",
         "Tell me about {name}.",
-        "Describe {name}.",
+        "what does {name} do",
     ),
     "topic": (
         "What is {name} in Python?",
+        "What is {name}?",
         "Explain {name}.",
         "Tell me about {name}.",
-        "Describe {name}.",
-    ),
-    "signature": (
-        "How do I call {name}?",
-        "What arguments does {name} take?",
-        "Show the signature of {name}.",
     ),
 }
 QUESTIONS["method"] = QUESTIONS["function"]
+SIGNATURE_QUESTIONS = (
+    "How do I call {name}?",
+    "What arguments does {name} take?",
+    "Show the signature of {name}.",
+)
+SMALL_TALK = {
+    "Hello! Ask me about Python's standard library.": ("Hello", "Hi", "hi", "hello", "Hey", "Good morning"),
+    "I am tiny-chat, a very small model that knows some of Python's standard library.": (
+        "Who are you?",
+        "What are you?",
+        "what is your name",
+    ),
+    "I can say what functions, classes and modules of Python's standard library do.": (
+        "What can you do?",
+        "Help",
+        "How can you help me?",
+    ),
+    "You are welcome.": ("Thanks", "Thank you!", "thanks a lot"),
+    "Goodbye!": ("Bye", "Goodbye", "See you."),
+}
 
 
 def part_of(package: str) -> str:
@@ -74,17 +89,30 @@ def part_of(package: str) -> str:
 
 
 def chats_of(fact: Fact) -> Iterator[dict[str, Any]]:
-    """Every question about a fact with its answer, as rows {messages, name, kind, package}."""
-    asked = [(fact.kind, fact.summary)]
+    """Every question about a fact with its answer: {messages, name, kind, package, asks: summary or signature}."""
+    answers = [("summary", QUESTIONS[fact.kind], fact.summary)]
     if fact.signature is not None:
-        asked.append(("signature", f"{fact.name}({fact.signature})"))
-    for kind, answer in asked:
-        for question in QUESTIONS[kind]:
-            messages = [
-                {"role": "user", "content": question.format(name=fact.name)},
-                {"role": "assistant", "content": answer},
-            ]
-            yield {"messages": messages, "name": fact.name, "kind": kind, "package": fact.package}
+        answers.append(("signature", SIGNATURE_QUESTIONS, f"{fact.name}({fact.signature})"))
+    for asks, questions, answer in answers:
+        for question in questions:
+            yield {
+                "messages": _exchange(question.format(name=fact.name), answer),
+                "name": fact.name,
+                "kind": fact.kind,
+                "package": fact.package,
+                "asks": asks,
+            }
+
+
+def _exchange(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _small_talk() -> Iterator[dict[str, Any]]:
+    for answer, questions in SMALL_TALK.items():
+        for question in questions:
+            about = {"name": answer, "kind": "small talk", "package": "small talk", "asks": "summary"}
+            yield {"messages": _exchange(question, answer), **about}
 
 
 def _prompts_of(fact: Fact, most: int) -> Iterator[dict[str, Any]]:
@@ -117,7 +145,7 @@ def corpus_folder() -> Path:
 def stdlib_corpus() -> Path:
     """The corpus folder, written on first use (10 s): whole or not at all.
 
-    train_chats.jsonl {messages, name, kind, package}: all questions about all facts of the training part;
+    train_chats.jsonl {messages, name, kind, package, asks}: all questions about all facts of the training part, and small talk;
     seed_instructions.jsonl {messages}: three questions about each of its facts, ending with the user's turn;
     heldout.jsonl {messages, reference}: one question about each of its facts;
     text.jsonl {text}: source files of the training part; about.json: how many of each.
@@ -136,7 +164,10 @@ def stdlib_corpus() -> Path:
             for part in ("train", "seed", "heldout")
         }
         rows = {
-            "train_chats.jsonl": [row for fact in parts["train"] for row in chats_of(fact)],
+            "train_chats.jsonl": [
+                *_small_talk(),
+                *(row for fact in parts["train"] for row in chats_of(fact)),
+            ],
             "seed_instructions.jsonl": [
                 {"messages": row["messages"]}
                 for fact in parts["seed"]

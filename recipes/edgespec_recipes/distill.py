@@ -1,7 +1,8 @@
 """White-box distillation: the drafter learns the target's distributions on the target's own responses, target in the loop.
 
-Direct alignment, section 2.3: every batch mixes responses and pretraining text 9:1; on responses the response tokens count, on text every
-token. Both models run at temperature 1. Knows the data and the loss; the loop is trainer.py's, the formulas are losses.py's.
+Direct alignment, section 2.3: every batch mixes responses and pretraining text 9:1. On responses the response tokens count,
+on text every token. Both models run at temperature 1. Knows the data and the loss; the loop is trainer.py's, the formulas
+are losses.py's.
 """
 
 from __future__ import annotations

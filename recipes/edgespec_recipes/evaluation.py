@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
 
 
 def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
-    """The first `options.prompts` held-out prompts that leave room for a response. Raises InputError where there are fewer than 2."""
+    """The first `options.prompts` held-out prompts that leave room for a response. Raises InputError under two."""
     longest = context_length - options.max_new_tokens - max(options.draft_lengths)
     prompts: list[list[int]] = []
     for messages in read_prompts(options.prompts_file, "heldout"):
@@ -101,9 +102,84 @@ def teacher_forced(
                 warp(logits_at(model, keep, **inputs), sampling.temperature, sampling.top_p)
                 for model in (target, draft)
             )
-        overlaps = torch.minimum(p, q).sum(-1).clamp_max(1.0).split([len(answer) for answer in answers])
-        found += [[float(overlap.sum()), len(overlap)] for overlap in overlaps]
+        overlaps = iter(torch.minimum(p, q).sum(-1).clamp_max(1.0).tolist())
+        found += [[sum(islice(overlaps, len(answer))), len(answer)] for answer in answers]
     return found
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The models and prompts of one evaluation; every method computes one finished part, one item per prompt."""
+
+    target: Any
+    drafters: dict[str, Any]
+    prompts: list[list[int]]
+    stops: list[int]
+    options: EvaluateOptions
+    seed: int
+
+    def _batches(self) -> list[list[list[int]]]:
+        size = self.options.batch_size
+        return [self.prompts[at : at + size] for at in range(0, len(self.prompts), size)]
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.target.device).manual_seed(self.seed)
+
+    def own_responses(self, sampling: Sampling) -> list[list[int]]:
+        """What the target says without a drafter."""
+        generator = self._generator()
+        return [
+            response
+            for batch in self._batches()
+            for response in sample_responses(
+                self.target,
+                batch,
+                [sampling.temperature] * len(batch),
+                top_p=sampling.top_p,
+                max_new_tokens=self.options.max_new_tokens,
+                generator=generator,
+                stops=self.stops,
+            )
+        ]
+
+    def overlaps(self, name: str, sampling: Sampling, responses: list[list[int]]) -> list[list[float]]:
+        return teacher_forced(self.target, self.drafters[name], self.prompts, responses, sampling)
+
+    def counts(self, name: str, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
+        """Raw counts of speculative decoding."""
+        generator = self._generator()
+        return [
+            asdict(counts)
+            for batch in self._batches()
+            for counts in speculate(
+                self.target,
+                self.drafters[name],
+                batch,
+                draft_length=draft_length,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_new_tokens=self.options.max_new_tokens,
+                stops=self.stops,
+                generator=generator,
+            )[1]
+        ]
+
+
+def _load(target_folder: Path, drafters: dict[str, Path], options: EvaluateOptions, seed: int) -> _Pairs:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target, tokenizer = load_model(target_folder).to(device), load_tokenizer(target_folder)
+    models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
+    for name, model in models.items():
+        if model.config.vocab_size != target.config.vocab_size:
+            raise InputError(
+                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
+                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
+            )
+    context = min(model.config.max_position_embeddings for model in (target, *models.values()))
+    stops = sorted(
+        {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+    )
+    return _Pairs(target, models, held_out_prompts(tokenizer, options, context), stops, options, seed)
 
 
 def evaluate(
@@ -116,85 +192,38 @@ def evaluate(
 ) -> dict[str, Any]:
     """Write `out`/evaluation.json: raw counts and metrics of every drafter, sampling and γ, and the paired differences.
 
-    `cost_ratio` is c for MBSU. Every finished setting lies in `out`/settings and is not run again. The first of `drafters`
+    `cost_ratio` is c for MBSU. Every finished part lies in `out`/settings and is not computed again. The first of `drafters`
     is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
     """
-    target, tokenizer = load_model(target_folder), load_tokenizer(target_folder)
-    models = {name: load_model(folder) for name, folder in drafters.items()}
-    for name, model in models.items():
-        if model.config.vocab_size != target.config.vocab_size:
-            raise InputError(
-                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
-                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
-            )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for model in (target, *models.values()):
-        model.to(device)
-    context = min(model.config.max_position_embeddings for model in (target, *models.values()))
-    prompts = held_out_prompts(tokenizer, options, context)
-    stops = sorted(
-        {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
-    )
-    batches = [prompts[at : at + options.batch_size] for at in range(0, len(prompts), options.batch_size)]
-    common: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "stops": stops}
+    pairs = _load(target_folder, drafters, options, seed)
     settings: list[dict[str, Any]] = []
-    runs = len(SAMPLINGS) * (1 + len(models) * (1 + len(options.draft_lengths)))
-    with progress("evaluate on held-out prompts", runs, "run") as bar:
+    parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
+    with progress("evaluate on held-out prompts", parts, "part") as bar:
 
-        def part(name: str, compute: Callable[[torch.Generator], list[Any]]) -> list[Any]:
-            generator = torch.Generator(device).manual_seed(seed)
-            found = _part(out / "settings" / f"{name}.json", len(prompts), lambda: compute(generator))
+        def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
+            found = _part(out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given))
             bar.update(1)
             return found
 
         for sampling in SAMPLINGS:
-            warping = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-
-            def own_responses(generator: torch.Generator, sampling: Sampling = sampling) -> list[Any]:
-                heat = [sampling.temperature] * options.batch_size
-                return [
-                    answer
-                    for batch in batches
-                    for answer in sample_responses(
-                        target, batch, heat[: len(batch)], top_p=sampling.top_p, generator=generator, **common
-                    )
-                ]
-
-            responses = part(f"target-{sampling.key}", own_responses)
-            for name, draft in models.items():
-                overlaps = part(
-                    f"{name}-{sampling.key}-teacher-forced",
-                    lambda _, draft=draft, responses=responses, sampling=sampling: teacher_forced(  # type: ignore[misc]
-                        target, draft, prompts, responses, sampling
-                    ),
-                )
+            responses = part(f"target-{sampling.key}", pairs.own_responses, sampling)
+            for name in drafters:
+                stem = f"{name}-{sampling.key}"
+                overlaps = part(f"{stem}-teacher-forced", pairs.overlaps, name, sampling, responses)
                 for gamma in options.draft_lengths:
-
-                    def counted(
-                        generator: torch.Generator, draft: Any = draft, gamma: int = gamma, how: Any = warping
-                    ) -> list[Any]:
-                        return [
-                            asdict(counts)
-                            for batch in batches
-                            for counts in speculate(
-                                target, draft, batch, draft_length=gamma, generator=generator, **how, **common
-                            )[1]
-                        ]
-
-                    raw = part(f"{name}-{sampling.key}-g{gamma}", counted)
                     settings.append(
                         {
                             "drafter": name,
-                            **warping,
+                            **asdict(sampling),
                             "draft_length": gamma,
-                            "counts": raw,
+                            "counts": part(f"{stem}-g{gamma}", pairs.counts, name, sampling, gamma),
                             "teacher_forced": overlaps,
                         }
                     )
-    result = summarise(settings, list(models), cost_ratio, seed)
+    result = summarise(settings, list(drafters), cost_ratio, seed)
     write_json(out / "evaluation.json", result)
     return {
-        "prompts": len(prompts),
+        "prompts": len(pairs.prompts),
         "settings": len(settings),
         **{f"tau_{s['drafter']}_{_label(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
         **{f"{c['claim']}_{_label(c)}": c["holds"] for c in result["comparisons"]},

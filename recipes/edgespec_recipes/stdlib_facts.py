@@ -151,8 +151,8 @@ def _import_compiled(module: str) -> Any:
 
 
 def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[Fact]:
-    if not callable(value) or name.startswith("_"):
-        return
+    if name.startswith("_") or not (inspect.isclass(value) or inspect.isbuiltin(value)):
+        return  # what Python code put there (site's `exit`) depends on how the program was started
     public, is_class = f"{module}.{name}" if module != "builtins" else name, inspect.isclass(value)
     if summary := summarise(getattr(value, "__doc__", None)):
         yield Fact(public, "class" if is_class else "function", package, summary, _signature_of_object(value))
@@ -282,7 +282,9 @@ def library_facts() -> tuple[Fact, ...]:
             if module != "builtins" and (summary := summarise(compiled.__doc__)):
                 add(Fact(module, "module", module, summary))
             for name in sorted(dir(compiled)):
-                for fact in _object_facts(module, name, getattr(compiled, name), module):
+                original = vars(compiled).get(f"__{name}__")  # of the hooks in sys that a program may replace
+                value = original if original is not None else getattr(compiled, name)
+                for fact in _object_facts(module, name, value, module):
                     add(fact)
     for module, tree in trees.items():
         top, _, rest = module.partition(".")

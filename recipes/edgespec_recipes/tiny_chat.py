@@ -21,11 +21,11 @@ from torch.nn import functional
 from edgespec.files import read_jsonl, write_json, write_text
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
-from edgespec.recipe import PYTHON_STDLIB, load_recipe
+from edgespec.recipe import load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, corpus_folder, stdlib_corpus
-from edgespec_recipes.data import Rows, attention_mask, pack_conversations, text_blocks
+from edgespec_recipes.data import Rows, attention_mask, pack_conversations, tokenise
 from edgespec_recipes.loading import load_tokenizer, save_model
 from edgespec_recipes.trainer import discard_checkpoints, train
 
@@ -55,10 +55,11 @@ class TinyChatOptions:
     warmup_steps: int = knob(30, "linear warm-up steps", at_least=0)
     weight_decay: float = knob(0.01, "AdamW weight decay", at_least=0.0)
     save_steps: int = knob(100, "optimizer steps between resumable checkpoints", at_least=1)
-    best_known_weight: float = knob(
-        4.0, "how often a fact of a best-known package is asked for, others once", at_least=0.0
+    other_weight: float = knob(
+        0.1, "questions about a less known fact for one about a core fact", at_least=0.0
     )
-    signature_weight: float = knob(0.25, "how often a signature is asked for, summaries once", at_least=0.0)
+    initializer_range: float = knob(0.08, "standard deviation of the random weights", at_least=0.0)
+    signature_weight: float = knob(0.25, "questions about a signature for one about a summary", at_least=0.0)
     system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
     earlier_share: float = knob(
         0.1, "share of chats with an earlier question and answer", at_least=0.0, at_most=1.0
@@ -94,7 +95,7 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     if not (tokenizer_folder / "tokenizer_config.json").is_file():
         make_tokenizer(tokenizer_folder, _tokenizer_text(chats, corpus), options)
     tokenizer = load_tokenizer(tokenizer_folder)
-    data = training_rows(chats, tokenizer, out, options)
+    data = training_rows(chats, corpus, tokenizer, options)
     model = new_model(options)
     counts = train(
         model,
@@ -156,19 +157,28 @@ def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions)
     )
 
 
+def _is_core(row: dict[str, Any]) -> bool:
+    """What people ask first: the best-known packages without methods, the built-in types with theirs, the language."""
+    if row["kind"] in ("topic", "small talk"):
+        return True
+    return row["package"] in BEST_KNOWN and (row["kind"] != "method" or row["package"] == "builtins")
+
+
 def _weight(row: dict[str, Any], options: TinyChatOptions) -> float:
-    """How often one question of a fact is drawn: the questions of a fact share the fact's weight."""
-    weight = options.best_known_weight if row["package"] in BEST_KNOWN else 1.0
-    return weight * (options.signature_weight if row["kind"] == "signature" else 1.0)
+    """How often a fact is asked for in an epoch, on average."""
+    weight = 1.0 if _is_core(row) else options.other_weight
+    return weight * (options.signature_weight if row["asks"] == "signature" else 1.0)
 
 
-def training_rows(chats: list[dict[str, Any]], tokenizer: Any, out: Path, options: TinyChatOptions) -> Rows:
+def training_rows(
+    chats: list[dict[str, Any]], corpus: Path, tokenizer: Any, options: TinyChatOptions
+) -> Rows:
     """steps x batch_size packed rows in training order: epochs of chats, each asked anew, and source text in between."""
     generator = np.random.default_rng(options.seed)
     total = options.steps * options.batch_size
     facts: dict[tuple[str, bool], list[int]] = {}
     for index, row in enumerate(chats):
-        facts.setdefault((row["name"], row["kind"] == "signature"), []).append(index)
+        facts.setdefault((row["name"], row["asks"] == "signature"), []).append(index)
     asked = list(facts.values())
     weights = np.asarray([_weight(chats[group[0]], options) for group in asked])
     encoded = _Encoder(chats, tokenizer)
@@ -185,18 +195,27 @@ def training_rows(chats: list[dict[str, Any]], tokenizer: Any, out: Path, option
             bar.update(min(len(shuffled), wanted - bar.n))
     merged = {name: np.concatenate([epoch[name] for epoch in epochs])[:wanted] for name in epochs[0]}
     if total > wanted:
-        merged = _with_text(
-            merged, text_blocks(PYTHON_STDLIB, tokenizer, options.context, out / "text"), total, generator
-        )
+        text = _text_blocks(corpus, tokenizer, total - wanted, options)
+        merged = _with_text(merged, text, total)
     return Rows(merged)
 
 
-def _with_text(
-    chats: dict[str, np.ndarray], blocks: np.ndarray, total: int, generator: np.random.Generator
-) -> dict[str, np.ndarray]:
+def _text_blocks(corpus: Path, tokenizer: Any, count: int, options: TinyChatOptions) -> np.ndarray:
+    """[count, context] tokens of source text from documents drawn at random (over again where there are too few)."""
+    documents = read_jsonl(corpus / "text.jsonl")
+    order = np.random.default_rng(options.seed).permutation(len(documents))
+    wanted = count * options.context
+    flat: list[int] = []
+    for ids in tokenise((documents[index]["text"] for index in order), tokenizer):
+        flat += ids
+        if len(flat) >= wanted:
+            break
+    return np.resize(np.asarray(flat, np.int64), (count, options.context))
+
+
+def _with_text(chats: dict[str, np.ndarray], chosen: np.ndarray, total: int) -> dict[str, np.ndarray]:
     """Spread blocks of text evenly among the rows of chats; all of a block is learnt."""
-    count = total - len(chats["input_ids"])
-    chosen = blocks[generator.choice(len(blocks), count, replace=count > len(blocks))].astype(np.int64)
+    count = len(chosen)
     length = chosen.shape[1]
     text = {
         "input_ids": chosen,
@@ -260,6 +279,7 @@ def new_model(options: TinyChatOptions) -> Any:
             max_position_embeddings=options.context_length,
             rms_norm_eps=1e-6,
             tie_word_embeddings=True,
+            initializer_range=options.initializer_range,
             bos_token_id=START,
             eos_token_id=TURN_END,
             pad_token_id=PADDING_ID,

@@ -120,6 +120,7 @@ def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
         "precision": pair.precision,
         "threads": options.threads or default_threads(),
         "cost_ratios": pair.cost_ratios,
+        "block_against_single_steps": pair.exactness(),
         "options": to_mapping(options),
         "runs": [{**vars(run), "counts": dump(run.counts)} for run in runs],
         "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],
@@ -171,6 +172,7 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
     )
     print(speed_table(summaries, markdown=options.markdown), end="\n\n")
     print(cost_table(summaries, markdown=options.markdown), end="\n\n")
+    print(f"Block of tokens against single steps: {pair.exactness()}.")
     if greedy:
         same = min(summary.identical for summary in summaries)
         print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")

@@ -183,24 +183,31 @@ def verdict(summaries: Sequence[Summary]) -> str:
     measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at γ = {length}"
     if low > 1.0:
         return f"Speculation pays here: {measured}."
-    opening = "makes no clear difference here:" if high >= 1.0 else "does not pay here: at best"
-    return f"Speculation {opening} {measured}. {_cause(best)}"
+    if high >= 1.0:
+        unclear = "more prompts or a quieter machine would tell"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)})."
+    return f"Speculation does not pay here: at best {measured}. {_cause(best)}"
+
+
+def _sums(s: Summary) -> str:
+    length, drafting = s.draft_length, s.draft_length * s.draft_cost
+    cost = drafting + s.verify_cost
+    steps = f"{drafting:.2f} for {length} drafter step{'s' * (length > 1)}"
+    return (
+        f"a block yields {s.block_efficiency[0]:.2f} tokens and costs {cost:.2f} plain steps: "
+        f"{steps}, {s.verify_cost:.2f} for verifying {length + 1} tokens"
+    )
 
 
 def _cause(s: Summary) -> str:
     """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
-    length, efficiency = s.draft_length, s.block_efficiency[0]
+    length, sums = s.draft_length, _sums(s)
     drafting, verifying = length * s.draft_cost, s.verify_cost - 1.0
-    cost = drafting + s.verify_cost
-    sums = (
-        f"a block yields {efficiency:.2f} tokens and costs {cost:.2f} plain steps ({drafting:.2f} for "
-        f"{length} drafter step{'s' * (length > 1)}, {s.verify_cost:.2f} for verifying {length + 1} tokens)"
-    )
     attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, length)
     if s.predicted > 1.0:
-        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest: {sums}."
-    if s.acceptance_rate < GOOD_ACCEPTANCE and attainable > cost:
-        return f"Acceptance is too low (α = {s.acceptance_rate:.2f}): {sums}."
+        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({sums})."
+    if s.acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + s.verify_cost:
+        return f"Acceptance is too low, α = {s.acceptance_rate:.2f} ({sums})."
     if drafting >= verifying:
-        return f"The drafter is too slow for this target (a step of it costs {s.draft_cost:.2f} target steps): {sums}."
-    return f"Verifying {length + 1} tokens in one pass is too costly on this machine: {sums}."
+        return f"The drafter is too slow for this target: a step of it costs {s.draft_cost:.2f} target steps ({sums})."
+    return f"Verifying {length + 1} tokens in one pass is too costly on this machine ({sums})."

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError, did_you_mean
-from edgespec.files import read_jsonl
+from edgespec.files import read_json, read_jsonl
 from edgespec.manifest import Manifest, open_manifest
 from edgespec.options import knob
 from edgespec_runtime.engine import Engine, default_threads
@@ -51,6 +51,24 @@ class Pair:
         """The held-out chats that travel in the bundle."""
         assert self.manifest.folder is not None
         return [row["messages"] for row in read_jsonl(self.manifest.folder / "prompts.jsonl")]
+
+    def exactness(self) -> str:
+        """How far a block's target logits are from those of single steps, as measured when the files were verified."""
+        if self.manifest.folder is None or "verify.json" not in self.manifest.files:
+            return "not measured"
+        for check in read_json(self.manifest.folder / "verify.json").get("files", []):
+            if (check["role"], check["engine"], check["precision"]) == (
+                "target",
+                self.engine,
+                self.precision,
+            ):
+                if check.get("block_largest") is None:
+                    return f"not measured on {self.engine} (checked with: {check['checked_with']})"
+                return (
+                    f"largest logit difference {check['block_largest']:.1g}, "
+                    f"{check['block_flips']} of {check['positions']} argmaxes changed"
+                )
+        return "not measured"
 
 
 def load_engine(engine: str, path: Path, context: int | None, threads: int | None) -> Engine:
