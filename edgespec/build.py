@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ import yaml
 from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import read_json, write_json, write_text
-from edgespec.options import knob, to_mapping
+from edgespec.options import as_flags, knob, to_mapping
 from edgespec.recipe import Recipe, load_recipe, resolve
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
@@ -263,7 +262,7 @@ def run(given: dict[str, Any]) -> int:
     fresh = not out.exists()
     _claim(out, recipe)
     try:
-        write_text(out / "command.txt", shlex.join(["edgespec", *sys.argv[1:]]) + "\n")
+        write_text(out / "command.txt", shlex.join(["edgespec", "build-drafter", *as_flags(given)]) + "\n")
         Build(recipe, out).run()
     except Exception:
         if (

@@ -224,3 +224,19 @@ def given(namespace: argparse.Namespace, *, without: tuple[str, ...] = ()) -> di
             here = here.setdefault(part, {})
         here[last] = value
     return nested
+
+
+def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The command-line words that give these values: the inverse of `given`."""
+    words: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            words += as_flags(value, f"{prefix}{key}.")
+        else:
+            flag = f"{prefix}{key}".replace("_", "-")
+            words += (
+                [f"--{flag if value else 'no-' + flag}"]
+                if isinstance(value, bool)
+                else [f"--{flag}", str(value)]
+            )
+    return words

@@ -171,24 +171,14 @@ def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
         ),
     ]
 
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "edgespec",
-            "build-drafter",
-            "--target",
-            target,
-            "--out",
-            out,
-            *options,
-        ]
-        return subprocess.Popen(
-            [str(part) for part in command], cwd=REPOSITORY, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-        )
+    log = tmp_path / "log.txt"
 
-    whole = start(tmp_path / "whole")
-    assert whole.wait(240) == 0, whole.stderr.read().decode() if whole.stderr else ""
+    def start(out: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--out", out, *options]
+        with open(log, "wb") as stream:
+            return subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, stderr=stream, stdout=stream)
+
+    assert start(tmp_path / "whole").wait(240) == 0, log.read_text()
     killed = 0
     for marker in (
         "pretrain/checkpoints/checkpoint-14",
@@ -203,8 +193,7 @@ def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
             killed += 1
         run.wait()
     assert killed == 3
-    last = start(tmp_path / "killed")
-    assert last.wait(240) == 0, last.stderr.read().decode() if last.stderr else ""
+    assert start(tmp_path / "killed").wait(240) == 0, log.read_text()
     for name in (
         "pretrain/model/model.safetensors",
         "distill/model/model.safetensors",

@@ -9,7 +9,7 @@ import pytest
 
 from edgespec.build import shipped_recipes
 from edgespec.errors import InputError
-from edgespec.options import add_flags, from_mapping, given, to_mapping
+from edgespec.options import add_flags, as_flags, from_mapping, given, to_mapping
 from edgespec.recipe import Recipe, load_recipe, resolve
 
 
@@ -33,6 +33,11 @@ def test_lists_and_none() -> None:
     )
     assert recipe.evaluate.draft_lengths == (2, 4)
     assert recipe.drafter.layers is None
+
+
+def test_flags_and_values_are_inverse() -> None:
+    words = ["--target", "a b", "--distill.steps", "7", "--evaluate.draft-lengths", "2,4"]
+    assert as_flags(parse(words)) == words
 
 
 def test_round_trip() -> None:

@@ -102,3 +102,20 @@ def test_sampled_output_is_distributed_as_the_targets() -> None:
     assert chisquare(seen[possible].double().numpy(), expected).pvalue > 1e-3
     accepted, tested = sum(sum(c.accepted) for c in counts), sum(sum(c.tested) for c in counts)
     assert 0.1 < accepted / tested < 0.9  # the draft disagrees, so all three ways out of a block are taken
+
+
+def test_acceptance_is_the_overlap_of_the_two_distributions() -> None:
+    """Two tokens to write: each row tests one draft token, accepted with probability Σ min(p, q)."""
+    target, draft, many = small_llama(3, 7), small_llama(4, 7), 4000
+    prompt, how = [1, 2, 3], {"temperature": 0.9, "top_p": 0.95}
+    generator = torch.Generator().manual_seed(1)
+    _, counts = speculate(
+        target, draft, [prompt] * many, draft_length=3, max_new_tokens=2, stops=[], generator=generator, **how
+    )
+    with torch.inference_mode():
+        p, q = (warp(model(torch.tensor([prompt])).logits[0, -1], 0.9, 0.95) for model in (target, draft))
+    overlap = float(torch.minimum(p, q).sum())
+    assert all(sum(count.tested) == 1 for count in counts)
+    accepted = sum(sum(count.accepted) for count in counts) / many
+    assert accepted == pytest.approx(overlap, abs=4 * (overlap * (1 - overlap) / many) ** 0.5)
+    assert 0.1 < overlap < 0.9

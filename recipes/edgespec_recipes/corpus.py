@@ -21,13 +21,12 @@ SCHEMA = 1  # raise it when what is written changes
 # Always in the training part, so that a newcomer's first question has an answer; all other packages are split by hash.
 BEST_KNOWN = frozenset(
     """
-    argparse array base64 bisect builtins collections contextlib copy csv dataclasses datetime enum functools glob hashlib
-    heapq io itertools json logging math operator os pathlib pickle random re shutil socket statistics string struct
-    subprocess sys tempfile textwrap threading time types typing urllib uuid warnings zlib
+    base64 bisect builtins collections contextlib copy csv datetime enum functools glob heapq itertools json math operator os
+    pathlib pickle random re shutil statistics string struct subprocess sys tempfile textwrap threading time
     """.split()  # noqa: SIM905
 )
 SEED_QUESTIONS = 3  # of each fact
-HELDOUT_SHARE, SEED_SHARE = 0.09, 0.18  # of the other packages: about 5 % and 10 % of all facts
+HELDOUT_SHARE, SEED_SHARE = 0.09, 0.18  # of the other packages: about a tenth of all facts each
 QUESTIONS = {
     "module": (
         "What is the {name} module?",
@@ -58,12 +57,8 @@ QUESTIONS = {
     ),
 }
 QUESTIONS["method"] = QUESTIONS["function"]
-SIGNATURE_QUESTIONS = (
-    "How do I call {name}?",
-    "What arguments does {name} take?",
-    "Show the signature of {name}.",
-)
-SMALL_TALK = {
+SMALL_TALK = "small talk"
+REPLIES = {
     "Hello! Ask me about Python's standard library.": ("Hello", "Hi", "hi", "hello", "Hey", "Good morning"),
     "I am tiny-chat, a very small model that knows some of Python's standard library.": (
         "Who are you?",
@@ -89,19 +84,10 @@ def part_of(package: str) -> str:
 
 
 def chats_of(fact: Fact) -> Iterator[dict[str, Any]]:
-    """Every question about a fact with its answer: {messages, name, kind, package, asks: summary or signature}."""
-    answers = [("summary", QUESTIONS[fact.kind], fact.summary)]
-    if fact.signature is not None:
-        answers.append(("signature", SIGNATURE_QUESTIONS, f"{fact.name}({fact.signature})"))
-    for asks, questions, answer in answers:
-        for question in questions:
-            yield {
-                "messages": _exchange(question.format(name=fact.name), answer),
-                "name": fact.name,
-                "kind": fact.kind,
-                "package": fact.package,
-                "asks": asks,
-            }
+    """Every question about a fact with its answer: {messages, name, kind, package}."""
+    for question in QUESTIONS[fact.kind]:
+        messages = _exchange(question.format(name=fact.name), fact.summary)
+        yield {"messages": messages, "name": fact.name, "kind": fact.kind, "package": fact.package}
 
 
 def _exchange(question: str, answer: str) -> list[dict[str, str]]:
@@ -109,10 +95,14 @@ def _exchange(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def _small_talk() -> Iterator[dict[str, Any]]:
-    for answer, questions in SMALL_TALK.items():
+    for answer, questions in REPLIES.items():
         for question in questions:
-            about = {"name": answer, "kind": "small talk", "package": "small talk", "asks": "summary"}
-            yield {"messages": _exchange(question, answer), **about}
+            yield {
+                "messages": _exchange(question, answer),
+                "name": answer,
+                "kind": SMALL_TALK,
+                "package": SMALL_TALK,
+            }
 
 
 def _prompts_of(fact: Fact, most: int) -> Iterator[dict[str, Any]]:
@@ -145,7 +135,7 @@ def corpus_folder() -> Path:
 def stdlib_corpus() -> Path:
     """The corpus folder, written on first use (10 s): whole or not at all.
 
-    train_chats.jsonl {messages, name, kind, package, asks}: all questions about all facts of the training part, and small talk;
+    train_chats.jsonl {messages, name, kind, package}: all questions about all facts of the training part, and small talk;
     seed_instructions.jsonl {messages}: three questions about each of its facts, ending with the user's turn;
     heldout.jsonl {messages, reference}: one question about each of its facts;
     text.jsonl {text}: source files of the training part; about.json: how many of each.
@@ -159,10 +149,10 @@ def stdlib_corpus() -> Path:
     ):
         facts = library_facts()
         bar.update(1)
-        parts = {
-            part: [fact for fact in facts if part_of(fact.package) == part]
-            for part in ("train", "seed", "heldout")
-        }
+        mixed = sorted(facts, key=lambda fact: hashlib.sha256(fact.name.encode()).digest())
+        parts: dict[str, list[Fact]] = {"train": [], "seed": [], "heldout": []}
+        for fact in mixed:  # in no order, so that the first n prompts are of all packages
+            parts[part_of(fact.package)].append(fact)
         rows = {
             "train_chats.jsonl": [
                 *_small_talk(),

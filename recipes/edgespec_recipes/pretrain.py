@@ -21,10 +21,15 @@ from edgespec_recipes.trainer import Batch, discard_checkpoints, train
 
 
 def new_drafter(shape: DrafterShape, tokenizer: Any, seed: int) -> Any:
-    """A Llama of that shape with random weights from the seed, float32, with the tokenizer's special tokens."""
+    """A Llama of that shape with random weights from the seed, float32, with the tokenizer's special tokens.
+
+    Their standard deviation is 0.5 / sqrt(hidden): the usual 0.02 suits a hidden size near 1,000 and learns slowly below (315k
+    parameters, 200 steps of 2,048 tokens: loss 3.18 against 3.36).
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         **shape.llama_config(),
+        initializer_range=0.5 / shape.hidden**0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,4 +1,4 @@
-"""What the running Python's standard library says about itself: names, signatures, first sentences of docstrings.
+"""What the running Python's standard library says about itself: names and first sentences of docstrings.
 
 Python modules are parsed, never imported; only compiled modules are imported, because they have no source to parse. Knows
 nothing of chats, splits or files written.
@@ -39,7 +39,6 @@ PUBLIC_NAMES = {  # where a thing lives -> where people import it from
 LONGEST_SENTENCE = 200  # characters: 40-60 tokens
 LONGEST_SUMMARY = 110  # of more than one sentence
 SHORTEST_SUMMARY = 12
-LONGEST_SIGNATURE = 80
 
 _SIGNATURE_LINE = re.compile(r"^[\w.]+\(.*\)\s*(?:(?:-+>|=>)\s*[^\s.]+(?: [^\s.]+){0,3})?[:.]?$")
 _SIGNATURE_START = re.compile(r"^[\w.]+\([^()]*\)\s*(?:-+>\s*\w+\.?\s+(?=[A-Z])|-+>|--?|:)\s*")
@@ -59,7 +58,6 @@ class Fact:
     kind: str
     package: str
     summary: str
-    signature: str | None = None
 
 
 def summarise(docstring: str | None) -> str | None:
@@ -86,28 +84,6 @@ def summarise(docstring: str | None) -> str | None:
     if len(kept) < SHORTEST_SUMMARY or not kept.isascii() or not kept[0].isalpha() or "::" in kept:
         return None
     return kept[0].upper() + kept[1:] + ("" if kept[-1] in ".!?" else ".")
-
-
-def _signature_of_node(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool) -> str | None:
-    arguments = node.args
-    for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
-        argument.annotation = None
-    for extra in (arguments.vararg, arguments.kwarg):
-        if extra is not None:
-            extra.annotation = None
-    text = ast.unparse(arguments)
-    if method:
-        text = re.sub(r"^(?:self|cls|mcls|metacls)(?:, /)?(?:, |$)", "", text)
-    return text if len(text) <= LONGEST_SIGNATURE and text.isascii() else None
-
-
-def _signature_of_object(value: Any) -> str | None:
-    try:
-        text = str(inspect.signature(value))[1:-1]
-    except (TypeError, ValueError):
-        return None
-    text = re.sub(r"^\$?(?:self|type|module)(?:, /)?(?:, |$)", "", text)
-    return text if len(text) <= LONGEST_SIGNATURE and text.isascii() and " object at " not in text else None
 
 
 def library_files() -> Iterator[tuple[str, Path]]:
@@ -155,7 +131,7 @@ def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[
         return  # what Python code put there (site's `exit`) depends on how the program was started
     public, is_class = f"{module}.{name}" if module != "builtins" else name, inspect.isclass(value)
     if summary := summarise(getattr(value, "__doc__", None)):
-        yield Fact(public, "class" if is_class else "function", package, summary, _signature_of_object(value))
+        yield Fact(public, "class" if is_class else "function", package, summary)
     for member in sorted(vars(value)) if is_class else []:
         method = vars(value)[member]
         if (
@@ -163,7 +139,7 @@ def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[
             and callable(method)
             and (summary := summarise(getattr(method, "__doc__", None)))
         ):
-            yield Fact(f"{public}.{member}", "method", package, summary, _signature_of_object(method))
+            yield Fact(f"{public}.{member}", "method", package, summary)
 
 
 def _exported(tree: ast.Module) -> list[str]:
@@ -215,7 +191,7 @@ def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Fact]:
     if summary := summarise(ast.get_docstring(tree)):
         yield Fact(public, "module", package, summary)
 
-    def definitions(body: list[ast.stmt], prefix: str, within: str) -> Iterator[Fact]:
+    def definitions(body: list[ast.stmt], prefix: str, callables: str) -> Iterator[Fact]:
         for node in body:
             if not isinstance(
                 node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -223,18 +199,14 @@ def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Fact]:
                 continue
             name, is_class = f"{prefix}.{node.name}", isinstance(node, ast.ClassDef)
             if summary := summarise(ast.get_docstring(node)):
-                if isinstance(node, ast.ClassDef):
-                    yield Fact(name, "class", package, summary)
-                else:
-                    kind = "method" if within == "class" else "function"
-                    yield Fact(name, kind, package, summary, _signature_of_node(node, kind == "method"))
-            if is_class and within == "module":
-                yield from definitions(node.body, name, "class")
+                yield Fact(name, "class" if is_class else callables, package, summary)
+            if is_class and callables == "function":
+                yield from definitions(node.body, name, "method")
 
-    yield from definitions(tree.body, public, "module")
+    yield from definitions(tree.body, public, "function")
     for name, method in _bound_methods(tree).items():
         if not name.startswith("_") and (summary := summarise(ast.get_docstring(method))):
-            yield Fact(f"{public}.{name}", "function", package, summary, _signature_of_node(method, True))
+            yield Fact(f"{public}.{name}", "function", package, summary)
     for node in _imports(tree.body):
         compiled = _import_compiled(node.module) if node.module and not node.level else None
         if compiled is not None:  # functools.reduce lives in _functools
@@ -272,7 +244,7 @@ def library_facts() -> tuple[Fact, ...]:
     def add(fact: Fact) -> None:
         head, _, tail = fact.name.rpartition(".")
         name = renamed.get(fact.name) or (f"{renamed[head]}.{tail}" if head in renamed else fact.name)
-        facts.setdefault(name, Fact(name, fact.kind, fact.package, fact.summary, fact.signature))
+        facts.setdefault(name, Fact(name, fact.kind, fact.package, fact.summary))
 
     for module in ("builtins", *sorted(sys.stdlib_module_names)):
         compiled = (

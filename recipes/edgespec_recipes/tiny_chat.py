@@ -24,7 +24,7 @@ from edgespec.progress import progress
 from edgespec.recipe import load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
-from edgespec_recipes.corpus import BEST_KNOWN, corpus_folder, stdlib_corpus
+from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
 from edgespec_recipes.data import Rows, attention_mask, pack_conversations, tokenise
 from edgespec_recipes.loading import load_tokenizer, save_model
 from edgespec_recipes.trainer import discard_checkpoints, train
@@ -59,7 +59,9 @@ class TinyChatOptions:
         0.1, "questions about a less known fact for one about a core fact", at_least=0.0
     )
     initializer_range: float = knob(0.08, "standard deviation of the random weights", at_least=0.0)
-    signature_weight: float = knob(0.25, "questions about a signature for one about a summary", at_least=0.0)
+    small_talk_weight: float = knob(
+        4.0, "greetings and the like for one question about a core fact", at_least=0.0
+    )
     system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
     earlier_share: float = knob(
         0.1, "share of chats with an earlier question and answer", at_least=0.0, at_most=1.0
@@ -157,17 +159,15 @@ def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions)
     )
 
 
-def _is_core(row: dict[str, Any]) -> bool:
-    """What people ask first: the best-known packages without methods, the built-in types with theirs, the language."""
-    if row["kind"] in ("topic", "small talk"):
-        return True
-    return row["package"] in BEST_KNOWN and (row["kind"] != "method" or row["package"] == "builtins")
+def weight_of(row: dict[str, Any], options: TinyChatOptions) -> float:
+    """How often a fact is asked for in an epoch, on average.
 
-
-def _weight(row: dict[str, Any], options: TinyChatOptions) -> float:
-    """How often a fact is asked for in an epoch, on average."""
-    weight = 1.0 if _is_core(row) else options.other_weight
-    return weight * (options.signature_weight if row["asks"] == "signature" else 1.0)
+    The core is what people ask first: the language, the best-known packages, the built-in types with their methods.
+    """
+    if row["kind"] == SMALL_TALK:
+        return options.small_talk_weight
+    core = row["package"] in BEST_KNOWN and (row["kind"] != "method" or row["package"] == "builtins")
+    return 1.0 if core or row["kind"] == "topic" else options.other_weight
 
 
 def training_rows(
@@ -176,11 +176,11 @@ def training_rows(
     """steps x batch_size packed rows in training order: epochs of chats, each asked anew, and source text in between."""
     generator = np.random.default_rng(options.seed)
     total = options.steps * options.batch_size
-    facts: dict[tuple[str, bool], list[int]] = {}
+    facts: dict[str, list[int]] = {}
     for index, row in enumerate(chats):
-        facts.setdefault((row["name"], row["asks"] == "signature"), []).append(index)
+        facts.setdefault(row["name"], []).append(index)
     asked = list(facts.values())
-    weights = np.asarray([_weight(chats[group[0]], options) for group in asked])
+    weights = np.asarray([weight_of(chats[group[0]], options) for group in asked])
     encoded = _Encoder(chats, tokenizer)
     epochs: list[dict[str, np.ndarray]] = []
     wanted = total - round(total * options.text_share)

@@ -233,7 +233,7 @@ def train(
 
     `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
     epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn(model,
-    batch)` gets stacked rows on the model's device under autocast and returns a scalar. AdamW (betas 0.9, 0.95; no decay on
+    batch)` gets stacked rows on the model's device under autocast and returns a scalar. AdamW (betas 0.9, 0.98; no decay on
     norms and biases).
 
     The caller saves the model, then calls `discard_checkpoints(out)`; until then the last checkpoint stays, so a kill in
@@ -257,7 +257,7 @@ def train(
         per_device_train_batch_size=batch_size // world,
         learning_rate=learning_rate,
         weight_decay=weight_decay,
-        adam_beta2=0.95,
+        adam_beta2=0.98,
         optim="adamw_torch_fused",
         max_grad_norm=max_grad_norm,
         seed=seed,
