@@ -48,7 +48,7 @@ def install_torch() -> int:
 
 def set_up(extra: str) -> None:
     """Make .venv and install edgespec with one extra, unless the same files were installed before."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
         sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     start = time.monotonic()
     if not (BIN / "python").exists() and not (BIN / "python.exe").exists():
@@ -80,9 +80,8 @@ def demo(arguments: list[str]) -> int:
         edgespec, "bench", BUILD / "bundle", "--plot", BUILD / "bench.png", "--json", BUILD / "bench.json"
     )
     if code == 0:
-        print(
-            f"\ndone in {time.monotonic() - start:.0f} s. Talk to the pair:\n    {edgespec.relative_to(ROOT)} chat {BUILD / 'bundle'}"
-        )
+        print(f"\ndone in {time.monotonic() - start:.0f} s. Talk to the pair:")
+        print(f"    {edgespec.relative_to(ROOT)} chat {BUILD / 'bundle'}")
     return code
 
 

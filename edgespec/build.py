@@ -163,7 +163,14 @@ class Build:
             f"white-box distillation, {recipe.distill.divergence}",
             recipe.distill,
             lambda place: distill(
-                place, folder, pretrained, out / "generate", recipe.pretrain.text, recipe.distill, seed
+                place,
+                folder,
+                pretrained,
+                out / "generate",
+                recipe.pretrain.text,
+                out / "pretrain" / "text",
+                recipe.distill,
+                seed,
             ),
         )
         drafter = out / "distill" / "model"

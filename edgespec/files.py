@@ -131,7 +131,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds and vanishes when it fails."""
+    """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

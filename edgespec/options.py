@@ -27,8 +27,14 @@ def knob(
     at_most: float | None = None,
     positional: bool = False,
 ) -> Any:
-    """A dataclass field with its help text and bounds; lists are given as tuples. `hidden` keeps it off the command line."""
-    metadata = dict(help=help, choices=choices, at_least=at_least, at_most=at_most, positional=positional)
+    """A dataclass field with its help text and bounds; lists are given as tuples."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "positional": positional,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.bench import Options, load_prompts, runs_of
+from edgespec_runtime.bench import Options, runs_of
 from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.plot import plot_bench
@@ -185,27 +185,6 @@ def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -
         assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
         options = Options(bundle="", draft_lengths=(2,), max_new_tokens=4, seconds=60.0)
         assert len(list(runs_of(pair, prompts, options))) == len(prompts)
-    finally:
-        pair.close()
-
-
-def test_prompts_of_a_file(bundle: Path, tmp_path: Path) -> None:
-    pair = open_pair(bundle, LoadOptions(), with_draft=False)
-    try:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text('{"instruction": "Hi"}\n{"messages": [{"role": "user", "content": "Yo"}]}\n')
-        assert [chat[0]["content"] for chat in load_prompts(pair, str(file))] == ["Hi", "Yo"]
-        for text, words in (
-            ('{"text": "Hi"}', "row 1 has neither 'messages'"),
-            ('{"messages": ["Hi"]}', "row 1 has neither 'messages'"),
-            ("", "has no prompts"),
-            ("{", "not valid JSON"),
-        ):
-            file.write_text(text)
-            with pytest.raises(InputError, match=words):
-                load_prompts(pair, str(file))
-        with pytest.raises(InputError, match="is missing"):
-            load_prompts(pair, str(tmp_path / "none.jsonl"))
     finally:
         pair.close()
 

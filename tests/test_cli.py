@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-
 from conftest import REPOSITORY
+from tiny_models import make_model_folder
+
 from edgespec.build import RECIPE_FILE
 from edgespec.cli import VERBS, main
 from edgespec.options import to_mapping
 from edgespec.recipe import Recipe
-from tiny_models import make_model_folder
 
 
 @pytest.fixture(scope="module")

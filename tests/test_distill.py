@@ -116,7 +116,14 @@ OPTIONS = DistillOptions(
 
 def run(out: Path, pair: dict[str, Path], options: DistillOptions) -> dict[str, Any]:
     return distill(
-        out, pair["target"], pair["drafter"], pair["responses"], str(pair["text"]), options, seed=0
+        out,
+        pair["target"],
+        pair["drafter"],
+        pair["responses"],
+        str(pair["text"]),
+        out / "text",
+        options,
+        seed=0,
     )
 
 

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-
 from conftest import REPOSITORY, SMALL_BUILD
+from tiny_models import make_model_folder
+
 from edgespec.cli import main
 from edgespec.errors import CheckFailed
 from edgespec.manifest import open_manifest
-from tiny_models import make_model_folder
 
 STAGES = ("target", "plan", "pretrain", "generate", "distill", "evaluate", "export", "verify", "pack")
 
@@ -174,9 +174,21 @@ def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
 
     def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--out", out, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "edgespec",
+            "build-drafter",
+            "--target",
+            target,
+            "--out",
+            out,
+            *options,
+        ]
         with open(log, "wb") as stream:
-            return subprocess.Popen([str(part) for part in command], cwd=REPOSITORY, stderr=stream, stdout=stream)
+            return subprocess.Popen(
+                [str(part) for part in command], cwd=REPOSITORY, stderr=stream, stdout=stream
+            )
 
     assert start(tmp_path / "whole").wait(240) == 0, log.read_text()
     killed = 0

@@ -47,9 +47,13 @@ def test_a_full_device_is_one_clear_message() -> None:
 
 
 def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), whole_folder(tmp_path / "out") as place:
-        (place / "part").write_text("half")
-        raise RuntimeError
+    def fail() -> None:
+        with whole_folder(tmp_path / "out") as place:
+            (place / "part").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(tmp_path.iterdir()) == []
     with whole_folder(tmp_path / "out") as place:
         (place / "part").write_text("whole")

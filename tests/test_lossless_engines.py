@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.loop import DecodingOptions, decode
 from scipy.stats import chisquare
 
 from edgespec.metrics import RawCounts
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.loop import DecodingOptions, decode
 
 EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "f16"), ("llama.cpp", "q8_0"))
 FIRST_TOKENS = 12  # continuations are told apart after this many most probable first tokens

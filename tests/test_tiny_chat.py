@@ -29,7 +29,7 @@ SMALL = TinyChatOptions(
     save_steps=3,
     warmup_steps=2,
     system_share=0.5,
-    earlier_share=0.5,
+    long_chat_share=0.5,
     text_share=0.25,
 )
 
@@ -73,19 +73,39 @@ def test_rows_are_what_the_template_renders(built: Path) -> None:
     tokenizer = loading.load_tokenizer(built)
     chats = read_jsonl(stdlib_corpus() / "train_chats.jsonl")[:50]
     encoder = tiny_chat._Encoder(chats, tokenizer)
-    plain = dataclasses.replace(SMALL, system_share=0.0, earlier_share=0.0)
+    plain = dataclasses.replace(SMALL, system_share=0.0)
     for index, chat in enumerate(chats):
         prompt, response = encoder.row(index, np.random.default_rng(0), plain)
         rendered = tokenizer.apply_chat_template(
             chat["messages"][:1], tokenize=False, add_generation_prompt=True
         )
         assert prompt == tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(response) == chat["messages"][1]["content"] + "<|im_end|>"
-    full = dataclasses.replace(SMALL, system_share=1.0, earlier_share=1.0)
+        assert tokenizer.decode(response) == chat["messages"][1]["content"] + "<|im_end|>\n"
+    full = dataclasses.replace(SMALL, system_share=1.0)
     prompt, _ = encoder.row(3, np.random.default_rng(0), full)
     text = tokenizer.decode(prompt)
     assert text.startswith("<|im_start|>system\n")
-    assert text.count("<|im_start|>assistant\n") == text.count("<|im_start|>user\n") == 2
+    assert text.count("<|im_start|>user\n") == 1
+
+
+def test_joined_rows_are_chats_of_many_turns(built: Path) -> None:
+    tokenizer = loading.load_tokenizer(built)
+    chats = read_jsonl(stdlib_corpus() / "train_chats.jsonl")[:4]
+    encoder = tiny_chat._Encoder(chats, tokenizer)
+    turns = [
+        encoder.row(i, np.random.default_rng(0), dataclasses.replace(SMALL, system_share=0.0))
+        for i in range(4)
+    ]
+    packed = tiny_chat.pack_conversations(turns, 1024, tiny_chat.PADDING_ID)
+    assert len(set(packed["document_ids"][0])) == 5  # four and the padding
+    tiny_chat._join_turns(packed, np.array([True]))
+    length = sum(len(prompt) + len(response) for prompt, response in turns)
+    assert packed["position_ids"][0, :length].tolist() == list(range(length))
+    assert set(packed["document_ids"][0, :length]) == {0}
+    order = sorted(range(4), key=lambda i: -len(turns[i][0]) - len(turns[i][1]))
+    messages = [message for index in order for message in chats[index]["messages"]]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert packed["input_ids"][0, :length].tolist() == tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
 def test_loss_is_that_of_the_conversation_alone(built: Path) -> None:

@@ -105,12 +105,14 @@ def distill(
     drafter_folder: Path,
     responses_folder: Path,
     text: str,
+    text_cache: Path,
     options: DistillOptions,
     seed: int,
 ) -> dict[str, Any]:
     """Distil the drafter in `drafter_folder` into `out`/model; goes on from the last checkpoint in `out`.
 
-    `responses_folder` holds the generate stage's shards, `text` names the pretraining text (a file, a folder, python-stdlib).
+    `responses_folder` holds the generate stage's shards, `text` names the pretraining text (a file, a folder, python-stdlib),
+    `text_cache` the folder its token ids lie in or go to.
     Raises InputError: vocabularies that differ, a context longer than a model's.
     """
     target, draft = load_model(target_folder), load_model(drafter_folder)
@@ -129,7 +131,7 @@ def distill(
     responses = response_rows(rows, options.context)
     blocks = None
     if options.text_fraction:
-        blocks = TextRows(text_blocks(text, load_tokenizer(target_folder), options.context, out / "text"))
+        blocks = TextRows(text_blocks(text, load_tokenizer(target_folder), options.context, text_cache))
     counts = train(
         draft,
         Mixture(responses, blocks, options.steps, options.batch_size, options.text_fraction, seed),

@@ -1,6 +1,6 @@
 """Prompts: which conversations the target is asked to continue, and their token ids. Knows nothing of models.
 
-A source is a .jsonl file whose rows hold `messages` (ending with the user) or `instruction` (a string), or `python-stdlib`.
+A source is a file of prompts as the runtime reads them, or `python-stdlib`.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.prompts import read_chats
+
 from edgespec.errors import InputError
-from edgespec.files import read_jsonl
 from edgespec.recipe import PYTHON_STDLIB
 
 Messages = list[dict[str, str]]
 
 STDLIB_FILES = {"seed": "seed_instructions.jsonl", "heldout": "heldout.jsonl"}
-ROLES = ("system", "user", "assistant")
 
 
 def read_prompts(source: str, split: str) -> list[Messages]:
@@ -31,36 +31,7 @@ def read_prompts(source: str, split: str) -> list[Messages]:
         path = Path(source).expanduser()
         if not path.is_file():
             raise InputError(f"prompts file {source!r} does not exist; give a .jsonl file or {PYTHON_STDLIB}")
-    conversations = [
-        _messages(row, f"{path}: row {number}") for number, row in enumerate(read_jsonl(path), 1)
-    ]
-    if not conversations:
-        raise InputError(f"{path} holds no prompts; give rows with 'messages' or 'instruction'")
-    return conversations
-
-
-def _messages(row: dict[str, Any], where: str) -> Messages:
-    if isinstance(row.get("instruction"), str):
-        return [{"role": "user", "content": row["instruction"]}]
-    messages = row.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InputError(
-            f"{where} has keys {sorted(row)}; it needs 'messages' (a list) or 'instruction' (a string)"
-        )
-    for message in messages:
-        if not (
-            isinstance(message, dict)
-            and message.get("role") in ROLES
-            and isinstance(message.get("content"), str)
-        ):
-            raise InputError(
-                f"{where} has the message {message!r}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
-            )
-    if messages[-1]["role"] != "user":
-        raise InputError(
-            f"{where} ends with the role {messages[-1]['role']!r}; a prompt must end with the user's message"
-        )
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return read_chats(path)
 
 
 def with_system(messages: Messages, system: str) -> Messages:

@@ -25,7 +25,7 @@ from edgespec.recipe import load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
-from edgespec_recipes.data import Rows, attention_mask, pack_conversations, tokenise
+from edgespec_recipes.data import PADDING, Rows, attention_mask, pack_conversations, tokenise
 from edgespec_recipes.loading import load_tokenizer, save_model
 from edgespec_recipes.trainer import discard_checkpoints, train
 
@@ -63,8 +63,8 @@ class TinyChatOptions:
         4.0, "greetings and the like for one question about a core fact", at_least=0.0
     )
     system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
-    earlier_share: float = knob(
-        0.1, "share of chats with an earlier question and answer", at_least=0.0, at_most=1.0
+    long_chat_share: float = knob(
+        0.5, "share of the rows whose chats follow one another as turns of one", at_least=0.0, at_most=1.0
     )
     text_share: float = knob(0.05, "share of the rows that is source text", at_least=0.0, at_most=0.9)
     seed: int = knob(0, "seed of every random choice", at_least=0)
@@ -190,6 +190,7 @@ def training_rows(
             order = generator.permutation(np.repeat(np.arange(len(asked)), times))
             rows = [encoded.row(int(generator.choice(asked[fact])), generator, options) for fact in order]
             packed = pack_conversations(rows, options.context, PADDING_ID)
+            _join_turns(packed, generator.random(len(packed["input_ids"])) < options.long_chat_share)
             shuffled = generator.permutation(len(packed["input_ids"]))
             epochs.append({name: array[shuffled] for name, array in packed.items()})
             bar.update(min(len(shuffled), wanted - bar.n))
@@ -198,6 +199,13 @@ def training_rows(
         text = _text_blocks(corpus, tokenizer, total - wanted, options)
         merged = _with_text(merged, text, total)
     return Rows(merged)
+
+
+def _join_turns(packed: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    """Make the conversations of these rows [n] (bool) turns of one: each may then look at those before it."""
+    real = rows[:, None] & (packed["document_ids"] != PADDING)
+    packed["document_ids"][real] = 0
+    packed["position_ids"][real] = np.broadcast_to(np.arange(real.shape[1]), real.shape)[real]
 
 
 def _text_blocks(corpus: Path, tokenizer: Any, count: int, options: TinyChatOptions) -> np.ndarray:
@@ -256,10 +264,7 @@ class _Encoder:
         prompt: list[int] = []
         if generator.random() < options.system_share:
             prompt += self.systems[generator.integers(len(self.systems))]
-        if generator.random() < options.earlier_share:
-            earlier = int(generator.integers(len(self.questions)))
-            prompt += [*self._turn(earlier), *self.answers[earlier], *self.tail]
-        return prompt + self._turn(index), [*self.answers[index], TURN_END]
+        return prompt + self._turn(index), [*self.answers[index], *self.tail]
 
 
 def new_model(options: TinyChatOptions) -> Any:

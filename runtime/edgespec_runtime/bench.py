@@ -14,8 +14,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec import __version__
-from edgespec.errors import InputError
-from edgespec.files import read_jsonl, write_json
+from edgespec.files import write_json
 from edgespec.metrics import RawCounts
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
@@ -23,8 +22,8 @@ from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import DecodingOptions, ReplyOptions, decode
+from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.speed import dump
-from edgespec_runtime.tokenizer import Message
 
 LEAST_PROMPTS = 3
 
@@ -46,28 +45,6 @@ class Options(ReplyOptions, LoadOptions):
 
 
 OPTIONS = Options
-
-
-def load_prompts(pair: Pair, file: str) -> list[list[Message]]:
-    """Chats that end with a user message. Raises InputError for a row that is none, or where no row is."""
-    if not file:
-        return pair.prompts()
-    chats = []
-    for number, row in enumerate(read_jsonl(Path(file)), 1):
-        messages = row.get("messages") or [{"role": "user", "content": row.get("instruction")}]
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise InputError(
-                f"{file}: row {number} has neither 'messages' (each with role and content) nor 'instruction'; "
-                "prompts.jsonl of a bundle shows the form"
-            )
-        chats.append(messages)
-    if not chats:
-        raise InputError(f"{file} has no prompts; give at least one row")
-    return chats
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
 def measure(
@@ -136,7 +113,9 @@ def run(given: dict[str, Any]) -> int:
         require_matplotlib()
     pair = open_pair(Path(options.bundle), options)
     try:
-        chats = load_prompts(pair, options.prompts)[: options.max_prompts]
+        chats = (read_chats(Path(options.prompts)) if options.prompts else pair.prompts())[
+            : options.max_prompts
+        ]
         prompts = [pair.tokenizer.encode_chat(chat) for chat in chats]
         runs: list[Run] = []
         with progress("bench", len(prompts), "prompt") as bar:
