@@ -101,7 +101,7 @@ def test_generate_and_bench(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)
     result, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = [
-        "--prompts",
+        "--max-prompts",
         "3",
         "--max-new-tokens",
         "16",

@@ -14,13 +14,17 @@ from scipy.stats import chisquare
 
 from edgespec.metrics import RawCounts
 
-EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "f16"), ("llama.cpp", "q8_0"))
+EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "q8_0"))
+NEARLY_EXACT_MODES = (
+    ("llama.cpp", "f16"),
+)  # llama.cpp sums F16 products in another order for a block than for one token
+NEAR_TIE = 0.02  # logits; several times the block difference measured on F16 files
 FIRST_TOKENS = 12  # continuations are told apart after this many most probable first tokens
 SAMPLES = 2500
 ERROR_RATE = 1e-4  # of one test, with the seeds below; four engines and modes are tested
 
 
-@pytest.fixture(scope="module", params=EXACT_MODES, ids=lambda mode: " ".join(mode))
+@pytest.fixture(scope="module", params=EXACT_MODES + NEARLY_EXACT_MODES, ids=lambda mode: " ".join(mode))
 def pair(request: pytest.FixtureRequest, trained: Path) -> Iterator[Pair]:
     engine, precision = request.param
     loaded = open_pair(trained / "bundle", LoadOptions(engine=engine, precision=precision))
@@ -67,8 +71,16 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
     assert chisquare(observed, wanted).pvalue > ERROR_RATE
 
 
+def gap_where_they_part(pair: Pair, prompt: list[int], one: list[int], other: list[int]) -> float:
+    """Difference of the target's logits, one token at a time, between the first two tokens that differ."""
+    place = next(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    pair.target.prefill([*prompt, *one[:place]][:-1])
+    logits = pair.target.forward([[*prompt, *one[:place]][-1]])[0]
+    return abs(float(logits[one[place]] - logits[other[place]]))
+
+
 def test_greedy_text_is_the_targets_own(pair: Pair) -> None:
-    """50 held-out prompts x 128 tokens: the same ids with and without the drafter."""
+    """50 held-out prompts x 128 tokens: the same ids with and without the drafter (F16 files: up to near ties)."""
     prompts = pair.prompts()[:50]
     assert len(prompts) == 50
     counts = RawCounts()
@@ -79,6 +91,9 @@ def test_greedy_text_is_the_targets_own(pair: Pair) -> None:
             [t for block in decode(pair.target, draft, prompt, options, (), counts) for t in block.tokens]
             for draft in (None, pair.draft)
         )
-        assert speculative == plain
         assert len(plain) == 128
+        if (pair.engine, pair.precision) in EXACT_MODES:
+            assert speculative == plain
+        elif speculative != plain:
+            assert gap_where_they_part(pair, prompt, plain, speculative) < NEAR_TIE
     assert 0.02 < counts.acceptance_rate < 0.98
