@@ -249,7 +249,7 @@ class Build:
         ]
 
     def _target(self, place: Path) -> dict[str, Any]:
-        from edgespec_recipes.loading import resolve_target
+        from edgespec_recipes.resolve import resolve_target
 
         target = resolve_target(self.recipe.target)
         return {"name": target.name, "folder": str(target.folder), "source": target.source}

@@ -38,6 +38,12 @@ def knob(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def with_default(kind: type[Any], name: str, default: Any) -> Any:
+    """A knob of another dataclass again, same help and bounds, with a default of its own."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    return dataclasses.field(default=default, metadata=dict(known[name].metadata))
+
+
 def section(kind: type[Any], help: str = "") -> Any:
     """A nested group of knobs, reached as `name.knob` in YAML and as `--name.knob` on the command line."""
     return dataclasses.field(default_factory=kind, metadata={"help": help, "section": True})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError
-from edgespec.options import from_mapping, knob, merge, section
+from edgespec.options import from_mapping, knob, merge, section, with_default
 
 PYTHON_STDLIB = "python-stdlib"
 
@@ -22,10 +22,9 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True)
-class PretrainOptions:
-    text: str = knob(
-        PYTHON_STDLIB, "plain text: a .txt or .jsonl ('text') file, a folder of such, or python-stdlib"
-    )
+class TrainingOptions:
+    """What every training has: AdamW under WarmupDecayLR."""
+
     steps: int = knob(1000, "optimizer steps", at_least=1)
     batch_size: int = knob(16, "sequences in a step", at_least=1)
     context: int = knob(512, "tokens in a sequence", at_least=64)
@@ -34,6 +33,13 @@ class PretrainOptions:
     warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
     weight_decay: float = knob(0.1, "AdamW weight decay", at_least=0.0)
     save_steps: int = knob(200, "optimizer steps between resumable checkpoints", at_least=1)
+
+
+@dataclass(frozen=True)
+class PretrainOptions(TrainingOptions):
+    text: str = knob(
+        PYTHON_STDLIB, "plain text: a .txt or .jsonl ('text') file, a folder of such, or python-stdlib"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,23 +63,18 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
-class DistillOptions:
+class DistillOptions(TrainingOptions):
     divergence: str = knob("tvd++", "loss between target p and draft q", choices=("fkl", "tvd", "tvd++"))
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
     )
     tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
-    steps: int = knob(1000, "optimizer steps", at_least=1)
-    batch_size: int = knob(40, "sequences in a step", at_least=1)
-    context: int = knob(512, "tokens in a sequence", at_least=64)
+    batch_size: int = with_default(TrainingOptions, "batch_size", 40)
     text_fraction: float = knob(
         0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
     )
-    learning_rate: float = knob(3e-4, "peak learning rate", at_least=0.0)
-    min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
-    warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
-    weight_decay: float = knob(0.0, "AdamW weight decay", at_least=0.0)
-    save_steps: int = knob(200, "optimizer steps between resumable checkpoints", at_least=1)
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
 
 
 @dataclass(frozen=True)

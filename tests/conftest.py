@@ -71,7 +71,17 @@ def trained_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.getbasetemp() / "edgespec-home"))
         target = build_tiny_chat(
             TinyChatOptions(
-                vocab_size=1024, hidden=128, layers=2, intermediate=384, heads=2, kv_heads=1, steps=150
+                vocab_size=1024,
+                hidden=128,
+                layers=2,
+                intermediate=384,
+                heads=2,
+                kv_heads=1,
+                steps=150,
+                context=256,
+                batch_size=8,
+                learning_rate=3e-3,
+                warmup_steps=15,
             )
         )
     options = [

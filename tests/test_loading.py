@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from edgespec_recipes import loading
+from edgespec_recipes import loading, resolve
 from huggingface_hub import errors
 from tiny_models import make_model_folder
 
@@ -29,7 +29,7 @@ def spoilt(model_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_local_folder_is_taken_as_it_is(model_folder: Path) -> None:
-    resolved = loading.resolve_target(str(model_folder))
+    resolved = resolve.resolve_target(str(model_folder))
     assert (resolved.folder, resolved.source) == (model_folder.resolve(), "local folder")
 
 
@@ -73,18 +73,18 @@ def test_full_disk_leaves_no_half_model(
 )
 def test_unknown_target(name: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        loading.resolve_target(name)
+        resolve.resolve_target(name)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has no config.json; give a model folder"):
-        loading.resolve_target(str(tmp_path))
+        resolve.resolve_target(str(tmp_path))
 
 
 def test_folder_without_safetensors(spoilt: Path) -> None:
     (spoilt / "model.safetensors").rename(spoilt / "pytorch_model.bin")
     with pytest.raises(InputError, match="only safetensors weights are read"):
-        loading.resolve_target(str(spoilt))
+        resolve.resolve_target(str(spoilt))
 
 
 def test_tokenizer_without_chat_template(spoilt: Path) -> None:
@@ -93,19 +93,19 @@ def test_tokenizer_without_chat_template(spoilt: Path) -> None:
     del config["chat_template"]
     (spoilt / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="has no chat template"):
-        loading.resolve_target(str(spoilt))
+        resolve.resolve_target(str(spoilt))
 
 
 def test_folder_without_tokenizer(spoilt: Path) -> None:
     (spoilt / "tokenizer.json").unlink()
     with pytest.raises(InputError, match="has no tokenizer"):
-        loading.resolve_target(str(spoilt))
+        resolve.resolve_target(str(spoilt))
 
 
 def test_encoder_decoder_model(spoilt: Path) -> None:
     (spoilt / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
     with pytest.raises(InputError, match=r"encoder-decoder model \(t5\)"):
-        loading.resolve_target(str(spoilt))
+        resolve.resolve_target(str(spoilt))
 
 
 def test_damaged_weights(spoilt: Path) -> None:
@@ -128,7 +128,7 @@ def test_code_in_a_model_folder_never_runs(spoilt: Path) -> None:
 
 def test_no_network_says_what_to_do() -> None:
     with pytest.raises(InputError, match="cannot be reached: check the network, or give a local folder"):
-        loading.resolve_target("tinyllama-1.1b-chat")
+        resolve.resolve_target("tinyllama-1.1b-chat")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_the_hub_answers(kind: type[Exception], message: str, monkeypatch: 
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", answer)
     with pytest.raises(InputError, match=message):
-        loading.resolve_target("llama-2-7b-chat")
+        resolve.resolve_target("llama-2-7b-chat")
 
 
 def test_every_alias_has_a_repository_or_is_made_here() -> None:
@@ -158,5 +158,5 @@ def test_every_alias_has_a_repository_or_is_made_here() -> None:
 
 
 def test_shared_model_resolves(shared: Path) -> None:
-    resolved = loading.resolve_target(str(shared / "models" / "concierge"))
+    resolved = resolve.resolve_target(str(shared / "models" / "concierge"))
     assert loading.load_model(resolved.folder).num_parameters() == 13_899_264

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from edgespec_recipes import loading, pretrain
+from edgespec_recipes import pretrain, resolve
 from safetensors.torch import load_file
 from tiny_models import make_model_folder
 
@@ -39,7 +39,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> PretrainOptions:
     file = tmp_path_factory.mktemp("text") / "t.txt"
     file.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
     return PretrainOptions(
-        str(file), steps=12, batch_size=4, context=32, learning_rate=1e-2, warmup_steps=2, save_steps=5
+        text=str(file), steps=12, batch_size=4, context=32, learning_rate=1e-2, warmup_steps=2, save_steps=5
     )
 
 
@@ -48,7 +48,7 @@ def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tm
     assert counts["parameters"] == SHAPE.parameters
     assert counts["loss_last"] < counts["loss_first"]
     assert counts["tokens"] == 12 * 4 * 32
-    resolved = loading.resolve_target(str(tmp_path / "model"))
+    resolved = resolve.resolve_target(str(tmp_path / "model"))
     assert resolved.folder == tmp_path / "model"
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
     config = json.loads((tmp_path / "model" / "config.json").read_text())

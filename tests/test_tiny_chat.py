@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import loading, tiny_chat
+from edgespec_recipes import loading, resolve, tiny_chat
 from edgespec_recipes.corpus import stdlib_corpus
 from edgespec_recipes.tiny_chat import TinyChatOptions
 
@@ -53,7 +53,7 @@ def test_model_is_a_target_and_is_made_once(built: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(tiny_chat, "_build", None)
     assert tiny_chat.build_tiny_chat(SMALL) == built
     monkeypatch.setattr(tiny_chat, "tiny_chat_options", lambda: SMALL)
-    assert loading.resolve_target("tiny-chat").folder == built
+    assert resolve.resolve_target("tiny-chat").folder == built
 
 
 def test_another_recipe_is_another_folder(built: Path) -> None:

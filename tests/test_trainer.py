@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +22,18 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.errors import InputError
+from edgespec.recipe import TrainingOptions
 
 STEPS, SAVE_STEPS = 24, 5
-OPTIONS = {
-    "steps": STEPS,
-    "batch_size": 4,
-    "learning_rate": 1e-2,
-    "min_learning_rate": 1e-4,
-    "warmup_steps": 4,
-    "weight_decay": 0.1,
-    "save_steps": SAVE_STEPS,
-    "seed": 3,
-    "label": "train",
-}
+OPTIONS = TrainingOptions(
+    steps=STEPS,
+    batch_size=4,
+    learning_rate=1e-2,
+    min_learning_rate=1e-4,
+    warmup_steps=4,
+    save_steps=SAVE_STEPS,
+)
+SEED = 3
 
 
 def small_model() -> LlamaForCausalLM:
@@ -65,10 +66,13 @@ def rows() -> Rows:
     return Rows({"input_ids": ids})
 
 
-def run(out: Path, **changes: object) -> dict[str, object]:
+def run(out: Path, *, ordered: bool = False, **changes: Any) -> dict[str, object]:
     """Train the small model in `out` and save its weights there: what the killed process below runs."""
     model = small_model()
-    counts = trainer.train(model, rows(), next_token_loss, out, **{**OPTIONS, **changes})  # type: ignore[arg-type]
+    options = replace(OPTIONS, **changes)
+    counts = trainer.train(
+        model, rows(), next_token_loss, out, options, seed=SEED, label="train", ordered=ordered
+    )
     torch.save(model.state_dict(), out / "weights.pt")
     return counts
 
@@ -188,7 +192,7 @@ def run_until(out: Path, step: int) -> None:
             raise KeyboardInterrupt
         return next_token_loss(model, batch)
 
-    trainer.train(small_model(), rows(), loss, out, **OPTIONS)  # type: ignore[arg-type]
+    trainer.train(small_model(), rows(), loss, out, OPTIONS, seed=SEED, label="train")
 
 
 def test_finished_run_is_not_trained_again(
@@ -213,7 +217,7 @@ def test_diverging_loss_stops_and_names_the_step(tmp_path: Path) -> None:
         return next_token_loss(model, batch) * (float("nan") if taken == 8 else 1.0)
 
     with pytest.raises(trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24.*learning_rate"):
-        trainer.train(small_model(), rows(), loss, tmp_path, **OPTIONS)  # type: ignore[arg-type]
+        trainer.train(small_model(), rows(), loss, tmp_path, OPTIONS, seed=SEED, label="train")
 
 
 def test_ordered_data_must_suffice(tmp_path: Path) -> None:

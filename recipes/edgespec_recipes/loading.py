@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a name to a local folder, from a folder into memory, from memory to a folder.
+"""Models and tokenizers: from a folder into memory, from memory to a folder.
 
 Code from a model's repository never runs (trust_remote_code is off) and only safetensors are read.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from edgespec.errors import EdgespecError, InputError, did_you_mean
+from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, whole_folder, write_json, write_text
 from edgespec.shapes import ModelShape
-from edgespec.targets import TARGETS, TINY_CHAT
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -32,24 +30,6 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-HUB_FILES = (
-    *TOKENIZER_FILES,
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "LICENSE*",
-)
-
-
-@dataclass(frozen=True)
-class ResolvedTarget:
-    """A target on this disk. `source`: 'made here', 'local folder' or the hub id and commit."""
-
-    name: str
-    folder: Path
-    source: str
-    licence: str
 
 
 def quiet() -> None:
@@ -58,65 +38,7 @@ def quiet() -> None:
     transformers_logging.disable_progress_bar()
 
 
-def resolve_target(name: str) -> ResolvedTarget:
-    """An alias, a hub id or a local folder -> a checked local model folder (tiny-chat is trained on first use).
-
-    Raises InputError: unknown name, folder without config.json or weights, encoder-decoder model, no chat template, gated
-    or missing repository, no network.
-    """
-    quiet()
-    path = Path(name).expanduser()
-    target = TARGETS.get(name)
-    if target is not None and target.repo is None:
-        from edgespec_recipes.tiny_chat import build_tiny_chat
-
-        return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
-    if target is not None and target.repo is not None:
-        resolved = _from_hub(name, target.repo, target.licence)
-    elif path.is_dir():
-        resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
-        resolved = _from_hub(name, name, "see the model's page")
-    else:
-        what = (
-            "there is no folder of that name"
-            if "/" in name or "\\" in name
-            else "it is neither an alias nor a folder here"
-        )
-        raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
-    check_model_folder(resolved.folder)
-    return resolved
-
-
-def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
-    """Download (or find in the hub cache) what a model folder needs, and no more."""
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    local = "or give a local folder in Hugging Face layout as --target"
-    try:
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
-    except errors.GatedRepoError as error:
-        raise InputError(
-            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, "
-            f"{local}"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise InputError(
-            f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise InputError(
-            f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
-        ) from error
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"{repo} could not be downloaded ({_first_line(error)}): try again, {local}"
-        ) from error
-    return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)
-
-
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -147,7 +69,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"the tokenizer in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
 
 
 def load_model(folder: Path) -> Any:
@@ -166,7 +88,7 @@ def load_model(folder: Path) -> Any:
                 local_files_only=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     return model.eval()
 
 

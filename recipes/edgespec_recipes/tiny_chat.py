@@ -21,7 +21,7 @@ from torch.nn import functional
 from edgespec.files import read_jsonl, write_json, write_text
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
-from edgespec.recipe import load_recipe
+from edgespec.recipe import TrainingOptions, load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
@@ -39,7 +39,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.")
 
 
 @dataclass(frozen=True)
-class TinyChatOptions:
+class TinyChatOptions(TrainingOptions):
     vocab_size: int = knob(4096, "byte-level BPE tokens, special ones included", at_least=512)
     hidden: int = knob(256, "hidden size", at_least=64)
     layers: int = knob(3, "layers", at_least=1)
@@ -47,14 +47,6 @@ class TinyChatOptions:
     heads: int = knob(4, "query heads", at_least=1)
     kv_heads: int = knob(2, "key/value heads", at_least=1)
     context_length: int = knob(1024, "longest position the model is declared for", at_least=64)
-    context: int = knob(256, "tokens in a training row", at_least=64)
-    batch_size: int = knob(8, "rows in a step", at_least=1)
-    steps: int = knob(400, "optimizer steps", at_least=1)
-    learning_rate: float = knob(3e-3, "peak learning rate", at_least=0.0)
-    min_learning_rate: float = knob(1e-5, "learning rate at the last step", at_least=0.0)
-    warmup_steps: int = knob(30, "linear warm-up steps", at_least=0)
-    weight_decay: float = knob(0.01, "AdamW weight decay", at_least=0.0)
-    save_steps: int = knob(100, "optimizer steps between resumable checkpoints", at_least=1)
     other_weight: float = knob(
         0.1, "questions about a less known fact for one about a core fact", at_least=0.0
     )
@@ -104,13 +96,7 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
         data,
         chat_loss,
         out,
-        steps=options.steps,
-        batch_size=options.batch_size,
-        learning_rate=options.learning_rate,
-        min_learning_rate=options.min_learning_rate,
-        warmup_steps=options.warmup_steps,
-        weight_decay=options.weight_decay,
-        save_steps=options.save_steps,
+        options,
         seed=options.seed,
         label="train tiny-chat",
         ordered=True,

@@ -26,6 +26,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, write_json, write_text, writing
 from edgespec.progress import progress
+from edgespec.recipe import TrainingOptions
 from edgespec.report import count
 from edgespec_recipes.data import Shuffled
 from edgespec_recipes.loading import quiet
@@ -216,20 +217,14 @@ def train(
     dataset: Any,
     loss_fn: LossFunction,
     out: Path,
+    options: TrainingOptions,
     *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    min_learning_rate: float,
-    warmup_steps: int,
-    weight_decay: float,
-    save_steps: int,
     seed: int,
     label: str,
     ordered: bool = False,
     max_grad_norm: float = 1.0,
 ) -> dict[str, Any]:
-    """Train `model` in place for `steps` optimizer steps and return counts; go on from `out`/checkpoints if a run was killed.
+    """Train `model` in place and return counts; go on from `out`/checkpoints if a run was killed.
 
     `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
     epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn(model,
@@ -239,6 +234,7 @@ def train(
     The caller saves the model, then calls `discard_checkpoints(out)`; until then the last checkpoint stays, so a kill in
     between costs nothing. Raises TrainingDiverged (naming the step) where the loss is NaN or infinite.
     """
+    steps, batch_size = options.steps, options.batch_size
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if batch_size % world:
         raise InputError(f"batch_size is {batch_size}; it must be a multiple of the {world} processes")
@@ -255,14 +251,14 @@ def train(
         output_dir=str(out / CHECKPOINTS),
         max_steps=steps,
         per_device_train_batch_size=batch_size // world,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
+        learning_rate=options.learning_rate,
+        weight_decay=options.weight_decay,
         adam_beta2=0.98,
         optim="adamw_torch_fused",
         max_grad_norm=max_grad_norm,
         seed=seed,
         save_strategy="steps",
-        save_steps=save_steps,
+        save_steps=options.save_steps,
         save_total_limit=2,  # the newest may be half-written when the process dies: the one before it must still be there
         logging_strategy="no",
         logging_nan_inf_filter=False,
@@ -282,8 +278,8 @@ def train(
             data_collator=collate,
             loss_fn=loss_fn,
             precision=precision,
-            warmup_steps=warmup_steps,
-            floor=min_learning_rate / learning_rate if learning_rate else 1.0,
+            warmup_steps=options.warmup_steps,
+            floor=options.min_learning_rate / options.learning_rate if options.learning_rate else 1.0,
         )
         carried = rows[-1] if rows else {"tokens": 0, "seconds": 0.0}
         log = _Log(trainer, out / LOG, bar, int(carried["tokens"]), carried["seconds"])

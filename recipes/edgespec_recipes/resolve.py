@@ -1,0 +1,86 @@
+"""Targets: from a name (alias, hub id, local folder) to a checked model folder. The one place that may reach the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.errors import InputError, did_you_mean
+from edgespec.targets import TARGETS, TINY_CHAT
+from edgespec_recipes.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
+from edgespec_recipes.tiny_chat import build_tiny_chat
+
+HUB_FILES = (
+    *TOKENIZER_FILES,
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "LICENSE*",
+)
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on this disk. `source`: 'made here', 'local folder' or the hub id and commit."""
+
+    name: str
+    folder: Path
+    source: str
+    licence: str
+
+
+def resolve_target(name: str) -> ResolvedTarget:
+    """An alias, a hub id or a local folder -> a checked local model folder (tiny-chat is trained on first use).
+
+    Raises InputError: unknown name, folder without config.json or weights, encoder-decoder model, no chat template, gated
+    or missing repository, no network.
+    """
+    quiet()
+    path = Path(name).expanduser()
+    target = TARGETS.get(name)
+    if target is not None and target.repo is None:
+        return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
+    if target is not None and target.repo is not None:
+        resolved = _from_hub(name, target.repo, target.licence)
+    elif path.is_dir():
+        resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
+        resolved = _from_hub(name, name, "see the model's page")
+    else:
+        what = (
+            "there is no folder of that name"
+            if "/" in name or "\\" in name
+            else "it is neither an alias nor a folder here"
+        )
+        raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
+    check_model_folder(resolved.folder)
+    return resolved
+
+
+def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
+    """Download (or find in the hub cache) what a model folder needs, and no more."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    local = "or give a local folder in Hugging Face layout as --target"
+    try:
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, "
+            f"{local}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
+        ) from error
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise InputError(
+            f"{repo} could not be downloaded ({first_line(error)}): try again, {local}"
+        ) from error
+    return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)
