@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
-from edgespec.errors import InputError, did_you_mean
+from edgespec.errors import InputError, MissingExtra, did_you_mean
 from edgespec.files import read_json, write_json, write_text
 from edgespec.options import as_flags, knob, to_mapping
 from edgespec.recipe import Recipe, load_recipe, resolve
@@ -65,6 +65,16 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Path]:
     file = _recipe_file(name, flags["target"])
     recipe = resolve(load_recipe(file) if file else {}, flags)
     return recipe, Path(out) if out else Path("build") / Path(recipe.target).name
+
+
+def _check_packages(recipe: Recipe) -> None:
+    """Everything the last stage needs is asked for before the first one starts. Raises MissingExtra."""
+    wanted = ["torch", "transformers", "accelerate"]
+    wanted += ["onnx", "onnxruntime_genai"] if recipe.export.onnx else []
+    wanted += ["gguf"] if recipe.export.gguf else []
+    for package in wanted:
+        if find_spec(package) is None:
+            raise MissingExtra(package, "all", "Building a drafter")
 
 
 def _claim(out: Path, recipe: Recipe) -> None:
@@ -266,6 +276,7 @@ class Build:
 
 def run(given: dict[str, Any]) -> int:
     recipe, out = _read_options(given)
+    _check_packages(recipe)
     fresh = not out.exists()
     _claim(out, recipe)
     try:

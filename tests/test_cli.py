@@ -157,6 +157,6 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
         env={"PYTHONPATH": ".:runtime:recipes:export"},
     )
     assert done.returncode == 2
-    assert "pip install 'edgespec[train]'" in done.stderr
+    assert "pip install 'edgespec[all]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not out.exists()
