@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_recipes.distill import distill
-from edgespec_recipes.evaluation import evaluate, evaluation_table
+from edgespec_recipes.evaluation import evaluate
+from edgespec_recipes.evaluation_report import evaluation_table
 
 from edgespec.files import read_json
 from edgespec.recipe import load_recipe, resolve

@@ -152,7 +152,8 @@ class Build:
 
         from edgespec_recipes.datagen import generate
         from edgespec_recipes.distill import distill
-        from edgespec_recipes.evaluation import evaluate, evaluation_table
+        from edgespec_recipes.evaluation import evaluate
+        from edgespec_recipes.evaluation_report import evaluation_table
         from edgespec_recipes.pretrain import pretrain
 
         self.stage(

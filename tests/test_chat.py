@@ -1,9 +1,8 @@
-"""The chat and `generate` on a real bundle: cache across turns, commands, a pipe, a terminal with Ctrl-C."""
+"""The chat on a real bundle: cache across turns, commands, a pipe, a terminal with Ctrl-C."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import select
@@ -23,7 +22,6 @@ from edgespec_runtime.terminal import dim, harmless, has_colour
 
 from edgespec.cli import main
 from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PATHS = {
@@ -395,98 +393,6 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal(monkeypatch: pytest.M
     assert not has_colour(io.StringIO())
     monkeypatch.setenv("TERM", "dumb")
     assert not has_colour(Screen())
-
-
-# generate
-
-
-def test_generate_streams_the_reply(bundle: Path, pair: Pair, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30"]) == 0
-    speculative = capfd.readouterr().out
-    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30", "--no-draft"]) == 0
-    assert capfd.readouterr().out == speculative
-    chat = new_chat(pair, max_new_tokens=30)
-    chat.reply("Hello there")
-    assert capfd.readouterr().out == speculative
-
-
-def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--json", "--max-new-tokens", "30", "--draft-length", "4", "--system", "Be brief."]
-    assert main(["generate", str(bundle), "Hello there", *flags]) == 0
-    report = json.loads(capfd.readouterr().out)
-    counts = RawCounts(**report["counts"])
-    assert counts.emitted == 30
-    assert report["finish"] == "length"
-    assert report["metrics"]["block_efficiency"] == pytest.approx(counts.block_efficiency)
-    assert report["metrics"]["mbsu_parameters"] == pytest.approx(
-        counts.block_efficiency / 5
-    )  # c = 1 in this bundle
-    assert report["options"]["draft_length"] == 4
-
-
-def test_generate_reads_standard_input(bundle: Path) -> None:
-    command = [sys.executable, "-m", "edgespec", "generate", str(bundle), "--max-new-tokens", "8", "--raw"]
-
-    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(
-            command, input=data, capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=False
-        )
-
-    raw = run(b"def f(x):\n")
-    assert raw.returncode == 0, raw.stderr
-    argument = subprocess.run(
-        [*command, "def f(x):"], capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=True
-    )
-    assert raw.stdout == argument.stdout
-    for data, words in ((b"", "the prompt is empty"), (b"\xff\xfe", "not UTF-8")):
-        done = run(data)
-        assert done.returncode == 2
-        assert words in done.stderr.decode()
-        assert len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--draft-length", "0"], "draft_length is 0; it must be at least 1"),
-        (["--temperature", "-1"], "temperature is -1.0; it must be at least 0.0"),
-        (["--precision", "int3"], "no 'int3' pair"),
-    ],
-)
-@pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_bad_flags(
-    bundle: Path,
-    verb: str,
-    flags: list[str],
-    words: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    prompt = "one two three four five six seven eight nine ten"
-    assert main([verb, str(bundle), *([prompt] if verb == "generate" else []), *flags]) == 2
-    errors = capfd.readouterr().err
-    assert words in errors
-    assert len(errors.splitlines()) == 1
-
-
-def test_a_prompt_longer_than_the_context(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(bundle), "one two three four five six seven", "--context", "16"]) == 2
-    errors = capfd.readouterr().err
-    assert "tokens and the context holds 16" in errors
-    assert len(errors.splitlines()) == 1
-
-
-# Light
-
-
-def test_the_runtime_loads_where_torch_cannot_be_imported() -> None:
-    program = (
-        "import sys\n"
-        "for name in ('torch', 'transformers', 'accelerate', 'onnx', 'matplotlib', 'scipy'): sys.modules[name] = None\n"
-        "import edgespec_runtime.chat, edgespec_runtime.generate, edgespec_runtime.bench, edgespec_runtime.plot\n"
-        "import edgespec_runtime.engine_onnxruntime, edgespec_runtime.engine_llamacpp\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=REPOSITORY, env={**os.environ, **PATHS})
 
 
 def test_chat_module_documents_its_settable_knobs() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 from edgespec_recipes import evaluation
 from edgespec_recipes.decoding import warp
-from edgespec_recipes.evaluation import Sampling, evaluate, evaluation_table, held_out_prompts, teacher_forced
+from edgespec_recipes.evaluation import evaluate, held_out_prompts, teacher_forced
+from edgespec_recipes.evaluation_report import Sampling, evaluation_table
 from test_decoding import PROMPTS, greedy, small_llama
 from tiny_models import make_model_folder
 

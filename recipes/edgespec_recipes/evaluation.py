@@ -1,7 +1,6 @@
-"""Block efficiency τ, acceptance rate α and MBSU of drafters on held-out prompts, with bootstrap intervals over prompts.
+"""Raw counts of drafters on held-out prompts: speculative decoding and teacher forcing, every finished setting kept.
 
-Raw counts of every prompt are kept; every metric in the result is derived from them. Knows models only through decoding.py
-and speculation.py.
+Knows models only through decoding.py and speculation.py; what the counts mean is evaluation_report.py's.
 """
 
 from __future__ import annotations
@@ -17,39 +16,17 @@ import torch
 
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
-from edgespec.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
 from edgespec.progress import progress
 from edgespec.recipe import EvaluateOptions
-from edgespec.report import interval, table
 from edgespec_recipes.decoding import left_pad, logits_at, sample_responses, stop_ids, warp
+from edgespec_recipes.evaluation_report import SAMPLINGS, Sampling, label_of, summarise
 from edgespec_recipes.loading import load_model, load_tokenizer
 from edgespec_recipes.prompts import encode_prompt, read_prompts
 from edgespec_recipes.speculation import speculate
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1
 TEACHER_ROWS = 8  # responses scored together by the teacher-forced α
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How both models' logits are warped."""
-
-    temperature: float
-    top_p: float
-
-    @property
-    def label(self) -> str:
-        return f"T={self.temperature:g}" + (f" top-p {self.top_p:g}" if self.top_p < 1 else "")
-
-    @property
-    def key(self) -> str:
-        return f"t{self.temperature:g}-p{self.top_p:g}"
-
-
-SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
-"""Greedy, and the paper's open-ended generation (direct alignment, section 3)."""
 
 
 def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
@@ -225,8 +202,8 @@ def evaluate(
     return {
         "prompts": len(pairs.prompts),
         "settings": len(settings),
-        **{f"tau_{s['drafter']}_{_label(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
-        **{f"{c['claim']}_{_label(c)}": c["holds"] for c in result["comparisons"]},
+        **{f"tau_{s['drafter']}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
+        **{f"{c['claim']}_{label_of(c)}": c["holds"] for c in result["comparisons"]},
     }
 
 
@@ -243,100 +220,3 @@ def _part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:
     found = compute()
     write_json(path, found)
     return found
-
-
-def _label(setting: dict[str, Any]) -> str:
-    return f"{Sampling(setting['temperature'], setting['top_p']).key}-g{setting['draft_length']}"
-
-
-def _tau(items: Sequence[RawCounts]) -> float:
-    return sum(item.emitted for item in items) / sum(item.blocks for item in items)
-
-
-def metrics(
-    counts: list[RawCounts], overlaps: list[list[float]], draft_length: int, cost_ratio: float, seed: int
-) -> dict[str, Any]:
-    """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give."""
-    tau = bootstrap(counts, _tau, seed=seed)
-    empirical = bootstrap(
-        counts, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)), seed=seed
-    )
-    forced = bootstrap(overlaps, ratio_of_sums(lambda o: o[0], lambda o: o[1]), seed=seed)
-    return {
-        "tau": tau,
-        "alpha_empirical": empirical,
-        "alpha_teacher_forced": forced,
-        "mbsu": tuple(mbsu(value, draft_length, cost_ratio) for value in tau),
-        "tau_if_independent": predicted_block_efficiency(forced[0], draft_length),
-    }
-
-
-def summarise(
-    settings: list[dict[str, Any]], names: list[str], cost_ratio: float, seed: int
-) -> dict[str, Any]:
-    """The content of evaluation.json from the raw counts of every setting.
-
-    A comparison is the difference of τ between a drafter and the first one on the same prompts; it `holds` where the whole
-    95 % interval is above 0.
-    """
-    for setting in settings:
-        counts = [RawCounts(**raw) for raw in setting["counts"]]
-        setting["metrics"] = metrics(
-            counts, setting["teacher_forced"], setting["draft_length"], cost_ratio, seed
-        )
-    baseline, *others = names
-    found = {(s["drafter"], _label(s)): s for s in settings}
-    comparisons = []
-    for name in others:
-        for (drafter, label), setting in found.items():
-            if drafter != name:
-                continue
-            pairs = [
-                (RawCounts(**ours), RawCounts(**theirs))
-                for ours, theirs in zip(setting["counts"], found[baseline, label]["counts"], strict=True)
-            ]
-            difference = bootstrap(
-                pairs,
-                lambda items: _tau([ours for ours, _ in items]) - _tau([theirs for _, theirs in items]),
-                seed=seed,
-            )
-            comparisons.append(
-                {
-                    "claim": f"{name}_beats_{baseline}",
-                    **{key: setting[key] for key in ("temperature", "top_p", "draft_length")},
-                    "tau_difference": difference,
-                    "holds": difference[1] > 0,
-                }
-            )
-    return {
-        "schema": SCHEMA,
-        "cost_ratio": cost_ratio,
-        "prompts": len(settings[0]["counts"]),
-        "settings": settings,
-        "comparisons": comparisons,
-    }
-
-
-def evaluation_table(file: Path, *, markdown: bool = False) -> str:
-    """evaluation.json as a table: a line for each sampling, γ and drafter with its 95 % intervals.
-
-    The last column is the paired gain in τ over the first drafter.
-    """
-    result = read_json(file)
-    gains = {(c["claim"].split("_beats_")[0], _label(c)): c for c in result["comparisons"]}
-    rows = []
-    for setting in sorted(result["settings"], key=lambda s: (s["temperature"], s["draft_length"])):
-        derived, gain = setting["metrics"], gains.get((setting["drafter"], _label(setting)))
-        rows.append(
-            (
-                f"{Sampling(setting['temperature'], setting['top_p']).label}, γ={setting['draft_length']}, {setting['drafter']}",
-                interval(*derived["tau"]),
-                interval(*derived["alpha_empirical"]),
-                interval(*derived["alpha_teacher_forced"]),
-                interval(*derived["mbsu"]),
-                interval(*gain["tau_difference"]) if gain else "",
-            )
-        )
-    return table(
-        ("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows, markdown=markdown
-    )
