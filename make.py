@@ -24,15 +24,16 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD = Path("build") / "tiny-chat"
 
 
-def run(*command: object, quiet: bool = False) -> int:
+def run(*command: object) -> int:
     """Run a command in the checkout; its exit code."""
-    if not quiet:
-        print("$", *command, flush=True)
+    print("$", *command, flush=True)
     return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
 
 
 def pip(*arguments: str) -> int:
-    return run(BIN / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
+    """pip install: with its progress bars on a terminal, silent but for errors elsewhere."""
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
+    return run(BIN / "python", "-m", "pip", "install", *quiet, "--disable-pip-version-check", *arguments)
 
 
 def install_torch() -> int:
