@@ -243,9 +243,11 @@ def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixtur
 # On a terminal
 
 # The real program on the real engine, only slower, so that there is time to press Ctrl-C.
+# A terminal's programs start with Ctrl-C in force; the test run itself may have been started with it ignored (nohup, CI).
 SLOW = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 forward = OnnxRuntimeEngine.forward
 def slowly(self, tokens):
