@@ -55,17 +55,8 @@ def writing(path: Path | str) -> Iterator[None]:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write atomically: after a crash `path` is the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as stream:
-                stream.write(data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    with whole_file(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -122,6 +113,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
+            for file in filter(Path.is_file, temporary.rglob("*")):
+                _sync(file)
             if path.exists():
                 shutil.rmtree(path)
             os.replace(temporary, path)
@@ -139,11 +132,15 @@ def whole_file(path: Path) -> Iterator[Path]:
             stale.unlink(missing_ok=True)
         try:
             yield temporary
-            with open(temporary, "rb") as stream:
-                os.fsync(stream.fileno())
+            _sync(temporary)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
 
 
 def sha256_file(path: Path) -> str:

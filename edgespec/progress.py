@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 @contextmanager
@@ -29,11 +27,3 @@ def progress(label: str, total: int, unit: str = "step", done: int = 0) -> Itera
         yield bar
     finally:
         bar.close()
-
-
-def tracked(items: Iterable[T], label: str, total: int, unit: str = "item") -> Iterator[T]:
-    """Iterate under a bar."""
-    with progress(label, total, unit) as bar:
-        for item in items:
-            yield item
-            bar.update(1)

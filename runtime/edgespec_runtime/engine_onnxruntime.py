@@ -6,7 +6,6 @@ shorter attention mask. Every other tensor is a preallocated buffer bound with t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,13 +103,3 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         del self._binding, self._session
-
-
-def is_model_folder(folder: Path) -> bool:
-    """Whether the folder looks like one this engine loads."""
-    try:
-        return (folder / "genai_config.json").is_file() and "decoder" in json.loads(
-            (folder / "genai_config.json").read_text()
-        )["model"]
-    except (OSError, ValueError, KeyError):
-        return False
