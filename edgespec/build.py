@@ -1,31 +1,29 @@
 """Make a drafter for a target: plan, pretrain, let the target write, distil, evaluate, export, verify, bundle.
 
 Every stage owns a folder under --out. Interrupt it at any point and run the same command: what is complete is skipped, what was
-under way goes on.
+under way goes on. `torchrun --nproc_per_node N -m edgespec build-drafter ...` shares the work among N processes.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
-from edgespec.errors import InputError, MissingExtra, did_you_mean
-from edgespec.files import read_json, write_json, write_text
-from edgespec.options import as_flags, knob, to_mapping
+from edgespec.errors import InputError, MissingExtra
+from edgespec.files import write_text
+from edgespec.options import as_flags, check, knob, to_mapping
+from edgespec.pipeline import RECIPE_FILE, Build, dump_recipe
 from edgespec.recipe import Recipe, load_recipe, resolve
-from edgespec.report import duration, table
-from edgespec.shapes import ModelShape
-from edgespec.stages import run_stage
-
-RECIPE_FILE = "recipe.resolved.yaml"
+from edgespec.shipped import recipe_file, shipped_recipes
+from edgespec.stages import Crew
 
 
 @dataclass(frozen=True)
@@ -34,37 +32,31 @@ class Options(Recipe):
     recipe: str = knob(
         "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
     )
+    dry_run: bool = knob(False, "print sizes, memory, FLOPs and disk of every stage, and make nothing")
+    parallel: str = knob(
+        "ddp",
+        "how several processes share a training: every one with whole models (ddp) or with a part of them (fsdp)",
+        choices=("ddp", "fsdp"),
+    )
 
 
 OPTIONS = Options
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Name -> file of the recipes that come with the package."""
-    spec = find_spec("edgespec_recipes")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    folder = Path(spec.submodule_search_locations[0]) / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml")) if not path.stem.startswith("target-")}
-
-
-def _recipe_file(name: str, target: str) -> Path | None:
-    shipped = shipped_recipes()
-    if not name:
-        return shipped.get(target)
-    if name in shipped:
-        return shipped[name]
-    if Path(name).is_file():
-        return Path(name)
-    raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe{did_you_mean(name, shipped)}")
-
-
-def _read_options(given: dict[str, Any]) -> tuple[Recipe, Path]:
+def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
+    """The recipe, and the options of this run alone (its target is a placeholder)."""
     flags = dict(given)
-    out, name = flags.pop("out", ""), flags.pop("recipe", "")
-    file = _recipe_file(name, flags["target"])
+    own = {name: flags.pop(name) for name in ("out", "recipe", "dry_run", "parallel") if name in flags}
+    run = Options(target="", **{name: _checked(name, value) for name, value in own.items()})
+    name, target = run.recipe, flags.get("target", "")
+    file = recipe_file(name) if name else shipped_recipes().get(target)
     recipe = resolve(load_recipe(file) if file else {}, flags)
-    return recipe, Path(out) if out else Path("build") / Path(recipe.target).name
+    return recipe, run
+
+
+def _checked(name: str, value: Any) -> Any:
+    field = Options.__dataclass_fields__[name]
+    return check(value, {"dry_run": bool}.get(name, str), field, name)
 
 
 def _check_packages(recipe: Recipe) -> None:
@@ -79,10 +71,9 @@ def _check_packages(recipe: Recipe) -> None:
 
 def _claim(out: Path, recipe: Recipe) -> None:
     """Make `out` this recipe's folder, or refuse it where it is another's."""
-    wanted = to_mapping(recipe)
     file = out / RECIPE_FILE
     if file.exists():
-        seen = yaml.safe_load(file.read_text(encoding="utf-8"))
+        seen, wanted = yaml.safe_load(file.read_text(encoding="utf-8")), to_mapping(recipe)
         if seen != wanted:
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
@@ -92,7 +83,7 @@ def _claim(out: Path, recipe: Recipe) -> None:
         raise InputError(
             f"{out} holds other files and no {RECIPE_FILE}; give an empty or new folder with --out"
         )
-    write_text(file, yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True))
+    write_text(file, dump_recipe(recipe))
 
 
 def _difference(seen: Any, wanted: Any, where: str = "") -> str:
@@ -103,189 +94,39 @@ def _difference(seen: Any, wanted: Any, where: str = "") -> str:
     return f"{where} is {seen!r} there and {wanted!r} here"
 
 
-def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The derived figures of evaluation.json; the raw counts travel in that file."""
-    settings = [
-        {key: value for key, value in setting.items() if key not in ("counts", "teacher_forced")}
-        for setting in evaluation["settings"]
-    ]
-    return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
+def _crew(parallel: str) -> Crew:
+    """The processes torchrun started; one, without it. Only the first one prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Crew()
+    os.environ["EDGESPEC_PARALLEL"] = parallel
+    from edgespec_recipes import processes
 
-
-class Build:
-    """One run of the way from target to bundle; `run` is the order of the stages."""
-
-    def __init__(self, recipe: Recipe, out: Path) -> None:
-        self.recipe = recipe
-        self.out = out
-        self.times: list[tuple[str, float]] = []
-
-    def stage(
-        self, name: str, what: str, options: Any, body: Callable[[Path], dict[str, Any]]
-    ) -> dict[str, Any]:
-        folder = self.out / name
-        done = (folder / "stage.json").exists()
-        print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
-        counts = run_stage(folder, options if isinstance(options, dict) else to_mapping(options), body)
-        self.times.append((name, float(read_json(folder / "stage.json")["seconds"])))
-        return counts
-
-    def run(self) -> Path:
-        recipe, out, seed = self.recipe, self.out, self.recipe.seed
-        target = self.stage(
-            "target", f"find or make {recipe.target}", {"target": recipe.target}, self._target
-        )
-        folder = Path(target["folder"])
-        if not (folder / "config.json").is_file():
-            raise InputError(
-                f"the target's folder {folder} is gone; remove {out / 'target'} and run the same command again"
-            )
-        target_shape = ModelShape.from_config(read_json(folder / "config.json"))
-        shape = derive(target_shape, recipe.drafter)
-        print(describe(target_shape, shape), flush=True)
-        self.stage(
-            "plan",
-            "the drafter's shape",
-            recipe.drafter,
-            lambda place: self._plan(place, target_shape, shape),
-        )
-
-        from edgespec_recipes.datagen import generate
-        from edgespec_recipes.distill import distill
-        from edgespec_recipes.evaluation import evaluate
-        from edgespec_recipes.evaluation_report import evaluation_table
-        from edgespec_recipes.pretrain import pretrain
-
-        self.stage(
-            "pretrain",
-            "next-token training on plain text",
-            recipe.pretrain,
-            lambda place: pretrain(place, folder, shape, recipe.pretrain, seed),
-        )
-        pretrained = out / "pretrain" / "model"
-        self.stage(
-            "generate",
-            "the target writes responses",
-            recipe.generate,
-            lambda place: generate(place, folder, recipe.generate, seed),
-        )
-        self.stage(
-            "distill",
-            f"white-box distillation, {recipe.distill.divergence}",
-            recipe.distill,
-            lambda place: distill(
-                place,
-                folder,
-                pretrained,
-                out / "generate",
-                recipe.pretrain.text,
-                out / "pretrain" / "text",
-                recipe.distill,
-                seed,
-            ),
-        )
-        drafter = out / "distill" / "model"
-        ratio = cost_ratios(target_shape, shape)["parameters"]
-        self.stage(
-            "evaluate",
-            "acceptance and block efficiency in torch, held-out prompts",
-            recipe.evaluate,
-            lambda place: evaluate(
-                place, folder, {"pretrained": pretrained, "distilled": drafter}, recipe.evaluate, seed, ratio
-            ),
-        )
-        print(evaluation_table(out / "evaluate" / "evaluation.json"), flush=True)
-
-        from edgespec_export.bundle import write_bundle
-        from edgespec_export.export import export_pair
-        from edgespec_export.verify import verification_table, verify_pair
-
-        self.stage(
-            "export",
-            "ONNX and GGUF",
-            recipe.export,
-            lambda place: export_pair(place, folder, drafter, recipe.export),
-        )
-        self.stage(
-            "verify",
-            "every file against torch",
-            recipe.export,
-            lambda place: verify_pair(
-                place, out / "export", folder, drafter, self._verify_prompts(folder), recipe.export
-            ),
-        )
-        print(verification_table(out / "verify" / "verify.json"), flush=True)
-
-        def pack(place: Path) -> dict[str, Any]:
-            evaluation = read_json(out / "evaluate" / "evaluation.json")
-            return write_bundle(
-                out / "bundle",
-                out / "export",
-                folder,
-                drafter,
-                recipe.export,
-                target_name=target["name"],
-                target_source=target["source"],
-                prompts=self._held_out(recipe.export.bundle_prompts),
-                evaluation=evaluation,
-                verification=read_json(out / "verify" / "verify.json"),
-                metrics=_without_counts(evaluation),
-                provenance={
-                    "recipe": to_mapping(recipe),
-                    "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
-                    "seed": seed,
-                    "seconds": dict(self.times),
-                },
-            )
-
-        self.stage("pack", "manifest, checksums, model card", {}, pack)
-        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
-        print(
-            f"total {duration(sum(seconds for _, seconds in self.times))}; bundle: {out / 'bundle'}",
-            flush=True,
-        )
-        return out / "bundle"
-
-    def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
-        from edgespec_recipes.prompts import read_prompts
-
-        return read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
-
-    def _verify_prompts(self, target_folder: Path) -> list[list[int]]:
-        from edgespec_runtime.tokenizer import ChatTokenizer
-
-        tokenizer = ChatTokenizer(target_folder)
-        return [
-            tokenizer.encode_chat(messages) for messages in self._held_out(self.recipe.export.verify_prompts)
-        ]
-
-    def _target(self, place: Path) -> dict[str, Any]:
-        from edgespec_recipes.resolve import resolve_target
-
-        target = resolve_target(self.recipe.target)
-        return {"name": target.name, "folder": str(target.folder), "source": target.source}
-
-    def _plan(self, place: Path, target: ModelShape, drafter: DrafterShape) -> dict[str, Any]:
-        plan = {
-            "target": asdict(target),
-            "drafter": asdict(drafter),
-            "cost_ratios": cost_ratios(target, drafter),
-        }
-        write_json(place / "drafter.json", plan)
-        return plan
+    if processes.rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the program)
+    processes.start()
+    return Crew(processes.rank(), processes.wait)
 
 
 def run(given: dict[str, Any]) -> int:
-    recipe, out = _read_options(given)
+    recipe, options = _read_options(given)
+    if options.dry_run:
+        from edgespec.estimate import dry_run
+
+        print(dry_run(recipe))
+        return 0
     _check_packages(recipe)
+    out = Path(options.out) if options.out else Path("build") / Path(recipe.target).name
+    crew = _crew(options.parallel)
     fresh = not out.exists()
-    _claim(out, recipe)
-    try:
+    crew.wait()
+    if not crew.rank:
+        _claim(out, recipe)
         write_text(out / "command.txt", shlex.join(["edgespec", "build-drafter", *as_flags(given)]) + "\n")
-        Build(recipe, out).run()
+    try:
+        Build(recipe, out, crew).run()
     except Exception:
         if (
-            fresh and not (out / "target" / "stage.json").exists()
+            fresh and not crew.rank and not (out / "target" / "stage.json").exists()
         ):  # a target that cannot be had leaves nothing behind
             shutil.rmtree(out, ignore_errors=True)
         raise

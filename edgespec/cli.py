@@ -30,8 +30,13 @@ VERBS = {
     "targets": Verb(
         "edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"
     ),
+    "recipes": Verb("edgespec.recipes_verb", "list, show, copy or check the recipes that come with edgespec"),
     "build-drafter": Verb(
         "edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"
+    ),
+    "study": Verb(
+        "edgespec.study_verb",
+        "compare losses, data, token selection and initialisations, and write docs",
     ),
     "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
@@ -44,6 +49,7 @@ _EXTRA_OF = {
     "transformers": "train",
     "accelerate": "train",
     "safetensors": "train",
+    "tensorboardX": "train",
     "onnx": "export",
     "onnxruntime_genai": "export",
     "onnxscript": "export",
@@ -51,6 +57,8 @@ _EXTRA_OF = {
     "sentencepiece": "export",
     "llama_cpp": "llamacpp",
     "matplotlib": "plot",
+    "datasets": "data",
+    "pyarrow": "data",
 }
 
 
@@ -107,7 +115,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except EdgespecError as error:
-        print(f"edgespec: {error}", file=sys.stderr)
+        if not (isinstance(error, InputError) and os.environ.get("RANK", "0") != "0"):  # all processes met it
+            print(f"edgespec: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

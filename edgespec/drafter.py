@@ -4,6 +4,9 @@ Rule: one layer for every eight of the target's; the head size, the ratio of que
 the embeddings are the target's; the hidden size is the multiple of the step nearest to the budget in parameters. The step is
 256 (a K-quant row) where the target is at least 1,024 wide and 64 below. For Llama-2-7B this is the paper's drafter: 4 layers,
 hidden 1024, FFN 2816, 8 heads (direct alignment, Table 1).
+
+With a vocabulary subset the tables have one row for each token kept and one that is read in the place of any other token, and the
+size budget counts them so.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ LAYERS_RATIO = 8
 
 @dataclass(frozen=True)
 class DrafterShape(ModelShape):
-    """A Llama-architecture drafter (every engine runs it) with the target's vocabulary."""
+    """A Llama-architecture drafter (every engine runs it). `vocab_size` is the target's, or tokens kept + 1."""
 
     def llama_config(self) -> dict[str, Any]:
         """Keyword arguments of transformers.LlamaConfig."""
@@ -52,7 +55,18 @@ def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
     }
 
 
-def _shape(target: ModelShape, hidden: int, layers: int, step: int) -> DrafterShape:
+def _vocab_size(target: ModelShape, kept: int | None) -> int:
+    """Rows of the drafter's tables. Raises InputError where the subset is none."""
+    if kept is None:
+        return target.vocab_size
+    if kept >= target.vocab_size:
+        raise InputError(
+            f"drafter.vocabulary is {kept} and the target has {target.vocab_size} tokens; give fewer, or leave it out to keep all"
+        )
+    return kept + 1
+
+
+def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: int) -> DrafterShape:
     head_dim = target.head_dim if hidden % target.head_dim == 0 else NARROW_STEP
     heads = hidden // head_dim
     group = max(1, target.heads // target.kv_heads)
@@ -65,7 +79,7 @@ def _shape(target: ModelShape, hidden: int, layers: int, step: int) -> DrafterSh
         kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate=intermediate,
-        vocab_size=target.vocab_size,
+        vocab_size=vocab_size,
         tied=target.tied,
         context_length=target.context_length,
         rope_theta=target.rope_theta,
@@ -74,7 +88,8 @@ def _shape(target: ModelShape, hidden: int, layers: int, step: int) -> DrafterSh
 
 
 def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
-    """The drafter for a target. Raises InputError where the drafter would not be smaller than the target."""
+    """The drafter for a target. Raises InputError where it, or its vocabulary, would not be smaller than the target's."""
+    vocab_size = _vocab_size(target, options.vocabulary)
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
     if options.hidden is not None:
@@ -82,11 +97,12 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
             raise InputError(
                 f"drafter.hidden is {options.hidden}; it must be a multiple of {NARROW_STEP} (of {step} for fast quantised rows)"
             )
-        chosen = _shape(target, options.hidden, layers, step)
+        chosen = _shape(target, options.hidden, layers, step, vocab_size)
     else:
         budget = options.size_fraction * target.parameters
         candidates = [
-            _shape(target, hidden, layers, step) for hidden in range(step, max(step, target.hidden) + 1, step)
+            _shape(target, hidden, layers, step, vocab_size)
+            for hidden in range(step, max(step, target.hidden) + 1, step)
         ]
         chosen = min(candidates, key=lambda shape: abs(shape.parameters - budget))
     if chosen.parameters >= target.parameters:
@@ -112,6 +128,10 @@ def describe(target: ModelShape, drafter: ModelShape) -> str:
             ("streamed per token", "streamed_parameters"),
         )
     ]
+    if drafter.vocab_size < target.vocab_size:
+        kept = drafter.vocab_size - 1
+        share = f"{kept / target.vocab_size:.0%}"
+        rows.insert(6, ("tokens kept", "", f"{kept:,} ({share}), 1 row for the rest"))
     ratios = cost_ratios(target, drafter)
     rows.append(("c by parameters", "", f"{ratios['parameters']:.2%}"))
     rows.append(("c by bytes streamed", "", f"{ratios['streamed']:.2%}"))

@@ -6,7 +6,8 @@ file that the manifest does not list is never opened.
     manifest.json
       schema_version    1
       pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
-      target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}
+      target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
+                        the target's tokens also has vocabulary: path (runtime/edgespec_runtime/vocabulary.py reads it)
       default           {engine, precision, reason}: what chat and bench run unless told otherwise
       cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
       metrics           evaluation and verification, in short
@@ -40,13 +41,14 @@ class BundleFile:
 
 @dataclass(frozen=True)
 class BundleModel:
-    """One model of the pair; `files[engine][precision]` is a file or a folder, relative to the bundle."""
+    """One model of the pair; `files[engine][precision]` is a file or a folder, `vocabulary` a file, relative to the bundle."""
 
     name: str
     source: str
     shape: dict[str, Any]
     parameters: int
     files: dict[str, dict[str, str]]
+    vocabulary: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """Write manifest.json; done last, it is what makes a folder a bundle."""
     plain = asdict(manifest)
     del plain["folder"]
+    for role in ROLES:
+        if plain[role]["vocabulary"] is None:
+            del plain[role]["vocabulary"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
     write_json(folder / MANIFEST, ordered)
     return folder / MANIFEST
@@ -121,6 +126,11 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
                     raise BundleError(
                         f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
+    listed_in = manifest.drafter.vocabulary
+    if listed_in is not None and listed_in not in manifest.files:
+        raise BundleError(
+            f"{folder / MANIFEST}: the drafter's vocabulary is {listed_in!r}, which is not among its files; {AGAIN}"
+        )
     root = folder.resolve()
     for name, entry in manifest.files.items():
         check_file(root, name, entry, hashes=hashes)
@@ -197,6 +207,9 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
             shape=_need(model, "shape", dict, where),
             parameters=_need(model, "parameters", int, where),
             files=tables,
+            vocabulary=_safe(model["vocabulary"], where)
+            if role == "drafter" and "vocabulary" in model
+            else None,
         )
     default = _need(value, "default", dict, where)
     for key in ("engine", "precision", "reason"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,10 @@ from typing import Any
 
 @contextmanager
 def progress(label: str, total: int, unit: str = "step", done: int = 0) -> Iterator[Any]:
-    """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes."""
+    """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes.
+
+    Of several processes only the first shows one.
+    """
     from tqdm import tqdm
 
     interactive = sys.stderr.isatty()
@@ -19,6 +23,7 @@ def progress(label: str, total: int, unit: str = "step", done: int = 0) -> Itera
         initial=done,
         desc=label,
         unit=f" {unit}",
+        disable=os.environ.get("RANK", "0") != "0",
         dynamic_ncols=True,
         mininterval=0.1 if interactive else 20.0,
         maxinterval=10.0 if interactive else 60.0,

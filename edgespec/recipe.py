@@ -19,14 +19,30 @@ class DrafterOptions:
     )
     layers: int | None = knob(None, "number of layers instead of the rule's", at_least=1)
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
+    vocabulary: int | None = knob(
+        None,
+        "keep only so many of the target's tokens, the most frequent ones; the others get q = 0",
+        at_least=16,
+    )
+    init: str = knob(
+        "random",
+        "first weights: random, cut out of the target (weight subcloning), or a local checkpoint",
+        choices=("random", "subclone", "checkpoint"),
+    )
+    checkpoint: str = knob(
+        "", "model folder to start from, with the target's tokenizer, where init is checkpoint"
+    )
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
     """What every training has: AdamW under WarmupDecayLR."""
 
-    steps: int = knob(1000, "optimizer steps", at_least=1)
-    batch_size: int = knob(16, "sequences in a step", at_least=1)
+    steps: int = knob(1000, "optimizer steps; 0 leaves the stage out", at_least=0)
+    batch_size: int = knob(16, "sequences in a step, over all processes", at_least=1)
+    micro_batch_size: int | None = knob(
+        None, "sequences in one pass, where a step's share of one process does not fit in memory", at_least=1
+    )
     context: int = knob(512, "tokens in a sequence", at_least=64)
     learning_rate: float = knob(1e-3, "peak learning rate", at_least=0.0)
     min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
@@ -36,16 +52,31 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
+class TuneOptions(TrainingOptions):
+    """Tuning the target to a task, or a target from a larger one, before anything else (AdaSPEC, section 4)."""
+
+    steps: int = with_default(TrainingOptions, "steps", 0)
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 1e-5)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+    conversations: str = knob("", "conversations with responses to learn; any instruction format")
+    teacher: str = knob(
+        "", "a larger target (alias, hub id, folder) to distil from; without one the responses are the labels"
+    )
+
+
+@dataclass(frozen=True)
 class PretrainOptions(TrainingOptions):
     text: str = knob(
-        PYTHON_STDLIB, "plain text: a .txt or .jsonl ('text') file, a folder of such, or python-stdlib"
+        PYTHON_STDLIB,
+        "plain text: .txt, .jsonl ('text'), .parquet (gz too), a folder of such, hub:NAME[:SPLIT[:FIELD]], or python-stdlib",
     )
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
     instructions: str = knob(
-        PYTHON_STDLIB, "seed instructions: a .jsonl file ('messages' or 'instruction'), or python-stdlib"
+        PYTHON_STDLIB,
+        "seed instructions: .jsonl, .json or .parquet in any known format (alpaca, dolly, ...), or python-stdlib",
     )
     prompts: int = knob(
         2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
@@ -63,24 +94,84 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
+class ReferenceOptions(TrainingOptions):
+    """AdaSPEC's reference: a copy of the drafter, distilled with forward KL on the target's responses."""
+
+    steps: int = with_default(TrainingOptions, "steps", 500)
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+
+
+DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "tvd++", "lk")
+PRESETS: dict[str, dict[str, Any]] = {
+    "seqkd": {"labels": "hard", "divergence": "fkl", "fixed_fraction": 0.0, "student_fraction": 0.0},
+    "supervised-kd": {"divergence": "fkl", "fixed_fraction": 1.0, "student_fraction": 0.0},
+    "imitkd": {"divergence": "fkl", "fixed_fraction": 0.5, "student_fraction": 1.0},
+    "f-distill": {"divergence": "tvd", "fixed_fraction": 0.0, "student_fraction": 0.5},
+    "gkd": {"divergence": "jsd", "fixed_fraction": 0.0, "student_fraction": 1.0},
+}
+"""DistillSpec's named points in the space of loss and data (its section 3 and Algorithm A.2); text_fraction is apart."""
+
+
+@dataclass(frozen=True)
 class DistillOptions(TrainingOptions):
-    divergence: str = knob("tvd++", "loss between target p and draft q", choices=("fkl", "tvd", "tvd++"))
+    preset: str = knob(
+        "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
+    )
+    divergence: str = knob("tvd++", "loss between target p and draft q", choices=DIVERGENCES)
+    jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
     )
     tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
+    labels: str = knob(
+        "soft",
+        "learn the target's distributions (soft) or the written tokens (hard)",
+        choices=("soft", "hard"),
+    )
     batch_size: int = with_default(TrainingOptions, "batch_size", 40)
     text_fraction: float = knob(
         0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
     )
+    fixed: str = knob("", "conversations with responses of somebody else's (DistillSpec's fixed data)")
+    fixed_fraction: float = knob(
+        0.0, "λ1: share of the rest of a batch that is fixed data", at_least=0.0, at_most=1.0
+    )
+    student_fraction: float = knob(
+        0.0,
+        "λ2: share of what then is left that the drafter writes itself, during training; the target wrote the remainder",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    student_temperature: float = knob(
+        1.0, "sampling temperature of the drafter's own responses", at_least=0.0
+    )
+    student_max_new_tokens: int = knob(64, "longest response of the drafter's own in tokens", at_least=1)
+    target_side: str = knob(
+        "live",
+        "the target's distributions: computed live, or read from a stored top-k-plus-remainder cache",
+        choices=("live", "stored"),
+    )
+    stored_top_k: int = knob(64, "tokens stored for a position; the rest share the remainder", at_least=1)
+    select_fraction: float = knob(
+        1.0, "AdaSPEC's k: learn from this share of a batch's tokens only", at_least=1e-6, at_most=1.0
+    )
+    scale_learning_rate: bool = knob(True, "multiply the learning rate by k (AdaSPEC's linear scaling rule)")
     learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
     weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+    watch_steps: int = knob(
+        50, "steps between measurements of the acceptance rate on held-out responses; 0 for none", at_least=0
+    )
+    watch_rows: int = knob(4, "rows of responses held out for that", at_least=1)
+    keep_steps: int = knob(
+        0, "steps between drafters kept as models of their own; 0 keeps the last", at_least=0
+    )
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
     prompts_file: str = knob(
-        PYTHON_STDLIB, "held-out prompts: a .jsonl file ('messages' or 'instruction'), or python-stdlib"
+        PYTHON_STDLIB, "held-out prompts: .jsonl, .json or .parquet in any known format, or python-stdlib"
     )
     prompts: int = knob(48, "held-out prompts", at_least=2)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=1)
@@ -101,8 +192,14 @@ class Recipe:
     target: str = knob(help="alias (edgespec targets list), hub id, or local folder in Hugging Face layout")
     seed: int = knob(0, "seed of every random choice", at_least=0)
     drafter: DrafterOptions = section(DrafterOptions, "shape of the drafter")
+    tune: TuneOptions = section(
+        TuneOptions, "tune the target before anything else (off unless steps are given)"
+    )
     pretrain: PretrainOptions = section(PretrainOptions, "next-token training of the drafter on plain text")
     generate: GenerateOptions = section(GenerateOptions, "the target writes responses to seed instructions")
+    reference: ReferenceOptions = section(
+        ReferenceOptions, "AdaSPEC's reference model, made where distill.select_fraction is below 1"
+    )
     distill: DistillOptions = section(DistillOptions, "white-box distillation on those responses")
     evaluate: EvaluateOptions = section(
         EvaluateOptions, "acceptance and block efficiency in torch on held-out prompts"
@@ -128,5 +225,33 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
-    """flag > YAML > default."""
-    return from_mapping(Recipe, merge(file_values, flags))
+    """flag > YAML > preset > default."""
+    values = merge(file_values, flags)
+    distill = values.get("distill")
+    if isinstance(distill, dict) and distill.get("preset") in PRESETS:
+        values = {**values, "distill": merge(PRESETS[distill["preset"]], distill)}
+    recipe = from_mapping(Recipe, values)
+    _check_together(recipe)
+    return recipe
+
+
+def _check_together(recipe: Recipe) -> None:
+    """What no single knob can see. Raises InputError."""
+    drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
+    if (drafter.init == "checkpoint") != bool(drafter.checkpoint):
+        raise InputError(
+            f"drafter.init is {drafter.init!r} and drafter.checkpoint is {drafter.checkpoint!r}; "
+            "give both init: checkpoint and the folder, or neither"
+        )
+    if tune.steps and not tune.conversations:
+        raise InputError(
+            "tune.steps is given without tune.conversations; give a file of conversations with responses"
+        )
+    if distill.fixed_fraction and not distill.fixed:
+        raise InputError(
+            f"distill.fixed_fraction is {distill.fixed_fraction:g} without distill.fixed; give conversations with responses"
+        )
+    if distill.labels == "hard" and distill.select_fraction < 1:
+        raise InputError(
+            "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
+        )

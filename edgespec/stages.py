@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from edgespec.files import read_json, write_json
 
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
+
+Body = Callable[[Path], dict[str, Any]]
 
 
 def versions() -> dict[str, str]:
@@ -28,18 +31,40 @@ def versions() -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Crew:
+    """The processes that run a stage: this one's number, and a call that returns when all have come to it."""
+
+    rank: int = 0
+    wait: Callable[[], None] = lambda: None
+
+
 def run_stage(
-    folder: Path, options: dict[str, Any], body: Callable[[Path], dict[str, Any]]
+    folder: Path, options: dict[str, Any], body: Body, crew: Crew | None = None, *, together: bool = False
 ) -> dict[str, Any]:
     """Run `body(folder)` unless it has completed before; return the counts it returned.
 
     `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package
-    versions and the seconds spent (summed over interrupted runs as far as they were recorded).
+    versions and the seconds spent (summed over interrupted runs as far as they were recorded). Of several processes all run the
+    body where they work `together`, else the first one alone; all return the same counts.
     """
-    marker, clock = folder / "stage.json", folder / "clock.json"
-    if marker.exists():
-        counts: dict[str, Any] = read_json(marker)["counts"]
-        return counts
+    crew = crew or Crew()
+    marker = folder / "stage.json"
+    crew.wait()
+    done = marker.exists()
+    crew.wait()  # nobody writes the marker before everybody has looked
+    if not done:
+        if not crew.rank:
+            _run(folder, marker, options, body)
+        elif together:
+            body(folder)
+        crew.wait()
+    counts: dict[str, Any] = read_json(marker)["counts"]
+    return counts
+
+
+def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> None:
+    clock = folder / "clock.json"
     folder.mkdir(parents=True, exist_ok=True)
     before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
     start = time.monotonic()
@@ -51,4 +76,3 @@ def run_stage(
     seconds = round(before + time.monotonic() - start, 2)
     write_json(marker, {"seconds": seconds, "options": options, "counts": counts, "versions": versions()})
     clock.unlink(missing_ok=True)
-    return counts

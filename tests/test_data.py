@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import data
+from conftest import REPOSITORY
+from edgespec_recipes import data, token_shards
 from edgespec_recipes.loading import load_tokenizer
 from tiny_models import make_model_folder
 
@@ -21,57 +27,199 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def test_documents_of_files_folders_and_marks(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo<|endoftext|>\n")
-    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
-        stream.write(json.dumps({"text": "three"}) + "\n\n" + json.dumps({"text": " "}) + "\n")
-    (tmp_path / "c.md").write_text("not text of ours")
-    assert list(data.read_documents(str(tmp_path))) == ["one", "two", "three"]
-    assert list(data.read_documents(str(tmp_path / "a.txt"))) == ["one", "two"]
+def write_texts(path: Path, count: int) -> str:
+    rows = [
+        {"text": f"document {number} says hello world " + "again " * (number % 7)} for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
+def tokens_of(blocks: data.TextBlocks) -> list[int]:
+    return [int(token) for row in range(len(blocks)) for token in blocks[row]]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of so few tokens that blocks straddle them."""
+    monkeypatch.setattr(token_shards, "SHARD_TOKENS", 250)
+
+
+@pytest.mark.parametrize("size", [250, token_shards.SHARD_TOKENS])
+def test_blocks_hold_the_documents_joined_by_the_end_token(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(token_shards, "SHARD_TOKENS", size)
+    tokenizer, source = load_tokenizer(folder), write_texts(tmp_path / "t.jsonl", 150)
+    blocks = data.text_blocks(source, tokenizer, 16, tmp_path / "cache")
+    texts = [json.loads(line)["text"] for line in Path(source).read_text().splitlines()]
+    expected = [i for text in texts for i in [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]]
+    assert tokens_of(blocks) == expected[: len(expected) // 16 * 16]
+    assert blocks[0].dtype == np.uint16
+    assert (len(blocks), 16) == blocks.shape
+    assert blocks.size == len(tokens_of(blocks))
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+    rows = data.Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))})
+    assert rows[3]["input_ids"].tolist() == expected[48:64]
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_tokens_are_made_once_and_again_for_another_text(folder: Path, tmp_path: Path) -> None:
+    tokenizer, source = load_tokenizer(folder), write_texts(tmp_path / "t.jsonl", 150)
+    cache = tmp_path / "cache"
+    blocks = data.text_blocks(source, tokenizer, 16, cache)
+    before = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert len(before) > 5
+    data.text_blocks(source, tokenizer, 32, cache)
+    assert {file.name: file.stat().st_mtime_ns for file in cache.iterdir()} == before
+    Path(source).write_text(json.dumps({"text": "other text " * 20}) + "\n")
+    assert len(data.text_blocks(source, tokenizer, 16, cache)) < len(blocks)
+    assert list(files(cache)) == ["tokens-00000.bin", "tokens.json"]
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_a_text_is_tokenised_as_far_as_it_is_wanted(folder: Path, tmp_path: Path) -> None:
+    tokenizer, source = load_tokenizer(folder), write_texts(tmp_path / "t.jsonl", 150)
+    whole = tokens_of(data.text_blocks(source, tokenizer, 10, tmp_path / "whole"))
+    for tokens in (95, 250, 600, 1130, 400):  # within a shard, a whole one, over several, back
+        blocks = data.text_blocks(source, tokenizer, 10, tmp_path / "cache", tokens=tokens)
+        assert tokens_of(blocks) == whole[: tokens // 10 * 10]
+    assert sum(file.stat().st_size for file in (tmp_path / "cache").glob("*.bin")) == 2 * 1130
+    assert tokens_of(data.text_blocks(source, tokenizer, 10, tmp_path / "cache", tokens=10**9)) == whole
+    assert files(tmp_path / "cache") == files(tmp_path / "whole")
+    with open(source, "a") as stream:
+        stream.write("what is no JSON, at the end of a long text")
+    data.text_blocks(source, tokenizer, 10, tmp_path / "other", tokens=100)
+    with pytest.raises(InputError, match=r"t.jsonl:151 is not valid JSON"):
+        data.text_blocks(source, tokenizer, 10, tmp_path / "other")
+
+
+def _cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-7])
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("harm", "words"),
     [
-        ("missing.txt", None, "does not exist; give a .txt"),
-        ("a.csv", b"1,2", "none of .txt"),
-        ("a.txt", b"\xff\xfe\x00", "cannot be read as UTF-8"),
-        ("a.txt.gz", b"plain", "cannot be read as UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": 1}\n', r"a.jsonl:2 is no JSON object with a 'text'"),
-        ("a.jsonl", b'{"text": 7}\n', r"a.jsonl:1 has a 'text' that is no string"),
+        (_cut_off, "has 493 bytes and had 500"),
+        (_flip, "has the sha256"),
+        (Path.unlink, "is gone"),
     ],
 )
-def test_bad_text_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message):
-        list(data.read_documents(str(tmp_path / name)))
+def test_a_damaged_shard_is_named_and_only_it_is_made_again(
+    folder: Path, tmp_path: Path, harm: Any, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, source = load_tokenizer(folder), write_texts(tmp_path / "t.jsonl", 150)
+    cache = tmp_path / "cache"
+    data.text_blocks(source, tokenizer, 16, cache)
+    before, times = files(cache), {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+    harm(cache / "tokens-00002.bin")
+    data.text_blocks(source, tokenizer, 16, cache, tokens=500)  # it needs the first two only
+    assert not caplog.text
+    data.text_blocks(source, tokenizer, 16, cache)
+    assert f"tokens-00002.bin {words}" in caplog.text
+    assert files(cache) == before
+    after = {file.name: file.stat().st_mtime_ns for file in cache.iterdir()}
+    assert [name for name in times if times[name] != after[name]] == ["tokens-00002.bin"]
 
 
-def test_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no .txt"):
-        data.text_files(str(tmp_path))
+@pytest.mark.usefixtures("small_shards")
+def test_where_a_shard_comes_out_otherwise_those_after_it_follow(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer, source = load_tokenizer(folder), write_texts(tmp_path / "t.jsonl", 150)
+    cache = tmp_path / "cache"
+    data.text_blocks(source, tokenizer, 16, cache)
+    before, state = files(cache), json.loads((cache / "tokens.json").read_text())
+    state["shards"][2]["sha256"] = "0" * 64  # as if the text had been another when it was written
+    (cache / "tokens.json").write_text(json.dumps(state))
+    (cache / "tokens-00003.bin").write_bytes(b"of that other text")
+    data.text_blocks(source, tokenizer, 16, cache)
+    assert files(cache) == before
+    assert caplog.text.count("made again") == 1
+    (cache / "tokens.json").write_text("{")
+    data.text_blocks(source, tokenizer, 16, cache)
+    assert files(cache) == before
+    assert "tokens.json is not valid JSON" in caplog.text
 
 
-def test_blocks_hold_the_documents_joined_by_the_end_token(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    texts = [f"document {number} says hello world" for number in range(150)]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    blocks = data.text_blocks(str(tmp_path / "t.jsonl"), tokenizer, 16, tmp_path / "cache")
-    assert blocks.dtype == np.uint16
-    expected = [i for text in texts for i in [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 2]]
-    assert blocks.flatten().tolist() == expected[: len(expected) // 16 * 16]
-    before = (tmp_path / "cache" / "tokens.bin").stat().st_mtime_ns
-    data.text_blocks(str(tmp_path / "t.jsonl"), tokenizer, 32, tmp_path / "cache")
-    assert (tmp_path / "cache" / "tokens.bin").stat().st_mtime_ns == before
-    (tmp_path / "t.jsonl").write_text(json.dumps({"text": "other text " * 40}) + "\n")
-    assert len(data.text_blocks(str(tmp_path / "t.jsonl"), tokenizer, 16, tmp_path / "cache")) < len(blocks)
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from edgespec_recipes import data, processes, token_shards
+from edgespec_recipes.loading import load_tokenizer
+token_shards.SHARD_TOKENS = 250
+plain = token_shards.write_json
+def slow(path, value):  # time to be killed in
+    plain(path, value)
+    time.sleep(float(sys.argv[4]))
+token_shards.write_json = slow
+blocks = data.text_blocks(sys.argv[1], load_tokenizer(Path(sys.argv[2])), 16, Path(sys.argv[3]))
+print("rows", processes.rank(), len(blocks), int(sum(int(blocks[row].sum()) for row in range(len(blocks)))))
+"""
+
+
+def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Path) -> None:
+    source, cache = write_texts(tmp_path / "t.jsonl", 150), tmp_path / "cache"
+    command = [sys.executable, "-c", PROGRAM, source, str(folder)]
+    path = os.pathsep.join(str(REPOSITORY / room) for room in (".", "recipes", "runtime"))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen([*command, str(cache), "0.2"], env=environment)
+    try:
+        while run.poll() is None and not (cache / "tokens-00002.bin").exists():
+            time.sleep(0.005)
+        assert run.poll() is None
+        run.send_signal(signal.SIGKILL)
+    finally:
+        run.kill()
+        run.wait()
+    first = (cache / "tokens-00001.bin").stat().st_mtime_ns
+    done = len(json.loads((cache / "tokens.json").read_text())["shards"])
+    assert 2 <= done <= 3
+    # two processes go on: one writes, both read the same
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--no_python"]
+    both = subprocess.run(
+        [*launch, *command, str(cache), "0"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert both.returncode == 0, both.stderr
+    seen = sorted(line.split() for line in both.stdout.splitlines() if line.startswith("rows"))
+    assert [line[1] for line in seen] == ["0", "1"]
+    assert seen[0][2:] == seen[1][2:]
+    assert (cache / "tokens-00001.bin").stat().st_mtime_ns == first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_shards, "SHARD_TOKENS", 250)
+        data.text_blocks(source, load_tokenizer(folder), 16, tmp_path / "whole")
+    assert files(cache) == files(tmp_path / "whole")
 
 
 def test_too_little_text_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("short")
-    with pytest.raises(InputError, match="tokens; at least one block of 512"):
+    (tmp_path / "t.txt").write_text("just one line\n")
+    with pytest.raises(
+        InputError, match=r"t.txt' has \d+ tokens; at least one block of 512 is needed: give more text"
+    ):
         data.text_blocks(str(tmp_path / "t.txt"), load_tokenizer(folder), 512, tmp_path / "cache")
+
+
+def test_a_dataset_folder_of_the_hub_kind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_texts(tmp_path / "set" / "train.jsonl", 40)
+    tokenizer = load_tokenizer(folder)
+    streamed = data.text_blocks(f"hub:{tmp_path / 'set'}", tokenizer, 16, tmp_path / "streamed", tokens=320)
+    plain = data.text_blocks(str(tmp_path / "set"), tokenizer, 16, tmp_path / "plain", tokens=320)
+    assert tokens_of(streamed) == tokens_of(plain)
+    assert len(plain) == 20
 
 
 def test_packed_conversations_stay_whole_and_apart() -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from conftest import REPOSITORY
 from edgespec_recipes import datagen
 from edgespec_recipes.datagen import generate, plan_requests, read_responses
 from edgespec_recipes.loading import load_tokenizer
@@ -15,6 +22,7 @@ from edgespec_recipes.prompts import encode_prompt
 from tiny_models import make_model_folder
 
 from edgespec.errors import InputError
+from edgespec.options import to_mapping
 from edgespec.recipe import GenerateOptions
 
 STOP = 2
@@ -91,9 +99,10 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     before = contents(finished)
     texts = {name: text.decode() for name, text in before.items()}
     (finished / "shard-00000.jsonl").write_text(texts["shard-00000.jsonl"][:-40])  # cut off
-    (finished / "shard-00001.jsonl").write_text(
-        "".join(texts["shard-00001.jsonl"].splitlines(True)[:-1])
-    )  # a row short
+    rows = [json.loads(line) for line in texts["shard-00001.jsonl"].splitlines()]
+    datagen.write_shard(finished / "shard-00001.jsonl", rows[:-1])  # whole, and a row short
+    with pytest.raises(InputError, match=r"shard-00000.jsonl has the sha256 .*stage.json and run the same"):
+        read_responses(finished)
     asked: list[int] = []
     plain = datagen.sample_responses
 
@@ -106,8 +115,113 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     assert contents(finished) == before
     assert counts["remade_shards"] == ["shard-00000.jsonl", "shard-00001.jsonl"]
     assert sum(asked) == 16  # the third shard was not touched
-    assert "shard-00000.jsonl" in caplog.text
-    assert "has 7 rows; it must have 8" in caplog.text
+    assert "shard-00000.jsonl has the sha256" in caplog.text
+    assert "shard-00001.jsonl has 7 rows; it must have 8" in caplog.text
+
+
+def _flip(shard: Path) -> None:
+    """Another temperature in the middle of a row: still JSON, still an answer to the request."""
+    text = shard.read_text()
+    shard.write_text(text.replace('"temperature": 0.7', '"temperature": 0.3', 1))
+    assert shard.read_text() != text
+
+
+def _of_others(shard: Path) -> None:
+    rows = [json.loads(line) for line in shard.read_text().splitlines()]
+    datagen.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (_flip, "shard-00001.jsonl has the sha256"),
+        (_of_others, "shard-00001.jsonl has the row 8 where the answer to request 8 belongs"),
+        (Path.unlink, "shard-00001.jsonl is missing"),
+        (lambda shard: datagen.about_file(shard).write_text("[]"), "shard-00001.jsonl has the sha256"),
+        (lambda shard: datagen.about_file(shard).write_text("{"), "shard-00001.json is not valid JSON"),
+        (
+            lambda shard: datagen.about_file(shard).unlink(),
+            "",
+        ),  # killed before it was whole: nothing is wrong
+    ],
+)
+def test_any_damage_is_named_and_only_that_shard_made_again(
+    finished: Path,
+    target: Path,
+    options: GenerateOptions,
+    tmp_path: Path,
+    harm: Callable[[Path], None],
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    times = {file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
+    harm(out / "shard-00001.jsonl")
+    counts = generate(out, target, options, seed=5)
+    assert contents(out) == contents(finished)
+    assert words in caplog.text
+    assert counts["remade_shards"] == (["shard-00001.jsonl"] if words else [])
+    after = {file.name: file.stat().st_mtime_ns for file in out.glob("*.jsonl")}
+    assert [name for name in sorted(times) if times[name] != after[name]] == ["shard-00001.jsonl"]
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+from edgespec.recipe import GenerateOptions
+from edgespec_recipes import datagen, processes
+written = []
+plain = datagen.write_shard
+datagen.write_shard = lambda path, rows: (written.append(path.name), plain(path, rows))
+target, options, seed, out = sys.argv[1:]
+counts = datagen.generate(Path(out), Path(target), GenerateOptions(**json.loads(options)), int(seed))
+Path(out, f"counts-{processes.rank()}").write_text(json.dumps([processes.world(), written, counts]))
+"""
+
+
+def test_two_processes_share_the_shards(target: Path, options: GenerateOptions, tmp_path: Path) -> None:
+    options = replace(options, prompts=20, shard_size=4)
+    path = os.pathsep.join(str(REPOSITORY / room) for room in (".", "recipes", "runtime"))
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--no_python",
+        sys.executable,
+        "-c",
+        PROGRAM,
+    ]
+    done = subprocess.run(
+        [sys.executable, *launch, str(target), json.dumps(to_mapping(options)), "5", str(tmp_path / "two")],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (world, first, counts), (_, second, same) = (
+        json.loads((tmp_path / "two" / f"counts-{rank}").read_text()) for rank in (0, 1)
+    )
+    assert world == 2
+    assert first == [f"shard-{number:05d}.jsonl" for number in (0, 2, 4)]
+    assert second == [f"shard-{number:05d}.jsonl" for number in (1, 3)]
+    alone = generate(tmp_path / "one", target, options, seed=5)
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert len(contents(tmp_path / "one")) == 5
+    assert counts == same
+    assert {**counts, "tokens_per_second": 0} == {**alone, "tokens_per_second": 0}
+
+
+def test_more_processes_than_shards_are_refused(
+    target: Path, options: GenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(
+        InputError, match=r"4 processes share 3 shards .*; start at most 3, or lower generate.shard_size"
+    ):
+        generate(tmp_path, target, options, seed=5)
 
 
 def test_another_seed_gives_other_responses(

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, SMALL_BUILD
-from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.errors import CheckFailed
@@ -116,99 +109,3 @@ def test_generate_and_bench(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert "γ" in capsys.readouterr().out
     assert json.loads(result.read_text())
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_kill_9_at_any_moment_then_the_same_drafter(tmp_path: Path) -> None:
-    """A run killed several times ends with the weights of one that was not."""
-    target = make_model_folder(tmp_path / "target")
-    text = tmp_path / "text.txt"
-    text.write_text(
-        "\n".join(f"line {number} of a text that says {number * 7} things" for number in range(4000))
-    )
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"instruction": f"Say {n}"}) + "\n" for n in range(24))
-    )
-    options = [
-        *SMALL_BUILD,
-        *("--pretrain.text", text, "--generate.instructions", tmp_path / "prompts.jsonl"),
-        *(
-            "--evaluate.prompts-file",
-            tmp_path / "prompts.jsonl",
-            "--evaluate.prompts",
-            "8",
-            "--evaluate.max-new-tokens",
-            "8",
-        ),
-        *(
-            "--pretrain.steps",
-            "40",
-            "--pretrain.save-steps",
-            "7",
-            "--distill.steps",
-            "40",
-            "--distill.save-steps",
-            "7",
-        ),
-        *(
-            "--generate.prompts",
-            "24",
-            "--generate.shard-size",
-            "4",
-            "--generate.batch-size",
-            "4",
-            "--drafter.size-fraction",
-            "0.3",
-        ),
-        *(
-            "--pretrain.context",
-            "64",
-            "--distill.context",
-            "64",
-            "--export.gguf",
-            "f16",
-            "--export.onnx",
-            "fp32",
-        ),
-    ]
-
-    log = tmp_path / "log.txt"
-
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "edgespec",
-            "build-drafter",
-            "--target",
-            target,
-            "--out",
-            out,
-            *options,
-        ]
-        with open(log, "wb") as stream:
-            return subprocess.Popen(
-                [str(part) for part in command], cwd=REPOSITORY, stderr=stream, stdout=stream
-            )
-
-    assert start(tmp_path / "whole").wait(240) == 0, log.read_text()
-    killed = 0
-    for marker in (
-        "pretrain/checkpoints/checkpoint-14",
-        "generate/shard-00001.jsonl",
-        "distill/checkpoints/checkpoint-7",
-    ):
-        run = start(tmp_path / "killed")
-        while run.poll() is None and not (tmp_path / "killed" / marker).exists():
-            time.sleep(0.005)
-        if run.poll() is None:
-            os.kill(run.pid, signal.SIGKILL)
-            killed += 1
-        run.wait()
-    assert killed == 3
-    assert start(tmp_path / "killed").wait(240) == 0, log.read_text()
-    for name in (
-        "pretrain/model/model.safetensors",
-        "distill/model/model.safetensors",
-        "generate/shard-00005.jsonl",
-    ):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -37,7 +37,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> EvaluateOptions:
     file = tmp_path_factory.mktemp("prompts") / "held.jsonl"
-    rows: list[dict[str, Any]] = [{"instruction": f"What is {number} + {number}?"} for number in range(6)]
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": f"What is {number} + {number}?"}]} for number in range(6)
+    ]
     rows.append({"messages": [{"role": "system", "content": "Brief."}, {"role": "user", "content": "Why?"}]})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return EvaluateOptions(
@@ -155,9 +157,9 @@ def test_prompts_that_cannot_be_used(
         held_out_prompts(tokenizer, replace(options, prompts_file="nowhere.jsonl"), 256)
     bad = tmp_path / "bad.jsonl"
     for row, message in (
-        ({"text": "x"}, "row 1 has keys \\['text'\\]"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "must end with the user"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "needs a role"),
+        ({"text": "x"}, r"bad\.jsonl:1 has the keys text"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "asks nothing"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "it needs 'role'"),
     ):
         bad.write_text(json.dumps(row))
         with pytest.raises(InputError, match=message):

@@ -14,7 +14,7 @@ from tiny_models import make_model_folder
 
 from edgespec.drafter import DrafterShape
 from edgespec.errors import InputError
-from edgespec.recipe import PretrainOptions
+from edgespec.recipe import DrafterOptions, PretrainOptions
 
 SHAPE = DrafterShape(
     hidden=32,
@@ -44,7 +44,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> PretrainOptions:
 
 
 def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
-    counts = pretrain.pretrain(tmp_path, target, SHAPE, options, seed=1)
+    counts = pretrain.pretrain(tmp_path, target, SHAPE, DrafterOptions(), options, seed=1)
     assert counts["parameters"] == SHAPE.parameters
     assert counts["loss_last"] < counts["loss_first"]
     assert counts["tokens"] == 12 * 4 * 32
@@ -64,7 +64,7 @@ def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tm
 def test_interrupted_run_ends_with_the_same_model(
     target: Path, options: PretrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretrain.pretrain(tmp_path / "whole", target, SHAPE, options, seed=1)
+    pretrain.pretrain(tmp_path / "whole", target, SHAPE, DrafterOptions(), options, seed=1)
     taken = 0
     plain = pretrain.next_token_loss
 
@@ -77,9 +77,9 @@ def test_interrupted_run_ends_with_the_same_model(
 
     monkeypatch.setattr(pretrain, "next_token_loss", loss)
     with pytest.raises(KeyboardInterrupt):
-        pretrain.pretrain(tmp_path / "cut", target, SHAPE, options, seed=1)
+        pretrain.pretrain(tmp_path / "cut", target, SHAPE, DrafterOptions(), options, seed=1)
     assert not (tmp_path / "cut" / "model").exists()
-    pretrain.pretrain(tmp_path / "cut", target, SHAPE, options, seed=1)
+    pretrain.pretrain(tmp_path / "cut", target, SHAPE, DrafterOptions(), options, seed=1)
     first, second = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert taken == 7 + 1 + 7  # steps 6 and 7 came after the checkpoint and were taken again
@@ -87,6 +87,10 @@ def test_interrupted_run_ends_with_the_same_model(
 
 def test_shape_must_fit_the_target(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tokenizer has 512 tokens and the drafter's vocabulary 300"):
-        pretrain.pretrain(tmp_path, target, dataclasses.replace(SHAPE, vocab_size=300), options, seed=0)
+        pretrain.pretrain(
+            tmp_path, target, dataclasses.replace(SHAPE, vocab_size=300), DrafterOptions(), options, seed=0
+        )
     with pytest.raises(InputError, match=r"pretrain.context is 256; the target's context is 128"):
-        pretrain.pretrain(tmp_path, target, SHAPE, dataclasses.replace(options, context=256), seed=0)
+        pretrain.pretrain(
+            tmp_path, target, SHAPE, DrafterOptions(), dataclasses.replace(options, context=256), seed=0
+        )

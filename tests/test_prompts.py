@@ -1,13 +1,16 @@
-"""Prompt files: the two forms, and rows that are neither."""
+"""Prompts: the bundle's own files, and instruction sets of any form for the recipes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from edgespec_recipes.prompts import read_prompts
 from edgespec_runtime.prompts import read_chats
 
 from edgespec.errors import InputError
+from edgespec.recipe import PYTHON_STDLIB
 
 
 def test_both_forms(tmp_path: Path) -> None:
@@ -39,3 +42,31 @@ def test_rows_that_are_no_prompt_are_named(tmp_path: Path, text: str, words: str
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is missing"):
         read_chats(tmp_path / "none.jsonl")
+
+
+def test_an_instruction_set_gives_what_comes_before_the_answers(tmp_path: Path) -> None:
+    file = tmp_path / "set.json"
+    file.write_text(json.dumps([{"instruction": "Add.", "input": "1, 2", "output": "3"}]))
+    assert read_prompts(str(file), "seed") == [[{"role": "user", "content": "Add.\n\n1, 2"}]]
+    with pytest.raises(InputError, match="'python-stdlb' does not exist"):
+        read_prompts("python-stdlb", "seed")
+
+
+def test_a_bundles_prompts_are_an_instruction_set_too(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    chat = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yo"},
+        {"role": "user", "content": "?"},
+    ]
+    file.write_text(json.dumps({"messages": chat, "reference": "x"}))
+    assert read_prompts(str(file), "heldout") == read_chats(file) == [chat]
+
+
+def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
+    from edgespec_recipes.corpus import stdlib_corpus
+    from edgespec_recipes.prompts import STDLIB_FILES
+
+    for split, name in STDLIB_FILES.items():
+        assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)
+    assert read_prompts(PYTHON_STDLIB, "seed") != read_prompts(PYTHON_STDLIB, "heldout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -16,8 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import trainer
+from edgespec_recipes import checkpoints, trainer
 from edgespec_recipes.data import Rows, Shuffled
+from edgespec_recipes.precision import Precision
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +66,7 @@ def next_token_loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> 
 
 def rows() -> Rows:
     ids = np.random.default_rng(0).integers(0, 64, (30, 16)).astype(np.uint16)
-    return Rows({"input_ids": ids})
+    return Rows({"input_ids": ids, "row_id": np.arange(30)})
 
 
 def run(out: Path, *, ordered: bool = False, **changes: Any) -> dict[str, object]:
@@ -175,7 +178,7 @@ def test_half_written_checkpoint_is_passed_over(
     newest = tmp_path / "checkpoints" / "checkpoint-10"
     weights = newest / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
-    assert trainer.latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "checkpoint-5"
+    assert checkpoints.latest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "checkpoint-5"
     assert not newest.exists()
     run(tmp_path)
     assert same_weights(uninterrupted[0], tmp_path)
@@ -204,11 +207,11 @@ def test_finished_run_is_not_trained_again(
     )  # killed after the last step, before the caller saved: the last checkpoint has it all
     assert again == counts
     assert same_weights(uninterrupted[0], tmp_path)
-    trainer.discard_checkpoints(tmp_path)
+    checkpoints.discard_checkpoints(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_diverging_loss_stops_and_names_the_step(tmp_path: Path) -> None:
+def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
     taken = 0
 
     def loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -216,8 +219,53 @@ def test_diverging_loss_stops_and_names_the_step(tmp_path: Path) -> None:
         taken += 1
         return next_token_loss(model, batch) * (float("nan") if taken == 8 else 1.0)
 
-    with pytest.raises(trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24.*learning_rate"):
+    with pytest.raises(
+        trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24 on the rows \[.*learning_rate"
+    ) as caught:
         trainer.train(small_model(), rows(), loss, tmp_path, OPTIONS, seed=SEED, label="train")
+    about = json.loads((tmp_path / "diverged" / "state.json").read_text())
+    assert (about["step"], about["loss"], len(about["recent_losses"])) == (8, "nan", 7)
+    assert str(about["row_ids"]) in str(caught.value)
+    batch = np.load(tmp_path / "diverged" / "batch.npz", allow_pickle=False)
+    assert (batch["input_ids"] == rows().arrays["input_ids"][about["row_ids"]]).all()
+    model = small_model()
+    missing = model.load_state_dict(load_file(tmp_path / "diverged" / "model.safetensors"), strict=False)
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    with torch.inference_mode():
+        assert math.isfinite(next_token_loss(model, {"input_ids": torch.from_numpy(batch["input_ids"])}))
+    assert load_file(tmp_path / "diverged" / "optimizer.safetensors")
+
+
+def test_micro_batches_take_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        trainer, "choose_precision", lambda device: Precision("float32", "rounding is not the point")
+    )
+    options = replace(OPTIONS, steps=3)
+    found = []
+    for micro in (None, 2):
+        model = small_model()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+        out = tmp_path / str(micro)
+        trainer.train(
+            model,
+            rows(),
+            next_token_loss,
+            out,
+            replace(options, micro_batch_size=micro),
+            seed=SEED,
+            label="train",
+        )
+        found.append(model.state_dict())
+    assert all(torch.allclose(found[0][name], found[1][name], atol=1e-5) for name in found[0])
+    with pytest.raises(InputError, match="micro_batch_size is 3; it must divide"):
+        run(tmp_path / "odd", micro_batch_size=3)
+
+
+def test_no_steps_leave_the_model_as_it_is(tmp_path: Path) -> None:
+    assert run(tmp_path, steps=0)["steps"] == 0
+    before, after = small_model().state_dict(), torch.load(tmp_path / "weights.pt")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_ordered_data_must_suffice(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
+
 from edgespec import __version__
 from edgespec.errors import InputError
 from edgespec.files import read_json, sha256_file, whole_folder, write_json, write_jsonl, write_text
@@ -22,6 +24,7 @@ from edgespec_export.export import ROLES, ExportedFile, exported_files
 from edgespec_export.sizes import streamed_bytes
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT_LIMIT = 256 * 2**20  # bytes of fp32 weights per token up to which the unrounded model is the default
 
 
@@ -50,7 +53,7 @@ def write_bundle(
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
     shapes = {role: ModelShape.from_config(config) for role, config in configs.items()}
-    check_same_tokenizer(target_folder, drafter_folder)
+    subset = check_same_tokenizer(target_folder, drafter_folder)
     files = exported_files(export_folder, options)
     if not files:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
@@ -58,6 +61,8 @@ def write_bundle(
         for file in files:
             _place(file.path, folder / file.path.relative_to(export_folder))
         _write_tokenizer(folder / "tokenizer", target_folder)
+        if subset is not None:
+            write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
         write_json(folder / "evaluation.json", evaluation)
         write_json(folder / "verify.json", verification)
@@ -70,6 +75,7 @@ def write_bundle(
                 asdict(shape),
                 shape.parameters,
                 _table(files, role, export_folder),
+                DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
             )
             for role, shape in shapes.items()
         }
@@ -83,7 +89,9 @@ def write_bundle(
             },
         }
         default = _default(options, streamed)
-        write_text(folder / "README.md", _card(models, files, streamed, ratios, default, export_folder))
+        write_text(
+            folder / "README.md", _card(models, files, streamed, ratios, default, export_folder, subset)
+        )
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
@@ -99,14 +107,23 @@ def write_bundle(
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
 
 
-def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> None:
-    """A draft token must mean the same to both models. Raises InputError saying what differs."""
-    sizes = [
+def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:
+    """A draft token must mean the same to both models. Returns the drafter's subset of the target's tokens (None: all of them).
+
+    Raises InputError saying what differs.
+    """
+    subset = vocabulary_of(drafter_folder)
+    target, drafter = (
         int(read_json(folder / "config.json")["vocab_size"]) for folder in (target_folder, drafter_folder)
-    ]
-    if sizes[0] != sizes[1]:
+    )
+    if subset is not None and (subset.target_vocab_size, subset.rows) != (target, drafter):
         raise InputError(
-            f"the vocabularies differ: target {sizes[0]} tokens, drafter {sizes[1]}; make the drafter for this target"
+            f"{drafter_folder / VOCABULARY} lists {len(subset.ids)} of {subset.target_vocab_size} tokens; the target has "
+            f"{target} and the drafter {drafter} rows instead of {subset.rows}: make the drafter for this target"
+        )
+    if subset is None and target != drafter:
+        raise InputError(
+            f"the vocabularies differ: target {target} tokens, drafter {drafter}; make the drafter for this target"
         )
     ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
     for part in (
@@ -120,6 +137,7 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> None:
                 f"the tokenizers of {target_folder} and {drafter_folder} differ in {part!r}; a drafter needs its target's "
                 "tokenizer: make the drafter for this target"
             )
+    return subset
 
 
 def _place(source: Path, destination: Path) -> None:
@@ -181,6 +199,7 @@ def _card(
     ratios: dict[str, Any],
     default: dict[str, str],
     root: Path,
+    subset: Vocabulary | None,
 ) -> str:
     """README.md: what this is, how to run it, what each file weighs."""
     target, drafter = models["target"], models["drafter"]
@@ -193,10 +212,21 @@ def _card(
         for file in files
     ]
     gguf = {file.role: file.path.relative_to(root).as_posix() for file in files if file.engine == "llama.cpp"}
-    foreign = (
-        f"\nThe GGUF files also run in plain llama.cpp, with its own acceptance rule:\n\n"
-        f"    llama-server -m {gguf['target']} -md {gguf['drafter']} --spec-type draft-simple --spec-draft-n-max 3\n"
-        if gguf
+    foreign = ""
+    if gguf and subset is None:
+        foreign = (
+            f"\nThe GGUF files also run in plain llama.cpp, with its own acceptance rule:\n\n"
+            f"    llama-server -m {gguf['target']} -md {gguf['drafter']} --spec-type draft-simple --spec-draft-n-max 3\n"
+        )
+    elif gguf:
+        foreign = (
+            f"\nThe target's GGUF file also runs in plain llama.cpp. The drafter's does not pair with it there (-md): it has "
+            f"token numbers of its own, which {DRAFTERS_VOCABULARY} maps and edgespec translates.\n"
+        )
+    known = (
+        f" The drafter knows {len(subset.ids):,} of the target's {subset.target_vocab_size:,} tokens and never proposes another; "
+        "the target still writes them all."
+        if subset is not None
         else ""
     )
     base = (
@@ -210,7 +240,7 @@ def _card(
         f"# {target.name} with a drafter\n\n"
         f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
         f"({ratios['parameters']:.2%}) that proposes tokens for it. The target decides every token: the text has the "
-        f"distribution of the target alone. The target's licence covers both.\n\n"
+        f"distribution of the target alone.{known} The target's licence covers both.\n\n"
         f"    edgespec chat .\n    edgespec bench .\n\n"
         f"Default: {default['engine']} {default['precision']} ({default['reason']}).\n{foreign}\n"
         f"{table(('file', 'size', 'read per token'), rows, markdown=True)}\n\n"

@@ -3,14 +3,19 @@
 Two kinds of tokenizer are known to llama.cpp and here: byte-level BPE ("gpt2": tokens, merges and the name of a
 pre-tokenizer) and SentencePiece ("llama": tokens with scores, byte tokens). A tokenizer that llama.cpp would split in another
 way than Hugging Face is refused, never approximated.
+
+A drafter with a vocabulary subset has the subset's tokens under its own numbers and one unused token after them. Its file cannot
+split text: edgespec gives it token ids.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec_runtime.vocabulary import Vocabulary as Subset
+from edgespec_runtime.vocabulary import vocabulary_of
 from gguf import GGUFWriter
 from gguf.constants import TokenType
 
@@ -72,9 +77,30 @@ def read_vocabulary(model_folder: Path, config: dict[str, Any]) -> Vocabulary:
 
     Raises InputError where the tokenizer is of a kind llama.cpp does not split alike, or larger than the embedding.
     """
+    subset = vocabulary_of(model_folder)
+    if subset is None:
+        return _whole_vocabulary(model_folder, config, int(config["vocab_size"]))
+    # the config's special ids are the drafter's numbers; the tokenizer's texts say the same in the target's
+    config = {name: value for name, value in config.items() if not name.endswith("_token_id")}
+    return _restricted(_whole_vocabulary(model_folder, config, subset.target_vocab_size), subset)
+
+
+def _restricted(whole: Vocabulary, subset: Subset) -> Vocabulary:
+    """The tokens of a subset in its order, then the unused one that stands for all others."""
+    ids, places = subset.ids.tolist(), subset.places().tolist()
+    roles = {role: places[index] for role, index in whole.special_ids.items() if places[index] < len(ids)}
+    return replace(
+        whole,
+        tokens=[*(whole.tokens[index] for index in ids), "[OTHER]"],
+        types=[*(whole.types[index] for index in ids), int(TokenType.UNUSED)],
+        scores=None if whole.scores is None else [*(whole.scores[index] for index in ids), _ADDED_SCORE],
+        special_ids=roles,
+    )
+
+
+def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: int) -> Vocabulary:
     path = model_folder / "tokenizer.json"
     spec = read_json(path)
-    vocab_size = int(config["vocab_size"])
     if _is_byte_level(spec):
         vocabulary = _byte_level(spec, path, vocab_size)
     elif spec["model"].get("type") == "BPE" and spec["model"].get("byte_fallback"):

@@ -6,6 +6,7 @@ Three questions, each with its own bound, because rounding a weight to 4 bits mo
   block     logits of four tokens fed at once against four single steps: what "lossless" rests on.
 The distance to the float model (largest and mean logit difference, top-1 agreement) is reported for all files; it is what the
 precision costs. Without llama.cpp a GGUF file is checked by its weights and hyperparameters, run in torch; the table says so.
+A drafter with a vocabulary subset is compared in its own numbers of the prompts' tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from edgespec_runtime.engine import Engine
 from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_runtime.vocabulary import Vocabulary, vocabulary_of
 
 from edgespec.errors import CheckFailed, EdgespecError, InputError
 from edgespec.files import read_json, write_json
@@ -123,7 +125,7 @@ def verify_pair(
     checks: list[FileCheck] = []
     with progress("verify", len(files), "file") as bar:
         for role, folder in zip(ROLES, (target_folder, drafter_folder), strict=True):
-            reference = Reference(folder, prompts)
+            reference = Reference(folder, _as_numbered(prompts, vocabulary_of(folder)))
             for file in (file for file in files if file.role == role):
                 bar.set_postfix_str(f"{role} {file.precision}")
                 checks.append(check_file(file, reference))
@@ -140,6 +142,11 @@ def verify_pair(
             f"Remove {export_folder} and export again; if it stays, the exporter does not know this model"
         )
     return {"files": len(checks), "positions": sum(check.positions for check in checks)}
+
+
+def _as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:
+    """The prompts in the numbers of a model with a vocabulary subset; a token it does not know becomes its last row."""
+    return prompts if subset is None else [subset.places().take(prompt).tolist() for prompt in prompts]
 
 
 def check_file(file: ExportedFile, reference: Reference) -> FileCheck:

@@ -7,10 +7,10 @@ itself only.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ import torch
 from torch.utils.data import Dataset
 
 from edgespec.errors import InputError
-from edgespec.files import read_json, write_json, writing
-from edgespec.progress import progress
-from edgespec.recipe import PYTHON_STDLIB
+from edgespec_recipes import processes
+from edgespec_recipes.documents import fingerprint, read_documents
+from edgespec_recipes.token_shards import TokenShards, write_tokens
 
-SUFFIXES = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
-SEPARATOR = "<|endoftext|>"
 PADDING = -1  # document id of padding
 _TOKENISED_TOGETHER = 64
 
@@ -32,9 +30,9 @@ Row = dict[str, np.ndarray]
 
 
 class Rows(Dataset[Row]):
-    """Row i of every array, under the array's name."""
+    """Row i of every array (or of `TextBlocks`), under the array's name."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def __init__(self, arrays: Mapping[str, Any]) -> None:
         self.arrays = dict(arrays)
         self.size = min(len(array) for array in arrays.values())
 
@@ -68,63 +66,6 @@ class Shuffled(Dataset[Row]):
         return row
 
 
-def text_files(source: str) -> list[Path]:
-    """The files a text source names: one file, a folder of them, or `python-stdlib`. Raises InputError."""
-    if source == PYTHON_STDLIB:
-        from edgespec_recipes.corpus import stdlib_corpus
-
-        return [stdlib_corpus() / "text.jsonl"]
-    path = Path(source).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-        if not files:
-            raise InputError(f"text folder {path} holds no {', '.join(SUFFIXES)} file")
-        return files
-    if not path.is_file():
-        raise InputError(
-            f"text {source!r} does not exist; give a .txt or .jsonl file, a folder of such, or {PYTHON_STDLIB}"
-        )
-    if not path.name.endswith(SUFFIXES):
-        raise InputError(f"text file {path} is none of {', '.join(SUFFIXES)}")
-    return [path]
-
-
-def read_documents(source: str) -> Iterator[str]:
-    """Every document of a text source: a .txt file is one, or several between <|endoftext|> marks; a .jsonl row is one."""
-    for file in text_files(source):
-        opener: Any = gzip.open if file.suffix == ".gz" else open
-        try:
-            with opener(file, "rt", encoding="utf-8") as stream:
-                if ".jsonl" in file.name:
-                    yield from _jsonl_documents(file, stream)
-                else:
-                    for part in stream.read().split(SEPARATOR):
-                        if part.strip():
-                            yield part.strip("\n")
-        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-            raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from error
-
-
-def _jsonl_documents(file: Path, lines: Iterable[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(f"{file}:{number} is no JSON object with a 'text' ({error})") from error
-        if not isinstance(text, str):
-            raise InputError(f"{file}:{number} has a 'text' that is no string: {text!r}")
-        if text.strip():
-            yield text
-
-
-def _fingerprint(source: str, tokenizer: Any) -> dict[str, Any]:
-    files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(source)]
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-    return {"files": files, "tokenizer": hashlib.sha256(vocabulary).hexdigest()}
-
-
 def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
     """Token ids of each document between its start token (where the tokenizer has one of its own) and its end token."""
     end = tokenizer.eos_token_id
@@ -147,44 +88,56 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
     yield from encoded()
 
 
-def text_blocks(source: str, tokenizer: Any, context: int, folder: Path) -> np.ndarray:
-    """[n, context] token ids (uint16 or uint32, mapped from `folder`/tokens.bin, which is written once).
+def _about(source: str, tokenizer: Any) -> dict[str, Any]:
+    """What the tokens of a text depend on."""
+    vocabulary = [tokenizer.bos_token_id, tokenizer.eos_token_id, *sorted(tokenizer.get_vocab().items())]
+    digest = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+    return {"source": fingerprint(source), "tokenizer": digest}
 
-    Raises InputError where the text gives not even one block.
+
+class TextBlocks:
+    """[n, context] token ids (uint16 or uint32) on disk: row i is the tokens i * context ... of the text."""
+
+    def __init__(self, shards: TokenShards, context: int, tokens: int) -> None:
+        self.shards, self.shape = shards, (tokens // context, context)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.shards.read(index * self.shape[1], (index + 1) * self.shape[1])
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def text_blocks(
+    source: str, tokenizer: Any, context: int, folder: Path, tokens: int | None = None
+) -> TextBlocks:
+    """The first `tokens` tokens of a text (all of them by default) as blocks of `context`, kept in `folder`.
+
+    What lies there is used and more is written as far as it is wanted; of several processes one writes. The blocks are the same
+    whatever was written before. Raises InputError where the text gives not even one block.
     """
-    file, about = folder / "tokens.bin", folder / "tokens.json"
-    wanted = _fingerprint(source, tokenizer)
-    if not (file.exists() and about.exists() and read_json(about)["source"] == wanted):
-        about.unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-        temporary, tokens = file.with_suffix(".tmp"), 0
-        total = sum(item[1] for item in wanted["files"])
-        compressed = any(path.suffix == ".gz" for path in text_files(source))
-        with progress("tokenise text", total=None if compressed else total, unit="B") as bar:  # type: ignore[arg-type]
-            with writing(file), open(temporary, "wb") as stream:
-                sizes: list[int] = []
 
-                def counted() -> Iterator[str]:
-                    for document in read_documents(source):
-                        sizes.append(len(document.encode()))
-                        yield document
+    def ids_from(document: int) -> Iterator[list[int]]:
+        return tokenise(islice(read_documents(source), document, None), tokenizer)
 
-                for ids in tokenise(counted(), tokenizer):
-                    np.asarray(ids, kind).tofile(stream)
-                    tokens += len(ids)
-                    bar.update(sum(sizes))
-                    sizes.clear()
-            temporary.replace(file)
-        write_json(about, {"tokens": tokens, "dtype": np.dtype(kind).name, "source": wanted})
-    stored = read_json(about)
-    if stored["tokens"] < context:
+    with processes.first():
+        if not processes.rank():
+            kind = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+            write_tokens(folder, _about(source, tokenizer), kind, ids_from, tokens)
+        shards = TokenShards(folder)
+    have = len(shards) if tokens is None else min(tokens, len(shards))
+    if have < context:
         raise InputError(
-            f"the text {source!r} has {stored['tokens']} tokens; at least one block of {context} is needed"
+            f"the text {source!r} has {have} tokens; at least one block of {context} is needed: "
+            "give more text or a shorter context"
         )
-    flat = np.memmap(file, dtype=stored["dtype"], mode="r", shape=(stored["tokens"],))
-    blocks = stored["tokens"] // context
-    return flat[: blocks * context].reshape(blocks, context)
+    return TextBlocks(shards, context, have)
 
 
 def pack_conversations(

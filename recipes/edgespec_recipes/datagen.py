@@ -1,7 +1,8 @@
 """The target writes the distillation set: seed instructions, varied temperatures and system prompts, shards that resume.
 
 Direct alignment, section 2.2: the data are what the target itself would say, at temperatures {0, 0.3, 0.7, 1.0} and top-p 0.95.
-Every shard has its own random generator, so a shard made again is the same whatever was done before it.
+Every shard has its own random generator, so a shard made again is the same whatever was done before it, and the rows are the same
+for any number of processes, which share the shards. A shard is whole when its checksum lies beside it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 
 from edgespec.errors import InputError
-from edgespec.files import read_jsonl, write_jsonl
+from edgespec.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from edgespec.progress import progress
 from edgespec.recipe import GenerateOptions
 from edgespec.report import count
+from edgespec_recipes import processes
 from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.loading import load_model, load_tokenizer
-from edgespec_recipes.precision import choose_precision
+from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.prompts import Messages, encode_prompt, read_prompts, with_system
 
 log = logging.getLogger(__name__)
@@ -71,9 +73,32 @@ def plan_requests(options: GenerateOptions, tokenizer: Any, context_length: int)
     return requests, len(conversations) - len(fitting)
 
 
-def read_shard(path: Path, requests: list[Request]) -> list[dict[str, Any]]:
-    """The rows of one finished shard. Raises InputError where it is not whole or answers other requests."""
-    rows = read_jsonl(path)
+def about_file(shard: Path) -> Path:
+    """Where the checksum of a shard lies."""
+    return shard.with_suffix(".json")
+
+
+def write_shard(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows, and then the checksum that says they are whole."""
+    about_file(path).unlink(missing_ok=True)
+    write_jsonl(path, rows)
+    write_json(about_file(path), {"rows": len(rows), "sha256": sha256_file(path)})
+
+
+def read_shard(path: Path) -> list[dict[str, Any]]:
+    """The rows of one shard. Raises InputError where it is not what was written."""
+    about = read_json(about_file(path))
+    if not path.is_file():
+        raise InputError(f"{path} is missing")
+    wanted, seen = about.get("sha256") if isinstance(about, dict) else None, sha256_file(path)
+    if seen != wanted:
+        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(wanted)[:12]} when it was written")
+    return read_jsonl(path)
+
+
+def answers_to(requests: list[Request], path: Path) -> list[dict[str, Any]]:
+    """The rows of a shard, which must answer these requests. Raises InputError."""
+    rows = read_shard(path)
     if len(rows) != len(requests):
         raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
     for row, request in zip(rows, requests, strict=True):
@@ -89,82 +114,112 @@ def read_shard(path: Path, requests: list[Request]) -> list[dict[str, Any]]:
 
 
 def read_responses(folder: Path) -> list[dict[str, Any]]:
-    """Every row of every shard in a folder, in order. Raises InputError where there is none."""
+    """Every row of every shard in a folder, in order. Raises InputError where there is none, or one is not whole."""
     shards = sorted(folder.glob("shard-*.jsonl"))
     if not shards:
         raise InputError(f"{folder} holds no shard-*.jsonl; run the generate stage first")
-    return [row for shard in shards for row in read_jsonl(shard)]
+    try:
+        return [row for shard in shards for row in read_shard(shard)]
+    except InputError as error:
+        raise InputError(
+            f"{error}; remove {folder / 'stage.json'} and run the same command again: only this shard is made again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """The target with all its answers depend on."""
+
+    model: Any
+    stops: list[int]
+    precision: Precision
+    options: GenerateOptions
+    seed: int
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """The answers to the requests of shard `number`, in order: a function of the arguments alone."""
+        device, start, written = self.model.device, time.monotonic(), 0
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + number)
+        rows: list[dict[str, Any]] = []
+        with self.precision.autocast(device):
+            for batch in _batches(requests, self.options.batch_size):
+                answers = sample_responses(
+                    self.model,
+                    [request.prompt_ids for request in batch],
+                    [request.temperature for request in batch],
+                    top_p=self.options.top_p,
+                    max_new_tokens=self.options.max_new_tokens,
+                    generator=generator,
+                    stops=self.stops,
+                )
+                rows += [_row(request, answer) for request, answer in zip(batch, answers, strict=True)]
+                written += sum(map(len, answers))
+                bar.set_postfix_str(f"{count(written / (time.monotonic() - start))} tok/s", refresh=False)
+                bar.update(len(batch))
+        return sorted(rows, key=lambda row: int(row["id"]))
 
 
 def generate(out: Path, target_folder: Path, options: GenerateOptions, seed: int) -> dict[str, Any]:
     """Write `out`/shard-00000.jsonl ... (rows: id, messages, prompt_ids, response_ids, temperature); skip whole shards.
 
-    A shard that cannot be read is named in the log and in the counts, and made again.
+    Process r makes the shards r, r + world, ...; all return the same counts. A shard that was whole and is damaged is named in
+    the log and in the counts, and made again. Raises InputError: no instruction fits, more processes than shards.
     """
-    tokenizer, model = load_tokenizer(target_folder), load_model(target_folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device)
-    precision = choose_precision(device)
+    world = processes.world()
+    if world > (most := -(-options.prompts // options.shard_size)):
+        raise InputError(
+            f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
+        )
+    tokenizer, model = load_tokenizer(target_folder), load_model(target_folder).to(processes.device())
+    precision = choose_precision(processes.device())
     stops = sorted(
         {*stop_ids(model), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
     )
     requests, left_out = plan_requests(options, tokenizer, model.config.max_position_embeddings)
     shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
-    remade, written, ended, tokens, seconds = [], 0, 0, 0, 0.0
-    with progress("target writes responses", len(requests), "response") as bar:
-        for number, shard in enumerate(shards):
+    writer = _Writer(model, stops, precision, options, seed)
+    mine = range(processes.rank(), len(shards), world)
+    remade, written, seconds = [], 0, 0.0
+    label = "target writes responses" + (f" (share 1 of {world})" if world > 1 else "")
+    with progress(label, sum(len(shards[number]) for number in mine), "response") as bar:
+        for number in mine:
             path = out / shard_name(number)
-            rows: list[dict[str, Any]] = []
-            if path.exists():
+            if about_file(path).exists():
                 try:
-                    rows = read_shard(path, shard)
-                    bar.update(len(rows))
+                    bar.update(len(answers_to(shards[number], path)))
+                    continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)
-                    remade.append(path.name)
-            if not rows:
-                start, before = time.monotonic(), written
-                generator = torch.Generator(device).manual_seed(seed * 1_000_003 + number)
-                with precision.autocast(device):
-                    for batch in _batches(shard, options.batch_size):
-                        answers = sample_responses(
-                            model,
-                            [request.prompt_ids for request in batch],
-                            [request.temperature for request in batch],
-                            top_p=options.top_p,
-                            max_new_tokens=options.max_new_tokens,
-                            generator=generator,
-                            stops=stops,
-                        )
-                        rows += [
-                            _row(request, answer) for request, answer in zip(batch, answers, strict=True)
-                        ]
-                        written += sum(map(len, answers))
-                        bar.set_postfix_str(
-                            f"{count((written - before) / (time.monotonic() - start))} tok/s", refresh=False
-                        )
-                        bar.update(len(batch))
-                seconds += time.monotonic() - start
-                rows.sort(key=lambda row: row["id"])
-                write_jsonl(path, rows)
-            tokens += sum(len(row["response_ids"]) for row in rows)
-            ended += sum(row["response_ids"][-1] in stops for row in rows)
+                    remade.append(number)
+            start = time.monotonic()
+            rows = writer.rows(number, shards[number], bar)
+            seconds += time.monotonic() - start
+            written += sum(len(row["response_ids"]) for row in rows)
+            write_shard(path, rows)
+    processes.wait()
+    rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
+    again = processes.gathered(torch.tensor(remade, dtype=torch.long))
+    ended = tokens = 0
+    for number in range(len(shards)):
+        for row in read_shard(out / shard_name(number)):
+            tokens += len(row["response_ids"])
+            ended += row["response_ids"][-1] in stops
     return {
         "responses": len(requests),
         "response_tokens": tokens,
         "ended": ended,
         "shards": len(shards),
-        "remade_shards": remade,
+        "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
         "instructions_too_long": left_out,
-        "tokens_per_second": round(written / seconds, 1) if seconds else None,
+        "tokens_per_second": round(float(rate.sum()), 1) or None,
         "precision": precision.name,
         "precision_reason": precision.reason,
     }
 
 
-def _batches(shard: list[Request], size: int) -> list[list[Request]]:
+def _batches(requests: list[Request], size: int) -> list[list[Request]]:
     """Requests of like length together: padding is computed and thrown away."""
-    ordered = sorted(shard, key=lambda request: len(request.prompt_ids))
+    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
     return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 

@@ -1,154 +1,172 @@
-"""White-box distillation: the drafter learns the target's distributions on the target's own responses, target in the loop.
+"""White-box distillation: the drafter learns the target's distributions. What goes in, what comes out, one training run.
 
-Direct alignment, section 2.3: every batch mixes responses and pretraining text 9:1. On responses the response tokens count,
-on text every token. Both models run at temperature 1. Knows the data and the loss; the loop is trainer.py's, the formulas
-are losses.py's.
+The batches are mixing.py's, the loss is objective.py's, the loop is trainer.py's. Direct alignment (section 2.3) is the target's
+own responses with pretraining text 9:1; DistillSpec adds fixed data and the drafter's own responses; AdaSPEC selects tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
-
 from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions
-from edgespec_recipes.data import Row, Rows, Shuffled, attention_mask, pack_conversations, text_blocks
+from edgespec.recipe import DistillOptions, ReferenceOptions
+from edgespec_recipes import processes
+from edgespec_recipes.data import Rows, text_blocks
 from edgespec_recipes.datagen import read_responses
-from edgespec_recipes.decoding import logits_at
-from edgespec_recipes.loading import load_model, load_tokenizer, save_model
-from edgespec_recipes.losses import Divergence, distillation_loss, divergence
-from edgespec_recipes.trainer import Batch, LossFunction, discard_checkpoints, train
+from edgespec_recipes.decoding import stop_ids
+from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.mixing import (
+    FIXED,
+    STUDENT,
+    TARGET,
+    TEXT,
+    Mixture,
+    TextRows,
+    prompt_rows,
+    response_rows,
+    shares,
+)
+from edgespec_recipes.objective import Objective
+from edgespec_recipes.replies import read_replies
+from edgespec_recipes.same_tokenizer import check_same_vocabulary
+from edgespec_recipes.stored import StoredTargets, store_targets
+from edgespec_recipes.trainer import collate, finish, save_whole, train
 
 
-class Mixture(Dataset[Row]):
-    """`steps` batches one after the other, each with its share of text rows first and response rows after them.
+@dataclass(frozen=True)
+class DistillInputs:
+    """What a distillation reads.
 
-    The share is exact over the run: where fraction x batch size is no whole number, batches take turns.
+    target, drafter: model folders. responses: the generate stage's shards. text, text_cache: the pretraining text and the
+    folder its token ids lie in or go to. store: stored distributions of the target on the response rows. reference: AdaSPEC's
+    reference drafter.
     """
 
-    def __init__(
-        self, responses: Any, text: Any, steps: int, batch_size: int, text_fraction: float, seed: int
-    ) -> None:
-        self.steps, self.batch_size, self.share = steps, batch_size, text_fraction * batch_size
-        self.texts = Shuffled(text, max(1, self._texts_before(steps)), seed) if text_fraction else None
-        self.responses = Shuffled(responses, steps * batch_size, seed + 1)
-
-    def _texts_before(self, step: int) -> int:
-        return int(step * self.share + 1e-9)
-
-    def __len__(self) -> int:
-        return self.steps * self.batch_size
-
-    def __getitem__(self, index: int) -> Row:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        step, place = divmod(index, self.batch_size)
-        before = self._texts_before(step)
-        here = self._texts_before(step + 1) - before
-        if place < here:
-            assert self.texts is not None
-            return self.texts[before + place]
-        return self.responses[step * self.batch_size - before + place - here]
+    target: Path
+    drafter: Path
+    responses: Path
+    text: str
+    text_cache: Path
+    store: Path | None = None
+    reference: Path | None = None
 
 
-def response_rows(rows: list[dict[str, Any]], context: int) -> Rows:
-    """Packed responses; `compared` [n, context] is true where the next token is one the target wrote."""
-    packed = pack_conversations([(row["prompt_ids"], row["response_ids"]) for row in rows], context)
-    written = packed.pop("loss_mask")
-    packed["compared"] = np.concatenate([written[:, 1:], np.zeros_like(written[:, :1])], axis=1)
-    return Rows(packed)
+def responses_of(folder: Path, context: int) -> Rows:
+    """The generate stage's responses packed into rows of `context` tokens; the same rows for the same folder and context."""
+    return response_rows(
+        [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context
+    )
 
 
-class TextRows(Dataset[Row]):
-    """Blocks of plain text in the form of `response_rows`: one document, every position compared."""
-
-    def __init__(self, blocks: np.ndarray) -> None:
-        self.blocks, context = blocks, blocks.shape[1]
-        self.fixed: Row = {
-            "position_ids": np.arange(context),
-            "document_ids": np.zeros(context, np.int32),
-            "compared": np.ones(context, bool),
-        }
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> Row:
-        return {"input_ids": self.blocks[index].astype(np.int64), **self.fixed}
+def reference_options(distill: DistillOptions, reference: ReferenceOptions) -> DistillOptions:
+    """How AdaSPEC's reference is distilled: forward KL on the data of the distillation itself, without selection."""
+    own = {name: getattr(reference, name) for name in type(reference).__dataclass_fields__}
+    return replace(
+        distill, **own, divergence="fkl", labels="soft", select_fraction=1.0, watch_steps=0, keep_steps=0
+    )
 
 
-def distillation_objective(target: Any, function: Divergence) -> LossFunction:
-    """The loss of a batch: the mean divergence over its compared positions."""
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        keep = batch["compared"]
-        inputs = {
-            "input_ids": batch["input_ids"],
-            "position_ids": batch["position_ids"],
-            "attention_mask": attention_mask(batch["document_ids"]),
-        }
-        with torch.no_grad():  # not inference_mode: the draft's graph keeps p for its backward pass
-            target_logits = logits_at(target.to(keep.device), keep, **inputs)
-        return distillation_loss(function, logits_at(model, keep, **inputs), target_logits)
-
-    return loss
+def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
+    """Store the target's distributions at every position of the responses that `distill` will compare."""
+    rows = responses_of(inputs.responses, options.context)
+    return store_targets(out, inputs.target, rows, options.stored_top_k)
 
 
-def distill(
-    out: Path,
-    target_folder: Path,
-    drafter_folder: Path,
-    responses_folder: Path,
-    text: str,
-    text_cache: Path,
-    options: DistillOptions,
-    seed: int,
-) -> dict[str, Any]:
-    """Distil the drafter in `drafter_folder` into `out`/model; goes on from the last checkpoint in `out`.
+def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
+    """(rows to learn, rows the acceptance rate is watched on); never more than a quarter is held out."""
+    held = min(wanted, len(rows) // 4)
+    if not held:
+        return rows, None
+    learnt = len(rows) - held
+    return (
+        Rows({name: array[:learnt] for name, array in rows.arrays.items()}),
+        Rows({name: array[learnt:] for name, array in rows.arrays.items()}),
+    )
 
-    `responses_folder` holds the generate stage's shards, `text` names the pretraining text (a file, a folder, python-stdlib),
-    `text_cache` the folder its token ids lie in or go to.
-    Raises InputError: vocabularies that differ, a context longer than a model's.
-    """
-    target, draft = load_model(target_folder), load_model(drafter_folder)
-    target.requires_grad_(False)
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise InputError(
-            f"the drafter's vocabulary has {draft.config.vocab_size} tokens and the target's {target.config.vocab_size}; "
-            "they must be the same: build the drafter for this target"
-        )
-    longest = min(target.config.max_position_embeddings, draft.config.max_position_embeddings)
+
+def _check_context(models: Sequence[Any], options: DistillOptions) -> None:
+    longest = min(model.config.max_position_embeddings for model in models)
     if options.context > longest:
         raise InputError(
             f"distill.context is {options.context}; the models hold {longest} tokens: give at most that"
         )
-    rows = read_responses(responses_folder)
-    responses = response_rows(rows, options.context)
-    blocks = None
-    if options.text_fraction:
-        blocks = TextRows(text_blocks(text, load_tokenizer(target_folder), options.context, text_cache))
+
+
+def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int) -> dict[str, Any]:
+    """Distil `inputs.drafter` into `out`/model; goes on from the last checkpoint in `out`. Drafters kept on the way lie in
+    `out`/kept/step-NNNNNN.
+
+    Raises InputError: tokenizers that differ, a context longer than a model's, a selection without a reference.
+    """
+    check_same_vocabulary(inputs.target, inputs.drafter, "the target and the drafter")
+    target, draft = load_model(inputs.target), load_model(inputs.drafter)
+    target.requires_grad_(False)
+    _check_context([target, draft], options)
+    if options.select_fraction < 1 and inputs.reference is None:
+        raise InputError(
+            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
+        )
+    device, tokenizer = processes.device(), load_tokenizer(inputs.target)
+    reference = None
+    if options.select_fraction < 1 and inputs.reference is not None:
+        reference = load_model(inputs.reference).to(device).requires_grad_(False)
+
+    stops = sorted({*stop_ids(target), tokenizer.eos_token_id})
+    responses = responses_of(inputs.responses, options.context)
+    learnt, held_out = _held_out(responses, options.watch_rows if options.watch_steps else 0)
+    parts = shares(options)
+    sources: dict[int, Any] = {TARGET: learnt}
+    if TEXT in parts:
+        length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
+        sources[TEXT] = TextRows(
+            text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=length)
+        )
+    if FIXED in parts:
+        sources[FIXED] = response_rows(read_replies(options.fixed, tokenizer, stops), options.context)
+    if STUDENT in parts:
+        prompts = [row["prompt_ids"] for row in read_responses(inputs.responses)]
+        sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context)
+
+    stored = options.target_side == "stored" and inputs.store is not None
+    objective = Objective(
+        target.to(device),
+        options,
+        stops=stops,
+        seed=seed,
+        store=StoredTargets(inputs.store) if stored and inputs.store else None,
+        reference=reference,
+    )
+    watched = []
+    if held_out is not None:
+        batch = collate([{**held_out[row], "kind": TARGET} for row in range(len(held_out))])  # type: ignore[dict-item]
+        watched = [{name: values.to(device) for name, values in batch.items()}]
+    scale = options.select_fraction if options.scale_learning_rate else 1.0
     counts = train(
         draft,
-        Mixture(responses, blocks, options.steps, options.batch_size, options.text_fraction, seed),
-        distillation_objective(target, divergence(options)),
+        Mixture(sources, parts, options.steps * options.batch_size, seed),
+        objective,
         out,
-        options,
+        replace(options, learning_rate=options.learning_rate * scale),
         seed=seed,
-        label="distil",
+        label=f"distil, {options.divergence}",
         ordered=True,
+        watch=(lambda model: objective.acceptance(model, watched)) if watched else None,
+        watch_steps=options.watch_steps,
+        keep=lambda step, model: save_whole(model, inputs.target, out / "kept" / f"step-{step:06d}"),
+        keep_steps=options.keep_steps,
     )
-    save_model(draft, target_folder, out / "model")
-    discard_checkpoints(out)
-    compared = responses.arrays["compared"]
+    finish(draft, inputs.target, out)
     return {
         **counts,
         "divergence": options.divergence,
-        "responses": len(rows),
+        "shares": {
+            name: round(parts[kind], 4)
+            for kind, name in enumerate(("text", "fixed", "student", "target"))
+            if kind in parts
+        },
         "response_rows": len(responses),
-        "compared_share": round(float(compared.mean()), 4),
+        "compared_share": round(float(responses.arrays["compared"].mean()), 4),
     }

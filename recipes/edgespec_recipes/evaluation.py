@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,14 @@ from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
 from edgespec.progress import progress
 from edgespec.recipe import EvaluateOptions
-from edgespec_recipes.decoding import left_pad, logits_at, sample_responses, stop_ids, warp
+from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.evaluation_report import SAMPLINGS, Sampling, label_of, summarise
+from edgespec_recipes.expected import agreement
 from edgespec_recipes.loading import load_model, load_tokenizer
 from edgespec_recipes.prompts import encode_prompt, read_prompts
 from edgespec_recipes.speculation import speculate
 
 log = logging.getLogger(__name__)
-
-TEACHER_ROWS = 8  # responses scored together by the teacher-forced α
 
 
 def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
@@ -58,30 +56,8 @@ def teacher_forced(
 
     p and q are warped alike; at temperature 0 the overlap is 1 where the argmaxes agree and else 0.
     """
-    found: list[list[float]] = []
-    for at in range(0, len(prompts), TEACHER_ROWS):
-        answers = responses[at : at + TEACHER_ROWS]
-        texts = [
-            [*prompt, *answer]
-            for prompt, answer in zip(prompts[at : at + TEACHER_ROWS], answers, strict=True)
-        ]
-        tokens, valid = (tensor.to(target.device) for tensor in left_pad(texts))
-        keep = torch.zeros_like(valid)
-        for row, answer in enumerate(answers):
-            keep[row, -len(answer) - 1 : -1] = True  # the positions that predict the response
-        inputs = {
-            "input_ids": tokens,
-            "attention_mask": valid.long(),
-            "position_ids": (valid.cumsum(-1) - 1).clamp_min(0),
-        }
-        with torch.inference_mode():
-            p, q = (
-                warp(logits_at(model, keep, **inputs), sampling.temperature, sampling.top_p)
-                for model in (target, draft)
-            )
-        overlaps = iter(torch.minimum(p, q).sum(-1).clamp_max(1.0).tolist())
-        found += [[sum(islice(overlaps, len(answer))), len(answer)] for answer in answers]
-    return found
+    scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
+    return [[float(item.overlap.sum()), len(item.overlap)] for item in scored]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from edgespec_runtime.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -19,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, whole_folder, write_json, write_text
 from edgespec.shapes import ModelShape
+from edgespec_recipes.vocabulary import plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -73,8 +76,12 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_model(folder: Path) -> Any:
-    """The causal language model of a folder, float32, in eval mode. Raises InputError where it cannot be loaded."""
+    """The causal language model of a folder, float32, in eval mode. Raises InputError where it cannot be loaded.
+
+    A drafter with a vocabulary subset reads the target's token ids and gives logits [.., V] (vocabulary.py).
+    """
     quiet()
+    vocabulary = vocabulary_of(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -89,16 +96,29 @@ def load_model(folder: Path) -> Any:
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
-    return model.eval()
+    return (wrap(model, vocabulary) if vocabulary else model).eval()
 
 
-def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
+def save_model(
+    model: Any, tokenizer_folder: Path, out: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
     """Write a model folder, whole or not at all: float32 safetensors, the tokenizer files of `tokenizer_folder`, and a config
     that transformers 4.57 reads as well as 5.x (4.57 takes rope_theta from the top level and knows no TokenizersBackend).
+
+    `weights` is the model's state dict where the model itself holds only a part of it (sharded). A model with a vocabulary
+    subset is written as a plain one of V' + 1 tokens with its vocabulary.json.
     """
     quiet()
-    with whole_folder(out) as folder:
-        model.to(torch.float32).save_pretrained(folder)
+    if weights is None:
+        weights = model.to(torch.float32).state_dict()
+    with whole_folder(out) as folder, plain_config(model) as vocabulary:
+        plain = plain_weights(model, weights)
+        if model.config.tie_word_embeddings:  # one table; gathered weights no longer show that it is one
+            for name in model._tied_weights_keys or ():
+                plain.pop(name, None)
+        model.save_pretrained(folder, state_dict=plain)
+        if vocabulary is not None:
+            write_vocabulary(folder / VOCABULARY, vocabulary)
         copy_tokenizer(tokenizer_folder, folder)
         write_both_forms(folder)
 

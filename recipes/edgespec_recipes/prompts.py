@@ -1,17 +1,14 @@
 """Prompts: which conversations the target is asked to continue, and their token ids. Knows nothing of models.
 
-A source is a file of prompts as the runtime reads them, or `python-stdlib`.
+A source is an instruction set in any form instructions.py knows, or `python-stdlib`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from edgespec_runtime.prompts import read_chats
-
-from edgespec.errors import InputError
 from edgespec.recipe import PYTHON_STDLIB
+from edgespec_recipes.instructions import read_conversations
 
 Messages = list[dict[str, str]]
 
@@ -19,19 +16,16 @@ STDLIB_FILES = {"seed": "seed_instructions.jsonl", "heldout": "heldout.jsonl"}
 
 
 def read_prompts(source: str, split: str) -> list[Messages]:
-    """Every conversation of a source. `split` ('seed' or 'heldout') chooses the file where the source is python-stdlib.
+    """Every conversation of a source, up to its last user turn.
 
-    Raises InputError naming file and row: no such file, a row of another shape, a conversation that does not end with the user.
+    `split` ('seed' or 'heldout') chooses the file where the source is python-stdlib. Raises InputError naming file and row, and
+    MissingExtra, as `read_conversations` does.
     """
     if source == PYTHON_STDLIB:
         from edgespec_recipes.corpus import stdlib_corpus
 
-        path = stdlib_corpus() / STDLIB_FILES[split]
-    else:
-        path = Path(source).expanduser()
-        if not path.is_file():
-            raise InputError(f"prompts file {source!r} does not exist; give a .jsonl file or {PYTHON_STDLIB}")
-    return read_chats(path)
+        source = str(stdlib_corpus() / STDLIB_FILES[split])
+    return [conversation.messages for conversation in read_conversations(source)]
 
 
 def with_system(messages: Messages, system: str) -> Messages:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import InputError, did_you_mean
 from edgespec.targets import TARGETS, TINY_CHAT
+from edgespec_recipes import processes
 from edgespec_recipes.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.tiny_chat import build_tiny_chat
 
@@ -40,6 +44,8 @@ def resolve_target(name: str) -> ResolvedTarget:
     path = Path(name).expanduser()
     target = TARGETS.get(name)
     if target is not None and target.repo is None:
+        if processes.world() > 1:
+            _make_alone()
         return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
     if target is not None and target.repo is not None:
         resolved = _from_hub(name, target.repo, target.licence)
@@ -56,6 +62,14 @@ def resolve_target(name: str) -> ResolvedTarget:
         raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
     check_model_folder(resolved.folder)
     return resolved
+
+
+def _make_alone() -> None:
+    """Train tiny-chat in a process that knows nothing of torchrun: its batch of one cannot be shared."""
+    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    program = "from edgespec_recipes.tiny_chat import build_tiny_chat; build_tiny_chat()"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
 def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:

@@ -26,8 +26,8 @@ from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
 from edgespec_recipes.data import PADDING, Rows, attention_mask, pack_conversations, tokenise
-from edgespec_recipes.loading import load_tokenizer, save_model
-from edgespec_recipes.trainer import discard_checkpoints, train
+from edgespec_recipes.loading import load_tokenizer
+from edgespec_recipes.trainer import finish, train
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 START, TURN_END, PADDING_ID = 0, 2, 3
@@ -101,8 +101,7 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
         label="train tiny-chat",
         ordered=True,
     )
-    save_model(model, tokenizer_folder, out / "model")
-    discard_checkpoints(out)
+    finish(model, tokenizer_folder, out)
     return {"parameters": model.num_parameters(), **counts}
 
 

@@ -3,15 +3,12 @@
 Knows nothing of what is learnt: the data come as a dataset of fixed-shape rows and the loss as a function of (model, batch).
 A run that was killed and started again ends with the weights of an uninterrupted one (bit for bit in one process on one
 CPU), because the order of the rows depends on the seed alone and a checkpoint carries optimizer, schedule and random states.
+Several processes (torchrun) share every batch; their number changes rounding only.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,21 +21,29 @@ from torch.utils.data import SequentialSampler
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from edgespec.errors import EdgespecError, InputError
-from edgespec.files import read_json, write_json, write_text, writing
+from edgespec.files import writing
 from edgespec.progress import progress
 from edgespec.recipe import TrainingOptions
-from edgespec.report import count
+from edgespec_recipes import processes
+from edgespec_recipes.checkpoints import (
+    CHECKPOINTS,
+    DIVERGED,
+    discard_checkpoints,
+    keep_diverged,
+    latest_checkpoint,
+    mark_complete,
+)
+from edgespec_recipes.curves import plot_curves
 from edgespec_recipes.data import Shuffled
-from edgespec_recipes.loading import quiet
+from edgespec_recipes.loading import quiet, save_model
 from edgespec_recipes.precision import Precision, choose_precision
+from edgespec_recipes.sharding import shard_on_cpu, to_train, trainer_settings, whole
+from edgespec_recipes.training_log import LOG, TrainingLog, Watch, rows_until
 
 Batch = dict[str, torch.Tensor]
 LossFunction = Callable[[Any, Batch], torch.Tensor]
 
-CHECKPOINTS = "checkpoints"
-LOG = "log.jsonl"
-COMPLETE = "complete.json"
-LOG_STEPS = 10
+RECENT = 20  # losses that a diverged run's state.json shows
 
 
 class TrainingDiverged(EdgespecError):
@@ -74,13 +79,24 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     """What the base class does not have: a loss function of ours, WarmupDecayLR, marked checkpoints, rows read in order."""
 
     def __init__(
-        self, *, loss_fn: LossFunction, precision: Precision, warmup_steps: int, floor: float, **kwargs: Any
+        self,
+        *,
+        loss_fn: LossFunction,
+        precision: Precision,
+        warmup_steps: int,
+        floor: float,
+        out: Path,
+        **kwargs: Any,
     ) -> None:
         self.loss_fn, self.precision, self.warmup_steps, self.floor = loss_fn, precision, warmup_steps, floor
-        self.losses: list[float] = []  # since the last row of the log
-        self.tokens = 0
+        self.out, self.recent = out, list[float]()
+        self.training_log: TrainingLog | None = None
         super().__init__(**kwargs)
         self.remove_callback(PrinterCallback)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        shard_on_cpu(self)
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -99,158 +115,79 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     def compute_loss(self, model: Any, inputs: Batch, *_: Any, **__: Any) -> torch.Tensor:
         with self.precision.autocast(self.args.device):
             loss = self.loss_fn(model, inputs)
-        value = float(loss.detach())
+        value = float(processes.total(loss)) / processes.world()  # a NaN in one process stops them all
         if not math.isfinite(value):
-            raise TrainingDiverged(
-                f"the loss is {value} at step {self.state.global_step + 1} of {self.state.max_steps}; lower learning_rate "
-                f"(now {self.args.learning_rate:g}) or raise warmup_steps (now {self.warmup_steps}), then start in a new folder"
-            )
-        self.losses.append(value)
-        self.tokens += inputs["input_ids"].numel() * self.args.world_size
+            raise TrainingDiverged(self._diverged(value, inputs))
+        self.recent = [*self.recent[-RECENT + 1 :], value]
+        if self.training_log is not None:
+            self.training_log.losses.append(value)
+            self.training_log.fresh += inputs["input_ids"].numel() * processes.world()
         return loss
+
+    def _diverged(self, value: float, batch: Batch) -> str:
+        """Save what shows why, and say where it lies."""
+        step = self.state.global_step + 1
+        ids = processes.gathered(batch["row_id"]).tolist() if "row_id" in batch else []
+        weights = whole(self.model_wrapped).state_dict()
+        if not processes.rank():
+            about = {
+                "step": step,
+                "loss": str(value),
+                "learning_rate": self.optimizer.param_groups[0]["lr"],
+                "row_ids": ids,
+                "recent_losses": self.recent,
+            }
+            keep_diverged(self.out, weights, self.optimizer.state_dict(), batch, about)
+        named = f" on the rows {ids}" if ids else ""
+        return (
+            f"the loss is {value} at step {step} of {self.state.max_steps}{named}; model, optimizer and batch lie in "
+            f"{self.out / DIVERGED}. Lower learning_rate (now {self.args.learning_rate:g}) or raise warmup_steps "
+            f"(now {self.warmup_steps}), then start in a new folder"
+        )
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # the base class walks over all parameters for this, each step
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Nothing: `_Log` writes the log, and a growing history in every checkpoint is of no use."""
+        """Nothing: `TrainingLog` writes the log, and a growing history in every checkpoint is of no use."""
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with writing(self.args.output_dir):
             super()._save_checkpoint(*args, **kwargs)
+            processes.wait()  # every process writes its random states
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             if self.args.should_save:
-                _mark_complete(folder)
+                mark_complete(folder)
+            processes.wait()
 
 
-class _Log(TrainerCallback):  # type: ignore[misc]
-    """The progress bar and log.jsonl."""
+class _Keep(TrainerCallback):  # type: ignore[misc]
+    """Calls back every so many steps: for checkpoints that are results of their own."""
 
-    def __init__(self, trainer: _Trainer, file: Path, bar: Any, tokens: int, seconds: float) -> None:
-        self.trainer, self.file, self.bar = trainer, file, bar
-        self.tokens, self.seconds = tokens, seconds
-        self.start = self.row_start = time.monotonic()
+    def __init__(self, keep: Callable[[int, Any], None], steps: int) -> None:
+        self.keep, self.steps = keep, steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.bar.update(1)
-        step = state.global_step
-        if step % LOG_STEPS and step % args.save_steps and step != state.max_steps:
-            return
-        now = time.monotonic()
-        rate = self.trainer.tokens / max(1e-9, now - self.row_start)
-        loss = sum(self.trainer.losses) / len(self.trainer.losses)
-        self.tokens += self.trainer.tokens
-        row = {
-            "step": step,
-            "loss": round(loss, 6),
-            "lr": kwargs["optimizer"].param_groups[0]["lr"],
-            "tokens": self.tokens,
-            "seconds": round(self.seconds + now - self.start, 2),
-            "tokens_per_second": round(rate, 1),
-        }
-        with writing(self.file), open(self.file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
-        self.bar.set_postfix_str(f"loss {loss:.3f}, {count(rate)} tok/s", refresh=False)
-        self.trainer.losses, self.trainer.tokens, self.row_start = [], 0, now
+        if state.global_step % self.steps == 0:
+            self.keep(state.global_step, kwargs["model"])
 
 
-def _mark_complete(folder: Path) -> None:
-    """Name every file of a checkpoint with its size, once all of them are on the disk."""
-    sizes = {}
-    for file in sorted(folder.iterdir()):
-        with open(file, "rb") as stream:
-            os.fsync(stream.fileno())
-        sizes[file.name] = file.stat().st_size
-    write_json(folder / COMPLETE, sizes)
-
-
-def _is_complete(folder: Path) -> bool:
-    if not (folder / COMPLETE).is_file():
-        return False
-    sizes = read_json(folder / COMPLETE)
-    return all(
-        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items()
-    )
-
-
-def latest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run; what a killed run left half-written, and what is older, is deleted."""
-    found = {}
-    for folder in (out / CHECKPOINTS).glob("checkpoint-*"):
-        number = folder.name.removeprefix("checkpoint-")
-        if number.isdigit() and _is_complete(folder):
-            found[int(number)] = folder
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    if not found:
-        return None
-    newest = max(found)
-    for step, folder in found.items():
-        if step != newest:
-            shutil.rmtree(folder, ignore_errors=True)
-    return found[newest]
-
-
-def discard_checkpoints(out: Path) -> None:
-    """Call when the trained model is safely on disk."""
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-
-
-def _log_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The rows up to the checkpoint; later ones (their steps will be taken again) and a torn last line are dropped."""
-    rows = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            break
-        if row["step"] <= step:
-            rows.append(row)
-    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def train(
-    model: Any,
-    dataset: Any,
-    loss_fn: LossFunction,
-    out: Path,
-    options: TrainingOptions,
-    *,
-    seed: int,
-    label: str,
-    ordered: bool = False,
-    max_grad_norm: float = 1.0,
-) -> dict[str, Any]:
-    """Train `model` in place and return counts; go on from `out`/checkpoints if a run was killed.
-
-    `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
-    epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn(model,
-    batch)` gets stacked rows on the model's device under autocast and returns a scalar. AdamW (betas 0.9, 0.98; no decay on
-    norms and biases).
-
-    The caller saves the model, then calls `discard_checkpoints(out)`; until then the last checkpoint stays, so a kill in
-    between costs nothing. Raises TrainingDiverged (naming the step) where the loss is NaN or infinite.
-    """
-    steps, batch_size = options.steps, options.batch_size
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if batch_size % world:
-        raise InputError(f"batch_size is {batch_size}; it must be a multiple of the {world} processes")
-    if ordered and len(dataset) < steps * batch_size:
+def _arguments(out: Path, options: TrainingOptions, seed: int, max_grad_norm: float) -> TrainingArguments:
+    share = options.batch_size // processes.world()
+    micro = min(options.micro_batch_size or share, share)
+    if options.batch_size % processes.world():
         raise InputError(
-            f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}"
+            f"batch_size is {options.batch_size}; it must be a multiple of the {processes.world()} processes"
         )
-    quiet()
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint = latest_checkpoint(out)
-    done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
-    rows = _log_until(out / LOG, done)
-    arguments = TrainingArguments(
+    if share % micro:
+        raise InputError(
+            f"micro_batch_size is {micro}; it must divide a process's share of a step, {share} rows"
+        )
+    return TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
-        max_steps=steps,
-        per_device_train_batch_size=batch_size // world,
+        max_steps=options.steps,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=share // micro,
         learning_rate=options.learning_rate,
         weight_decay=options.weight_decay,
         adam_beta2=0.98,
@@ -267,12 +204,59 @@ def train(
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        **trainer_settings(),
     )
+
+
+def train(
+    model: Any,
+    dataset: Any,
+    loss_fn: LossFunction,
+    out: Path,
+    options: TrainingOptions,
+    *,
+    seed: int,
+    label: str,
+    ordered: bool = False,
+    max_grad_norm: float = 1.0,
+    watch: Watch | None = None,
+    watch_steps: int = 0,
+    keep: Callable[[int, Any], None] | None = None,
+    keep_steps: int = 0,
+) -> dict[str, Any]:
+    """Train `model` in place and return counts; go on from `out`/checkpoints if a run was killed.
+
+    `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
+    epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn(model,
+    batch)` gets stacked rows on the model's device under autocast and returns a scalar whose average over the processes is
+    the loss; what its `scalars()` gives (if it has that) goes into the log. Every `watch_steps` steps `watch(model)` is measured,
+    every `keep_steps` steps `keep(step, model)` is called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and
+    biases). With micro-batches each one's mean counts alike.
+
+    The caller ends with `finish`, which saves the model; until then the last checkpoint stays, so a kill in between costs
+    nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and the rows, and model, optimizer and
+    batch lie in `out`/diverged.
+    """
+    steps, batch_size = options.steps, options.batch_size
+    if not steps:
+        return {"steps": 0, "tokens": 0, "train_seconds": 0.0}
+    if ordered and len(dataset) < steps * batch_size:
+        raise InputError(
+            f"the data have {len(dataset)} rows; {steps} steps of {batch_size} need {steps * batch_size}"
+        )
+    quiet()
+    processes.start()
+    out.mkdir(parents=True, exist_ok=True)
+    with processes.first():
+        checkpoint = latest_checkpoint(out)
+    done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
+    rows = rows_until(out / LOG, done)
+    arguments = _arguments(out, options, seed, max_grad_norm)
     precision = choose_precision(arguments.device)
     use_cache = model.config.use_cache
     with progress(label, steps, done=done) as bar:
         trainer = _Trainer(
-            model=model,
+            model=to_train(model),
             args=arguments,
             train_dataset=dataset if ordered else Shuffled(dataset, steps * batch_size, seed),
             data_collator=collate,
@@ -280,20 +264,51 @@ def train(
             precision=precision,
             warmup_steps=options.warmup_steps,
             floor=options.min_learning_rate / options.learning_rate if options.learning_rate else 1.0,
+            out=out,
         )
-        carried = rows[-1] if rows else {"tokens": 0, "seconds": 0.0}
-        log = _Log(trainer, out / LOG, bar, int(carried["tokens"]), carried["seconds"])
+        log = trainer.training_log = TrainingLog(
+            out / LOG,
+            bar,
+            rows,
+            scalars=getattr(loss_fn, "scalars", dict),
+            watch=watch,
+            watch_steps=watch_steps,
+        )
         trainer.add_callback(log)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        if keep is not None and keep_steps:
+            trainer.add_callback(_Keep(keep, keep_steps))
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            whole(trainer.model)
+        finally:
+            log.close()
     model.config.use_cache = use_cache
     model.eval()
-    rows = _log_until(out / LOG, steps)
+    rows = rows_until(out / LOG, steps)
+    if not processes.rank():
+        plot_curves(out / LOG, out / "curves.png", label)
     return {
         "steps": steps,
         "tokens": rows[-1]["tokens"],
         "train_seconds": rows[-1]["seconds"],
         "loss_first": rows[0]["loss"],
         "loss_last": rows[-1]["loss"],
+        "processes": processes.world(),
         "precision": precision.name,
         "precision_reason": precision.reason,
     }
+
+
+def save_whole(model: Any, tokenizer_folder: Path, out: Path) -> None:
+    """Write a model folder of a model in training; every process must call it, process 0 writes."""
+    plain = whole(model)
+    if not processes.rank():
+        save_model(plain, tokenizer_folder, out)
+    processes.wait()
+
+
+def finish(model: Any, tokenizer_folder: Path, out: Path) -> None:
+    """Save the trained model as `out`/model and drop the checkpoints."""
+    save_whole(model, tokenizer_folder, out / "model")
+    if not processes.rank():
+        discard_checkpoints(out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import InputError, did_you_mean
+from edgespec.errors import BundleError, InputError, did_you_mean
 from edgespec.files import read_json
 from edgespec.manifest import Manifest, open_manifest
 from edgespec.options import knob
@@ -14,6 +14,7 @@ from edgespec_runtime.engine import Engine, default_threads
 from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.session import CachedEngine
 from edgespec_runtime.tokenizer import ChatTokenizer, Message
+from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
 
 ONNXRUNTIME = "onnxruntime"
 LLAMACPP = "llama.cpp"
@@ -108,6 +109,20 @@ def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     return engine, preferred if preferred in offered else offered[0]
 
 
+def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
+    """The subset of the target's tokens that the drafter knows; None where it knows them all."""
+    name = manifest.drafter.vocabulary
+    if name is None or manifest.folder is None:
+        return None
+    vocabulary, wanted = read_vocabulary(manifest.folder / name), manifest.pair["vocab_size"]
+    if vocabulary.target_vocab_size != wanted:
+        raise BundleError(
+            f"{manifest.folder / name} is of a target with {vocabulary.target_vocab_size} tokens, this pair's has {wanted}; "
+            "fetch or build the bundle again"
+        )
+    return vocabulary
+
+
 def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pair:
     """Check every file of the bundle against its manifest, then load target, drafter (unless told not to) and tokenizer.
 
@@ -116,13 +131,17 @@ def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pa
     """
     manifest = open_manifest(folder)
     engine, precision = _choose(manifest, options)
+    vocabulary = _drafters_vocabulary(manifest)
 
     def load(role: str) -> CachedEngine:
         threads = options.threads or default_threads()
         if getattr(manifest, role).parameters < ONE_THREAD_BELOW:
             threads = 1
         path = manifest.model_path(role, engine, precision)
-        return CachedEngine(load_engine(engine, path, options.context, threads))
+        model = load_engine(engine, path, options.context, threads)
+        if role == "drafter" and vocabulary is not None:
+            model = SubsetEngine(model, vocabulary)
+        return CachedEngine(model)
 
     ratios: dict[str, Any] = manifest.cost_ratio
     return Pair(

@@ -1,0 +1,65 @@
+"""AdaSPEC's token selection: which positions of a batch the drafter can still learn, judged by a reference drafter.
+
+Δ = KL(p‖q) − KL(p‖q_ref): how much worse the drafter is than a copy that was distilled on everything. The k · N positions with
+the largest Δ are kept (AdaSPEC, section 3.2, Eq. 8-10). Knows logits, not models or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgespec_recipes import processes
+from edgespec_recipes.head_loss import TargetRows, head_values
+from edgespec_recipes.losses import fkl
+
+Head = Callable[[Tensor], Tensor]
+
+
+def excess_divergence(
+    hidden: Tensor, head: Any, reference_hidden: Tensor, reference_head: Any, target_rows: TargetRows
+) -> Tensor:
+    """Δ [n] of every position, without gradient; hidden states [n, H] of the drafter and of the reference before their heads."""
+    ours = head_values([fkl], hidden, head, target_rows)[0]
+    return ours - head_values([fkl], reference_hidden, reference_head, target_rows)[0]
+
+
+def select(excess: Tensor, fraction: float) -> Tensor:
+    """bool [n]: the positions among the `fraction` of all processes' positions with the largest excess (at least one).
+
+    Positions that tie with the last one kept are kept too.
+    """
+    everyone = processes.gathered(excess)
+    if not len(everyone):
+        return torch.zeros_like(excess, dtype=torch.bool)
+    count = max(1, round(fraction * len(everyone)))
+    return excess >= everyone.topk(count).values[-1]
+
+
+class SelectedTokens:
+    """Which tokens the selection favours: counts by token since the last report."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.seen = torch.zeros(vocab_size, dtype=torch.long)
+        self.kept = torch.zeros(vocab_size, dtype=torch.long)
+
+    def add(self, tokens: Tensor, kept: Tensor) -> None:
+        """Count the tokens [n] that the positions predict and which of them were kept [n]."""
+        size = len(self.seen)
+        self.seen += torch.bincount(tokens.cpu(), minlength=size)
+        self.kept += torch.bincount(tokens[kept].cpu(), minlength=size)
+
+    def report(self, count: int = 10) -> dict[str, Any]:
+        """{"kept": share kept, "selected": [[token id, times kept, times seen], ...]}: the tokens kept most above that share."""
+        seen, kept = int(self.seen.sum()), int(self.kept.sum())
+        if not seen:
+            return {}
+        surplus = self.kept - self.seen * (kept / seen)
+        top = surplus.topk(min(count, len(surplus))).indices.tolist()
+        rows = [[token, int(self.kept[token]), int(self.seen[token])] for token in top if self.kept[token]]
+        self.seen.zero_()
+        self.kept.zero_()
+        return {"kept": round(kept / seen, 4), "selected": rows}

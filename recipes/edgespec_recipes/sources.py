@@ -1,0 +1,206 @@
+"""Rows of files and of hub datasets, one after the other: .jsonl, .jsonl.gz, .json, .parquet, hub:NAME.
+
+Nothing is held whole in memory but a .json list, whose size is bounded. Knows nothing of what a row means, and runs no code that
+comes with a dataset (datasets 4 and newer cannot).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from edgespec.errors import InputError, MissingExtra
+from edgespec.files import MAX_JSON_BYTES, read_json
+
+HUB = "hub:"
+HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
+ROW_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+_PARQUET_BATCH = 256
+
+Numbered = Iterator[tuple[str, dict[str, Any]]]
+"""Rows with where each is from, for messages: `file:3`, or `hub:NAME row 3`."""
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A dataset of the hub, or a local folder in the form of one."""
+
+    name: str
+    configuration: str | None
+    split: str
+    field: str
+
+    @property
+    def folder(self) -> Path | None:
+        path = Path(self.name).expanduser()
+        return path if path.is_dir() else None
+
+
+def parse_hub(source: str) -> HubSource:
+    """hub:NAME[:SPLIT[:FIELD]] with split `train` and field `text` by default; NAME is a folder, OWNER/NAME or
+    OWNER/NAME/CONFIGURATION. Raises InputError.
+    """
+    name, *rest = source.removeprefix(HUB).split(":")
+    if not name or len(rest) > 2 or not all(rest):
+        raise InputError(f"the source {source!r} is not of the form {HUB_FORM}")
+    split, field = [*rest, *("train", "text")[len(rest) :]]
+    configuration = None
+    if not Path(name).expanduser().is_dir() and name.count("/") == 2 and not name.startswith((".", "/", "~")):
+        name, _, configuration = name.rpartition("/")
+    return HubSource(name, configuration, split, field)
+
+
+def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
+    """The files a hub folder, a folder or a file stands for, sorted; none for a dataset on the hub. Raises InputError."""
+    path = Path(source).expanduser()
+    if source.startswith(HUB):
+        folder = parse_hub(source).folder
+        return sorted(file for file in folder.rglob("*") if file.is_file()) if folder else []
+    if path.is_dir():
+        files = sorted(
+            file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)) and file.is_file()
+        )
+        if not files:
+            raise InputError(f"the folder {path} holds no {', '.join(suffixes)} file")
+        return files
+    if not path.is_file():
+        raise InputError(f"{source!r} does not exist; give a {', '.join(suffixes)} file or {HUB_FORM}")
+    if not path.name.endswith(tuple(suffixes)):
+        raise InputError(f"{path} is none of {', '.join(suffixes)}; convert it to one of them")
+    return [path]
+
+
+@contextmanager
+def text_stream(file: Path) -> Iterator[TextIO]:
+    """A UTF-8 file, or a gzip of one, for reading. Raises InputError where it is neither."""
+    opener: Any = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opener(file, "rt", encoding="utf-8-sig") as stream:
+            yield stream
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def json_rows(file: Path, longest: int) -> Numbered:
+    """Every line of a .jsonl file as an object. Raises InputError naming the line: no JSON object, over `longest` characters."""
+    with text_stream(file) as stream:
+        number = 0
+        while line := stream.readline(longest + 1):
+            number += 1
+            if len(line) > longest:
+                raise InputError(
+                    f"{file}:{number} is longer than {longest:,} characters; split it into rows below that"
+                )
+            if line.strip():
+                yield f"{file}:{number}", _json_object(line, f"{file}:{number}")
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from error
+    if isinstance(row, dict):
+        return row
+    hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
+    raise InputError(f"{where} is {str(row)[:60]!r}; each line must be a JSON object{hint}")
+
+
+def json_list(file: Path) -> Numbered:
+    """Every item of a .json file that is one list. Raises InputError: too large, no list, an item that is no object."""
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise InputError(
+            f"{file} has {size:,} bytes; above {MAX_JSON_BYTES:,} give .jsonl, one object in a line"
+        )
+    try:
+        rows = read_json(file)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise InputError(
+            f"{file} holds a {type(rows).__name__}; a .json file must be a list of objects (else name it .jsonl)"
+        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise InputError(f"{file}:{number} is {str(row)[:60]!r}; each item must be a JSON object")
+        yield f"{file}:{number}", row
+
+
+def parquet_rows(file: Path, column: str | None = None) -> Numbered:
+    """Every row of a .parquet file, of one column or all. Raises InputError (damaged, no such column), MissingExtra."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise MissingExtra("pyarrow", "data", f"reading {file.name}") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if column is not None and column not in names:
+                raise InputError(f"{file} has the columns {', '.join(names)}; it needs {column!r}")
+            for batch in table.iter_batches(_PARQUET_BATCH, columns=[column] if column else None):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}:{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            f"{file} cannot be read as parquet after row {number}: {_one_line(error)}"
+        ) from error
+
+
+def hub_rows(source: str) -> Numbered:
+    """Every row of a hub dataset (or of a local folder in its form), streamed.
+
+    Raises InputError where it cannot be had, MissingExtra.
+    """
+    try:
+        import datasets
+        from huggingface_hub.utils import logging as hub_logging
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "datasets", "data", f"reading {source}") from error
+    hub = parse_hub(source)
+    datasets.disable_progress_bars()
+    hub_logging.set_verbosity_error()  # its retries are no news; what comes of them is
+    number = 0
+    try:
+        path = str(hub.folder or hub.name)
+        for row in datasets.load_dataset(path, hub.configuration, split=hub.split, streaming=True):
+            number += 1
+            yield f"{source} row {number}", row
+    except ConnectionError as error:
+        raise InputError(
+            f"{source} cannot be reached ({_one_line(error)}); check the name and the network, or give local files"
+        ) from error
+    except (
+        Exception
+    ) as error:  # datasets raises of its own, of fsspec's, of the HTTP client's and of every file format's
+        after = f" after row {number}" if number else ""
+        raise InputError(
+            f"{source} cannot be read{after}: {_one_line(error)}; the form is {HUB_FORM}, a NAME with configurations is "
+            "OWNER/NAME/CONFIGURATION"
+        ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def read_rows(source: str, longest: int) -> Numbered:
+    """Every row of one file or hub dataset; a line of JSON has at most `longest` characters. Raises InputError, MissingExtra."""
+    if source.startswith(HUB):
+        yield from hub_rows(source)
+        return
+    for file in source_files(source, ROW_FILES):
+        if file.name.endswith(".parquet"):
+            yield from parquet_rows(file)
+        elif file.name.endswith(".json"):
+            yield from json_list(file)
+        else:
+            yield from json_rows(file, longest)

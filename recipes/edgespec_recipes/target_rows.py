@@ -1,0 +1,94 @@
+"""The target's side of a batch, a few rows of logits at a time: from a live model, from labels, or from both a model and a store.
+
+TargetRows(rows, draft_logits) gives what a divergence compares the draft's logits of these positions with. Knows no losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from edgespec_recipes.head_loss import Rows, TargetRows, forward_replaced, head_weights
+
+
+def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
+    """What a family does to its logits behind the output layer (Gemma's soft cap, Cohere's and Granite's scale)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def finish(logits: Tensor) -> Tensor:
+        if scale != 1.0:
+            logits = logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    return finish
+
+
+def hidden_at(model: Any, keep: Tensor, inputs: dict[str, Tensor]) -> tuple[Tensor, Any]:
+    """(the inputs [n, H] of the output layer at the n positions of `keep` [B, T], the output layer), without gradient."""
+    head = model.get_output_embeddings()
+    found: list[Tensor] = []
+
+    def note(hidden: Tensor) -> Tensor:
+        found.append(hidden[keep])
+        return hidden[:, :1]  # nobody looks at the logits
+
+    with torch.no_grad(), forward_replaced(head, note):
+        model(**inputs, use_cache=False)
+    return found[0], head
+
+
+def live_rows(target: Any, keep: Tensor, inputs: dict[str, Tensor]) -> Callable[[Tensor | None], TargetRows]:
+    """Run the target once over [B, T] inputs; its output layer is applied when rows are asked for.
+
+    The result takes the target's token ids that the drafter knows (None: all) and gives the rows at the n positions of `keep`.
+    """
+    hidden, head = hidden_at(target, keep, inputs)
+    finish = _after_head(target.config)
+    weight, bias = head_weights(head)
+
+    def of(columns: Tensor | None) -> TargetRows:
+        @torch.no_grad()
+        def rows(part: Rows, draft_logits: Tensor) -> Tensor:
+            logits = finish(linear(hidden[part].to(weight.dtype), weight, bias))
+            return logits if columns is None else logits[:, columns]
+
+        return rows
+
+    return of
+
+
+def labels_of(batch: dict[str, Tensor]) -> Tensor:
+    """[n] the tokens that the compared positions predict."""
+    following = batch["input_ids"].roll(-1, dims=1)
+    return following[batch["compared"]]
+
+
+def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tensor | None]:
+    """Rows that are the written tokens [n] themselves, as the drafter numbers them, and which of them it knows (None: all)."""
+    if columns is None:
+        return lambda part, _: labels[part], None
+    places = torch.searchsorted(columns, labels).clamp_max(len(columns) - 1)
+    return lambda part, _: places[part], columns[places] == labels
+
+
+def join_rows(first: TargetRows, second: TargetRows, is_second: Tensor) -> TargetRows:
+    """Positions of two sources in one order: `is_second` [n] says whose each one is."""
+    place = (
+        torch.where(is_second, is_second.cumsum(0), (~is_second).cumsum(0)) - 1
+    )  # each one's number in its own source
+
+    def rows(part: Rows, draft_logits: Tensor) -> Tensor:
+        theirs, at = is_second[part], place[part]
+        logits = torch.empty_like(draft_logits, dtype=torch.float32, requires_grad=False)
+        for source, mine in ((first, ~theirs), (second, theirs)):
+            if mine.any():
+                logits[mine] = source(at[mine], draft_logits[mine]).float()
+        return logits
+
+    return rows

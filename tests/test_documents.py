@@ -1,0 +1,224 @@
+"""Text sources: files, folders, parquet, hub datasets (a local folder stands for one), and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from edgespec_recipes import documents
+from edgespec_recipes.documents import fingerprint, read_documents, text_files
+from edgespec_recipes.sources import HubSource, parse_hub
+from pyarrow import parquet
+
+from edgespec.errors import InputError, MissingExtra
+
+
+def jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    return path
+
+
+def test_documents_of_files_folders_and_marks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo<|endoftext|>\n")
+    with gzip.open(tmp_path / "b.jsonl.gz", "wt") as stream:
+        stream.write(json.dumps({"text": "three"}) + "\n\n" + json.dumps({"text": " "}) + "\n")
+    (tmp_path / "c.md").write_text("not text of ours")
+    parquet.write_table(pa.table({"n": [1, 2, 3], "text": ["four", None, "five"]}), tmp_path / "d.parquet")
+    with gzip.open(tmp_path / "e.txt.gz", "wt") as stream:
+        stream.write("\ufeffsix")
+    assert list(read_documents(str(tmp_path))) == ["one", "two", "three", "four", "five", "six"]
+    assert list(read_documents(str(tmp_path / "a.txt"))) == ["one", "two"]
+
+
+def test_marks_are_found_wherever_a_read_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo <|endof<|endoftext|><|endoftext|>three")
+    for chunk in range(1, 40):
+        monkeypatch.setattr(documents, "_CHUNK", chunk)
+        assert list(read_documents(str(tmp_path / "a.txt"))) == ["one", "two <|endof", "three"]
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.jsonl"])
+def test_a_very_long_document_is_cut_at_line_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(documents, "LONGEST", 100)
+    monkeypatch.setattr(documents, "_CHUNK", 30)
+    text = "".join(f"line {number} of it\n" for number in range(50)) + "x" * 250
+    file = tmp_path / name
+    file.write_text(text if name == "long.txt" else json.dumps({"text": text}))
+    pieces = list(read_documents(str(file)))
+    assert max(map(len, pieces)) <= 100
+    assert len(pieces) < 20
+    assert all(piece.rstrip("\n").endswith(("it", "x")) for piece in pieces)
+    assert "".join(pieces).replace("\n", "") == text.replace("\n", "")
+
+
+def test_a_text_is_read_no_further_than_it_is_wanted(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.txt.gz", "wt") as stream:
+        for number in range(200_000):
+            stream.write(f"document {number}<|endoftext|>\n")
+    whole = (tmp_path / "a.txt.gz").read_bytes()
+    (tmp_path / "a.txt.gz").write_bytes(whole[: len(whole) // 2])  # its end is gone
+    assert list(islice(read_documents(str(tmp_path / "a.txt.gz")), 2)) == ["document 0", "document 1"]
+    with pytest.raises(InputError, match="cannot be read as UTF-8"):
+        list(read_documents(str(tmp_path / "a.txt.gz")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, r"does not exist; give a .txt.*or hub:NAME"),
+        ("a.csv", b"1,2", r"a.csv is none of .txt"),
+        ("a.txt", b"\xff\xfe\x00", "cannot be read as UTF-8"),
+        ("a.txt.gz", b"plain", "cannot be read as UTF-8"),
+        ("a.txt", b"", r"is empty; give text"),
+        ("a.txt", b"\n<|endoftext|>\n", r"is empty; give text"),
+        ("a.jsonl", b"", r"is empty; give text"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": 1}\n', r"a.jsonl:2 has the keys txt; it needs 'text'"),
+        ("a.jsonl", b'{"text": 7}\n', r"a.jsonl:1 has a 'text' that is no string: '7'"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": "y"\n', r"a.jsonl:3 is not valid JSON"),
+        ("a.jsonl", b'[{"text": "x"}]\n', r"a.jsonl:1 is .*a file that is one list is named .json"),
+        ("a.jsonl", b"[" * 100_000, r"a.jsonl:1 is not valid JSON"),
+        ("a.parquet", b"", r"a.parquet cannot be read as parquet after row 0: .*0 bytes"),
+        ("a.parquet", b"PAR1 and nothing else", r"cannot be read as parquet after row 0"),
+    ],
+)
+def test_bad_text_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        list(read_documents(str(tmp_path / name)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("1")
+    with pytest.raises(InputError, match=r"holds no .txt"):
+        text_files(str(tmp_path))
+
+
+def test_a_line_without_end_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_LONGEST_LINE", 1000)
+    with pytest.raises(InputError, match=r"a.jsonl:2 is longer than 1,000 characters"):
+        list(read_documents(str(jsonl(tmp_path / "a.jsonl", ["x", "y" * 1000]))))
+
+
+def test_a_parquet_file_without_text_names_its_columns(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="has the columns body, n; it needs 'text'"):
+        list(read_documents(str(tmp_path / "a.parquet")))
+
+
+def test_damage_inside_a_parquet_file_is_named(tmp_path: Path) -> None:
+    texts = [f"text number {number} " * 5 for number in range(2000)]
+    parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=500)
+    assert list(read_documents(str(tmp_path / "a.parquet"))) == texts
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 2000] = bytes(2000)
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(InputError, match=r"a.parquet cannot be read as parquet after row [1-9]"):
+        list(read_documents(str(tmp_path / "a.parquet")))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """A folder in the form of a hub dataset: two splits of JSON lines."""
+    jsonl(tmp_path / "set" / "train.jsonl", [f"document {number}" for number in range(300)])
+    jsonl(tmp_path / "set" / "test.jsonl", ["held out"])
+    return tmp_path / "set"
+
+
+def test_a_hub_dataset_is_streamed(dataset: Path) -> None:
+    assert list(islice(read_documents(f"hub:{dataset}"), 2)) == ["document 0", "document 1"]
+    assert len(list(read_documents(f"hub:{dataset}:train"))) == 300
+    assert list(read_documents(f"hub:{dataset}:test:text")) == ["held out"]
+    other = jsonl(dataset.parent / "other" / "train.jsonl", ["by another name"], "body").parent
+    assert list(read_documents(f"hub:{other}:train:body")) == ["by another name"]
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        (
+            ":validation",
+            r"cannot be read: Bad split: validation. Available splits: .*'train'.*the form is hub:NAME",
+        ),
+        (":train:body", r"row 1 has the keys text; it needs 'body'; name another field with hub:NAME"),
+        (":train:text:more", r"is not of the form hub:NAME\[:SPLIT\[:FIELD\]\]"),
+        ("::text", r"is not of the form hub:NAME"),
+    ],
+)
+def test_a_wrong_split_or_field_is_named(dataset: Path, rest: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        list(read_documents(f"hub:{dataset}{rest}"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_that_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"cannot be read: .*doesn't contain any data files"):
+        list(read_documents(f"hub:{tmp_path / 'empty'}"))
+    program = tmp_path / "code" / "code.py"
+    program.parent.mkdir()
+    program.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(InputError, match="cannot be read"):
+        list(read_documents(f"hub:{program.parent}"))
+    assert not (tmp_path / "ran").exists()  # code of a dataset never runs
+
+
+def test_a_dataset_behind_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    # both read the environment when they were first imported, maybe before the fixture that sets it
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        InputError, match=r"hub:nobody/nothing cannot be reached .*; check the name and the network"
+    ):
+        list(read_documents("hub:nobody/nothing"))
+
+
+def test_names_of_hub_datasets(dataset: Path) -> None:
+    assert parse_hub("hub:openai/gsm8k/main:test:question") == HubSource(
+        "openai/gsm8k", "main", "test", "question"
+    )
+    assert parse_hub("hub:owner/name") == HubSource("owner/name", None, "train", "text")
+    assert parse_hub(f"hub:{dataset}").folder == dataset
+    assert parse_hub("hub:owner/name").folder is None
+
+
+@pytest.mark.parametrize(("package", "source"), [("pyarrow", "a.parquet"), ("datasets", "hub:owner/name")])
+def test_a_package_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, source: str
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        MissingExtra, match=rf"{package}, which is not installed: pip install 'edgespec\[data\]'"
+    ):
+        list(read_documents(source))
+
+
+def test_a_fingerprint_tells_states_of_a_text_apart(dataset: Path, tmp_path: Path) -> None:
+    def states() -> Iterator[str]:
+        yield json.dumps(fingerprint(str(dataset)))
+        yield json.dumps(fingerprint(f"hub:{dataset}"))
+        yield json.dumps(fingerprint(f"hub:{dataset}:test"))
+        yield json.dumps(fingerprint("hub:owner/name"))
+
+    before = list(states())
+    assert len(set(before)) == 4
+    jsonl(dataset / "test.jsonl", ["changed text"])
+    assert [a == b for a, b in zip(before, states(), strict=True)] == [False, False, False, True]

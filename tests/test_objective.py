@@ -1,0 +1,136 @@
+"""The loss of a batch: every divergence with every selection and source, held against the formula written out plainly."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from edgespec_recipes.losses import divergence, fkl, tvd
+from edgespec_recipes.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
+from edgespec_recipes.objective import Objective, inputs_of
+from edgespec_recipes.target_rows import join_rows, label_rows, labels_of
+from edgespec_recipes.trainer import collate
+from test_decoding import small_llama
+
+from edgespec.recipe import DIVERGENCES, DistillOptions
+
+RESPONSES = [
+    ([5, 6, 7], [8, 9, 2]),
+    ([10], [11, 12, 13, 2]),
+    ([14, 15, 16, 17, 18, 19], [20]),
+    ([30, 31], [32] * 8),
+]
+
+
+def responses(kind: int = TARGET) -> dict[str, torch.Tensor]:
+    rows = response_rows(RESPONSES, 12)
+    return collate([{**rows[row], "kind": kind, "slot": row} for row in range(len(rows))])  # type: ignore[dict-item]
+
+
+def logits_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits: torch.Tensor = model(**inputs_of(batch), use_cache=False).logits[batch["compared"]]
+    return logits
+
+
+def objective(options: DistillOptions, **more: Any) -> Objective:
+    return Objective(small_llama(0).requires_grad_(False), options, stops=[2], seed=0, **more)
+
+
+def gradient(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize(("name", "fraction"), list(itertools.product(DIVERGENCES, [1.0, 0.4])))
+def test_equals_the_formula_written_out(name: str, fraction: float) -> None:
+    """Value and gradient, with and without token selection, whole logits against chunks inside the head."""
+    options = DistillOptions(divergence=name, select_fraction=fraction)
+    draft, again, reference = small_llama(1), small_llama(1), small_llama(2)
+    made = objective(options, reference=reference if fraction < 1 else None)
+    batch = responses()
+    loss = made(draft, batch)
+    loss.backward()
+
+    p, q = logits_of(small_llama(0), batch).detach(), logits_of(again, batch)
+    kept = torch.ones(len(p), dtype=torch.bool)
+    if fraction < 1:
+        excess = (fkl(q, p) - fkl(logits_of(reference, batch), p)).detach()
+        kept = torch.zeros_like(kept)
+        kept[excess.topk(round(fraction * len(p))).indices] = True
+        assert made.scalars()["kept"] == pytest.approx(float(kept.float().mean()), abs=1e-4)
+    expected = divergence(options)(q[kept], p[kept]).mean()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert torch.allclose(gradient(draft), gradient(again), atol=2e-6)
+
+
+def test_packed_conversations_do_not_see_each_other() -> None:
+    """The loss of packed rows is the mean over the conversations on their own."""
+    target, draft = small_llama(0), small_llama(1)
+    batch = responses()
+    assert len(batch["input_ids"]) < len(RESPONSES)
+    with torch.no_grad():
+        packed = float(objective(DistillOptions(divergence="tvd"))(draft, batch))
+        alone = []
+        for prompt, response in RESPONSES:
+            text = torch.tensor([prompt + response])
+            alone.append(tvd(draft(text).logits, target(text).logits)[0, len(prompt) - 1 : -1])
+    assert packed == pytest.approx(float(torch.cat(alone).mean()), abs=1e-5)
+
+
+def test_hard_labels_are_cross_entropy() -> None:
+    draft, batch = small_llama(1), responses()
+    found = objective(DistillOptions(labels="hard", divergence="fkl"))(draft, batch)
+    expected = torch.nn.functional.cross_entropy(logits_of(draft, batch), labels_of(batch))
+    assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_labels_outside_a_subset_do_not_count() -> None:
+    labels, columns = torch.tensor([3, 9, 4, 7]), torch.tensor([3, 4, 8])
+    rows, known = label_rows(labels, columns)
+    assert known is not None
+    assert known.tolist() == [True, False, True, False]
+    assert rows(slice(0, 3), torch.zeros(3, 3))[known[:3]].tolist() == [0, 1]
+
+
+def test_rows_of_two_sources_keep_their_order() -> None:
+    first, second = torch.arange(4.0)[:, None], torch.arange(10.0, 13.0)[:, None]
+    is_second = torch.tensor([False, True, True, False, False, True, False])
+    rows = join_rows(lambda part, _: first[part], lambda part, _: second[part], is_second)
+    draft = torch.zeros(7, 1)
+    whole = [0, 10, 11, 1, 2, 12, 3]
+    assert rows(slice(None), draft)[:, 0].tolist() == whole
+    assert rows(torch.tensor([1, 3, 5]), draft[:3])[:, 0].tolist() == [10, 1, 12]
+    for start, stop in itertools.combinations(range(8), 2):
+        assert rows(slice(start, stop), draft[start:stop])[:, 0].tolist() == whole[start:stop]
+
+
+def test_the_drafter_learns_from_what_it_writes() -> None:
+    """Student rows: the loss is that of the filled-in responses."""
+    draft = small_llama(1)
+    rows = prompt_rows([prompt for prompt, _ in RESPONSES], longest=4, context=12)
+    batch = collate([{**rows[row], "kind": STUDENT, "slot": row} for row in range(len(rows))])  # type: ignore[dict-item]
+    made = objective(DistillOptions(divergence="fkl", student_fraction=1.0, student_temperature=0.0))
+    filled = made.write(draft, batch)
+    loss = made(draft, batch)
+    expected = fkl(logits_of(draft, filled), logits_of(small_llama(0), filled)).mean()
+    assert filled["compared"].any()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_acceptance_is_one_minus_tvd() -> None:
+    draft, batch = small_llama(1), responses(TEXT)
+    found = objective(DistillOptions()).acceptance(draft, [batch, batch])
+    with torch.no_grad():
+        expected = 1 - tvd(logits_of(draft, batch), logits_of(small_llama(0), batch)).mean()
+    assert found["alpha"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_nothing_compared_is_a_loss_of_zero_with_a_gradient() -> None:
+    draft, batch = small_llama(1), responses()
+    batch["compared"] = torch.zeros_like(batch["compared"])
+    loss = objective(DistillOptions())(draft, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert float(gradient(draft).abs().sum()) == 0
