@@ -185,7 +185,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
         name = prefix + field.name
         if field.metadata.get("positional"):
             if not required:
-                keywords["nargs"] = "?"
+                keywords["nargs"] = "*" if many else "?"
             parser.add_argument(name, metavar=field.name.upper(), **keywords)
             continue
         flag = f"--{name.replace('_', '-')}"
@@ -210,7 +210,8 @@ def usage(kind: type[Any]) -> str:
         required = field.default is MISSING and field.default_factory is MISSING
         name = field.name.upper()
         if field.metadata.get("positional"):
-            words.append(name if required else f"[{name}]")
+            many = _base(_hints(kind)[field.name])[1]
+            words.append(name if required else f"[{name}{' ...' * many}]")
         elif required:
             words.insert(0, f"--{field.name.replace('_', '-')} {name}")
     return " ".join(words)

@@ -5,6 +5,7 @@ Knows what every stage needs of the ones before it; how a stage does its work is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from edgespec.recipe import Recipe
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
 from edgespec.stages import Body, Crew, run_stage
+
+Damaged = Callable[[Path], list[str]]
 
 RECIPE_FILE = "recipe.resolved.yaml"
 
@@ -47,9 +50,22 @@ class Build:
     times: list[tuple[str, float]] = field(default_factory=list)
 
     def stage(
-        self, name: str, what: str, options: Any, body: Body, *, together: bool = False
+        self,
+        name: str,
+        what: str,
+        options: Any,
+        body: Body,
+        *,
+        together: bool = False,
+        damaged: Damaged | None = None,
     ) -> dict[str, Any]:
+        """Run one stage unless it is done; one with `damaged` files that are still to be read is opened again for them."""
         folder = self.out / name
+        still_read = not self.crew.rank and not (self.out / "distill" / "stage.json").exists()
+        files = damaged(folder) if damaged and still_read else []
+        if files:
+            print(f"! {name}: damaged: {', '.join(files)}; only that is made again", flush=True)
+            (folder / "stage.json").unlink(missing_ok=True)
         done = (folder / "stage.json").exists()
         print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
         mapping = options if isinstance(options, dict) else to_mapping(options)
@@ -133,6 +149,7 @@ class Build:
 
     def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
+        from edgespec_recipes import datagen, stored
         from edgespec_recipes.datagen import generate
         from edgespec_recipes.distill import DistillInputs, distill, reference_options, store_responses
         from edgespec_recipes.pretrain import pretrain
@@ -151,6 +168,7 @@ class Build:
             recipe.generate,
             lambda place: generate(place, target, recipe.generate, seed),
             together=True,
+            damaged=datagen.damaged_shards,
         )
         inputs = DistillInputs(
             target=target,
@@ -168,6 +186,7 @@ class Build:
                 {"stored_top_k": recipe.distill.stored_top_k, "context": recipe.distill.context},
                 lambda place: store_responses(place, inputs, recipe.distill),
                 together=True,
+                damaged=stored.damaged_shards,
             )
         if inputs.reference:
             options = reference_options(recipe.distill, recipe.reference)

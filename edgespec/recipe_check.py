@@ -57,7 +57,7 @@ def _knob_problems(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _file_problems(recipe: Recipe) -> list[str]:
-    """Files and folders the recipe will read and that are not there; what a stage that is off would read is left alone."""
+    """Sources the recipe will read and that are not there; what a stage that is off would read is left alone."""
     drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
     named = {
         "pretrain.text": recipe.pretrain.text,
@@ -66,14 +66,7 @@ def _file_problems(recipe: Recipe) -> list[str]:
         "tune.conversations": tune.conversations if tune.steps else "",
         "distill.fixed": distill.fixed if distill.fixed_fraction else "",
     }
-    found = [
-        f"{knob} {source!r} does not exist; give a file, a folder or hub:NAME"
-        for knob, source in named.items()
-        if source
-        and source != PYTHON_STDLIB
-        and not source.startswith("hub:")
-        and not Path(source).expanduser().exists()
-    ]
+    found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
     if drafter.checkpoint and not (Path(drafter.checkpoint).expanduser() / "config.json").is_file():
         found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no model folder (it has no config.json)")
     if tune.steps and tune.teacher:
@@ -82,6 +75,22 @@ def _file_problems(recipe: Recipe) -> list[str]:
         except InputError as error:
             found.append(f"tune.teacher: {error}")
     return found
+
+
+def _source_problem(source: str) -> str:
+    if source in ("", PYTHON_STDLIB):
+        return ""
+    if source.startswith("hub:"):
+        from edgespec_recipes.sources import parse_hub
+
+        try:
+            parse_hub(source)
+        except InputError as error:
+            return str(error)
+        return ""
+    if Path(source).expanduser().exists():
+        return ""
+    return f"{source!r} does not exist; give a file, a folder or hub:NAME"
 
 
 def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:

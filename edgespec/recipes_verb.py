@@ -25,8 +25,8 @@ class Options:
         choices=("list", "show", "copy", "check"),
         positional=True,
     )
-    names: tuple[str, ...] = knob(
-        (), "show NAME; copy NAME DEST; check FILE... (files or names)", positional=True
+    names: tuple[str, ...] | None = knob(
+        None, "show NAME; copy NAME DEST; check FILE... (files or names)", positional=True
     )
     json: bool = knob(False, "with list and check: print JSON")
 
@@ -36,24 +36,25 @@ OPTIONS = Options
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
+    names = options.names or ()
     if options.action == "list":
         _wanted(options, 0, "nothing")
         _list(options.json)
     elif options.action == "show":
         _wanted(options, 1, "the NAME of a recipe")
-        print(_shipped(options.names[0]).read_text(encoding="utf-8"), end="")
+        print(_shipped(names[0]).read_text(encoding="utf-8"), end="")
     elif options.action == "copy":
         _wanted(options, 2, "the NAME of a recipe and where to, DEST")
-        print(_copy(options.names[0], Path(options.names[1]).expanduser(), options.names[1].endswith("/")))
+        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith("/")))
     else:
-        return _check(options)
+        return _check(names, options.json)
     return 0
 
 
 def _wanted(options: Options, count: int, what: str) -> None:
-    if len(options.names) != count:
-        seen = " ".join(options.names) or "nothing"
-        raise InputError(f"recipes {options.action} takes {what}; it got {seen}")
+    names = options.names or ()
+    if len(names) != count:
+        raise InputError(f"recipes {options.action} takes {what}; it got {' '.join(names) or 'nothing'}")
 
 
 def _shipped(name: str) -> Path:
@@ -86,13 +87,13 @@ def _copy(name: str, dest: Path, folder: bool) -> Path:
     return dest
 
 
-def _check(options: Options) -> int:
+def _check(names: tuple[str, ...], as_json: bool) -> int:
     """0 where every recipe can run, else 1; raises InputError where one cannot be found."""
-    if not options.names:
+    if not names:
         raise InputError("recipes check takes one recipe or more: files, or names (edgespec recipes list)")
-    files = [recipe_file(name) for name in options.names]
-    found = {name: problems(file) for name, file in zip(options.names, files, strict=True)}
-    if options.json:
+    files = [recipe_file(name) for name in names]
+    found = {name: problems(file) for name, file in zip(names, files, strict=True)}
+    if as_json:
         print(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         for name, lines in found.items():

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,21 @@ def test_a_text_is_tokenised_as_far_as_it_is_wanted(folder: Path, tmp_path: Path
     data.text_blocks(source, tokenizer, 10, tmp_path / "other", tokens=100)
     with pytest.raises(InputError, match=r"t.jsonl:151 is not valid JSON"):
         data.text_blocks(source, tokenizer, 10, tmp_path / "other")
+
+
+def test_long_documents_are_not_read_ahead(folder: Path) -> None:
+    read: list[int] = []
+
+    def documents() -> Iterator[str]:
+        for number in range(20):
+            read.append(number)
+            yield "word " * 60_000
+
+    ids = list(islice(data.tokenise(documents(), load_tokenizer(folder)), 2))
+    assert ids[0] == ids[1]
+    assert ids[0][0] == 0
+    assert ids[0][-1] == 2
+    assert len(read) == 4  # a million characters, not 64 documents
 
 
 def _cut_off(file: Path) -> None:
@@ -189,7 +206,15 @@ def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Pa
     done = len(json.loads((cache / "tokens.json").read_text())["shards"])
     assert 2 <= done <= 3
     # two processes go on: one writes, both read the same
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--no_python"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "--no_python",
+    ]
     both = subprocess.run(
         [*launch, *command, str(cache), "0"], env=environment, capture_output=True, text=True, timeout=120
     )

@@ -186,6 +186,7 @@ def test_two_processes_share_the_shards(target: Path, options: GenerateOptions, 
     launch = [
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc_per_node",
         "2",
         "--no_python",

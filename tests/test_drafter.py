@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.drafter import cost_ratios, derive
+from edgespec.drafter import cost_ratios, derive, describe
 from edgespec.errors import InputError
 from edgespec.recipe import DrafterOptions
 from edgespec.shapes import ModelShape
@@ -49,6 +49,26 @@ def test_parameter_count_is_what_transformers_builds() -> None:
     for shape in (drafter, derive(target, DrafterOptions(hidden=128, layers=2))):
         model = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))
         assert sum(weight.numel() for weight in model.parameters()) == shape.parameters
+
+
+def test_a_vocabulary_subset_makes_room_for_width() -> None:
+    """The same budget: smaller tables, wider layers; c counts what is there."""
+    target = ModelShape.from_config(LLAMA_2_7B)
+    whole, subset = derive(target, DrafterOptions()), derive(target, DrafterOptions(vocabulary=8000))
+    assert subset.vocab_size == 8001
+    assert subset.hidden > whole.hidden
+    narrow = derive(target, DrafterOptions(vocabulary=8000, hidden=1024))
+    assert whole.parameters - narrow.parameters == 2 * (32000 - 8001) * 1024
+    assert cost_ratios(target, narrow)["parameters"] == narrow.parameters / target.parameters
+    text = describe(target, narrow)
+    assert "8,000 (25%), 1 row for the rest" in text
+    assert "tokens kept" not in describe(target, whole)
+
+
+@pytest.mark.parametrize("kept", [32000, 50000])
+def test_a_subset_of_all_tokens_is_none(kept: int) -> None:
+    with pytest.raises(InputError, match=rf"drafter\.vocabulary is {kept} and the target has 32000 tokens"):
+        derive(ModelShape.from_config(LLAMA_2_7B), DrafterOptions(vocabulary=kept))
 
 
 def test_a_drafter_is_smaller_than_its_target() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,40 @@ def test_a_model_must_be_among_the_files(folder: Path) -> None:
     write_json(folder / "manifest.json", value)
     with pytest.raises(BundleError, match=r"'extra', which is not among its files"):
         open_manifest(folder)
+
+
+def test_a_drafters_vocabulary_is_one_of_the_files(folder: Path) -> None:
+    assert open_manifest(folder).drafter.vocabulary is None
+    assert (
+        "vocabulary" not in read_json(folder / "manifest.json")["drafter"]
+    )  # as bundles without one always were
+    (folder / "drafter" / "vocabulary.json").write_text("{}")
+    value = read_json(folder / "manifest.json")
+    value["drafter"]["vocabulary"] = "drafter/vocabulary.json"
+    write_json(folder / "manifest.json", value)
+    with pytest.raises(
+        BundleError, match=r"vocabulary is 'drafter/vocabulary\.json', which is not among its files"
+    ):
+        open_manifest(folder)
+    manifest = replace(open_listed(folder), folder=None)
+    write_manifest(folder, manifest)
+    assert open_manifest(folder) == manifest
+    assert open_manifest(folder).drafter.vocabulary == "drafter/vocabulary.json"
+    for path in ("../vocabulary.json", "/etc/passwd", None, 3):
+        value["drafter"]["vocabulary"] = path
+        write_json(folder / "manifest.json", value)
+        with pytest.raises(BundleError, match=r"leaves the bundle|is no file name"):
+            open_manifest(folder)
+
+
+def open_listed(folder: Path) -> Manifest:
+    """The bundle's manifest with the drafter's vocabulary among its files."""
+    value = read_json(folder / "manifest.json")
+    value["files"] = {
+        name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in describe_files(folder).items()
+    }
+    write_json(folder / "manifest.json", value)
+    return open_manifest(folder)
 
 
 @pytest.mark.parametrize(

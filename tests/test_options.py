@@ -53,7 +53,7 @@ def test_round_trip() -> None:
             {"target": "a", "distill": {"learning_rat": 1}},
             r"distill\.learning_rat'; did you mean 'learning_rate'",
         ),
-        ({"target": "a", "distill": {"steps": 0}}, "distill.steps is 0; it must be at least 1"),
+        ({"target": "a", "distill": {"steps": -1}}, "distill.steps is -1; it must be at least 0"),
         ({"target": "a", "distill": {"steps": 1.5}}, "whole number"),
         ({"target": "a", "distill": {"steps": True}}, "whole number"),
         ({"target": "a", "distill": {"divergence": "tvd+"}}, "did you mean 'tvd"),

@@ -9,6 +9,7 @@ from typing import Any
 import edgespec_recipes
 import pytest
 import yaml
+from edgespec_recipes.sources import parse_hub
 
 from edgespec.build import OPTIONS
 from edgespec.cli import VERBS
@@ -90,7 +91,7 @@ def test_its_cost_is_the_estimate(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)
-def test_no_value_is_the_default_of_another_type(file: Path) -> None:
+def test_numbers_are_numbers_to_every_reader(file: Path) -> None:
     """A YAML 1.1 reader takes 1e-4 for text and `on` for true: numbers are written so that every reader agrees."""
 
     def leaves(values: dict[str, Any]) -> list[Any]:
@@ -146,6 +147,15 @@ def test_adaspecs_numbers() -> None:
     stages = (found.tune, found.reference, found.distill)
     assert len({(stage.steps, stage.batch_size, stage.context, stage.learning_rate) for stage in stages}) == 1
     assert found.distill.learning_rate == 3e-4
+
+
+def test_hub_sources_say_configuration_and_split() -> None:
+    found = recipe("adaspec")
+    tuned, held_out = parse_hub(found.tune.conversations), parse_hub(found.evaluate.prompts_file)
+    assert (tuned.name, tuned.configuration, tuned.split) == ("openai/gsm8k", "main", "train")
+    assert (held_out.name, held_out.configuration, held_out.split) == ("openai/gsm8k", "main", "test")
+    text = parse_hub(found.pretrain.text)
+    assert (text.name, text.configuration, text.field) == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "text")
 
 
 def test_tvdpp_names_every_variant() -> None:

@@ -89,7 +89,9 @@ def test_a_teacher_is_learnt(target: Path, options: TuneOptions, tmp_path: Path)
             student, wanted = (load_model(path)(**inputs_of(batch)).logits for path in (folder, teacher))
         distances.append(float(fkl(student, wanted)[batch["compared"]].mean()))
     assert distances[1] < 0.7 * distances[0]
-    assert counts["loss_first"] == pytest.approx(distances[0], rel=0.35)
+    still = replace(options, steps=1, batch_size=len(rows), learning_rate=0.0)
+    loss = tune_target(tmp_path / "still", target, teacher, still, seed=0)["loss_first"]
+    assert loss == pytest.approx(distances[0], rel=2e-2)  # bf16 where it pays
 
 
 def test_a_teacher_with_padding_behind_its_vocabulary(
@@ -101,7 +103,7 @@ def test_a_teacher_with_padding_behind_its_vocabulary(
     few = replace(options, steps=2)
     assert tune_target(tmp_path / "out", target, tmp_path / "teacher", few, seed=0)["steps"] == 2
     assert load_model(tmp_path / "out" / "model").config.vocab_size == 512
-    with pytest.raises(InputError, match="the teacher in .* has 512 logits and the target 520"):
+    with pytest.raises(InputError, match=r"the teacher in .* has 512 logits and the target 520"):
         tune_target(tmp_path / "new", tmp_path / "teacher", target, few, seed=0)
 
 

@@ -22,6 +22,9 @@ from edgespec_export.verify import (
     verification_table,
     verify_pair,
 )
+from edgespec_recipes.loading import load_model, save_model
+from edgespec_recipes.vocabulary import choose_vocabulary, restrict
+from edgespec_runtime.vocabulary import vocabulary_of
 from onnx.external_data_helper import load_external_data_for_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder
@@ -184,6 +187,24 @@ def test_a_broken_bound_fails_with_the_table(pair: Path, families: dict[str, Pat
     assert caught.value.exit_code == 1
     assert "target fp32" not in str(caught.value).splitlines()[-1]
     assert read_json(tmp_path / "verify.json")["files"][1]["broken"]
+
+
+def test_a_drafter_with_a_vocabulary_of_its_own(
+    families: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are compared on the prompts in its own numbers; on the target's numbers the engines would refuse them."""
+    vocabulary = choose_vocabulary(np.arange(512) % 2, range(4), 258)
+    drafter = restrict(load_model(families["llama"]), vocabulary, np.zeros(512))
+    save_model(drafter, families["llama"], tmp_path / "drafter")
+    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
+    export_pair(tmp_path / "export", families["qwen3"], tmp_path / "drafter", options)
+    folders = (tmp_path / "export", families["qwen3"], tmp_path / "drafter")
+    assert verify_pair(tmp_path, *folders, PROMPTS, options) == {"files": 4, "positions": 4 * 120}
+    numbered = verify._as_numbered(PROMPTS, vocabulary_of(tmp_path / "drafter"))
+    assert {258} < {token for prompt in numbered for token in prompt} <= set(range(259))
+    monkeypatch.setattr(verify, "vocabulary_of", lambda _: None)
+    with pytest.raises(IndexError):
+        verify_pair(tmp_path, *folders, PROMPTS, options)
 
 
 def test_nothing_to_verify_with(families: dict[str, Path]) -> None:

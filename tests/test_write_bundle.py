@@ -7,10 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from edgespec_export.bundle import check_same_tokenizer, write_bundle
 from edgespec_export.export import ExportedFile, export_pair
+from edgespec_export.readback import gguf_field
 from edgespec_export.sizes import streamed_bytes
+from edgespec_recipes.loading import load_model, save_model
+from edgespec_recipes.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from gguf import GGUFReader
 from tiny_models import make_model_folder
@@ -133,6 +137,67 @@ def test_pairs_that_do_not_belong_together(made: dict[str, Path], tmp_path: Path
         read_json(padded / "tokenizer.json") | {"truncation": None, "padding": None},
     )
     check_same_tokenizer(made["target"], padded)
+
+
+@pytest.fixture(scope="module")
+def subset(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A drafter that knows the even tokens and token 3, exported: its end token is number 1."""
+    root = tmp_path_factory.mktemp("subset")
+    vocabulary = choose_vocabulary(1 - np.arange(512) % 2, (0, 2, 3), 257)
+    drafter = restrict(load_model(families["mistral"]), vocabulary, np.zeros(512))
+    save_model(drafter, families["mistral"], root / "drafter")
+    export_pair(root / "export", families["qwen3"], root / "drafter", ExportOptions())
+    return {"export": root / "export", "target": families["qwen3"], "drafter": root / "drafter"}
+
+
+def test_a_drafter_with_a_vocabulary_of_its_own(subset: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "bundle"
+    write(out, subset)
+    manifest = open_manifest(out)
+    assert manifest.drafter.vocabulary == "drafter/vocabulary.json"
+    assert manifest.target.vocabulary is None
+    assert manifest.pair["vocab_size"] == 512
+    assert (out / "drafter" / "vocabulary.json").read_bytes() == (
+        subset["drafter"] / "vocabulary.json"
+    ).read_bytes()
+    assert manifest.drafter.shape["vocab_size"] == 258
+    assert manifest.cost_ratio["parameters"] == manifest.drafter.parameters / manifest.target.parameters
+    card = (out / "README.md").read_text()
+    assert "knows 257 of the target's 512 tokens" in card
+    assert "-md)" in card
+    assert "llama-server" not in card  # plain llama.cpp cannot run this pair
+    for engine, precision in manifest.pairs():
+        pair = open_pair(out, LoadOptions(engine=engine, precision=precision))
+        assert pair.draft is not None
+        assert pair.target.engine.vocab_size == pair.draft.engine.vocab_size == 512
+        pair.close()
+    write(tmp_path / "onnx", subset, ExportOptions(gguf=()))
+    assert "llama.cpp" not in (tmp_path / "onnx" / "README.md").read_text()
+
+
+def test_the_drafters_gguf_has_its_own_tokens(subset: dict[str, Path]) -> None:
+    reader = GGUFReader(subset["export"] / "drafter" / "gguf" / "drafter-f16.gguf")
+    tokens = gguf_field(reader, "tokenizer.ggml.tokens")
+    spec = read_json(subset["drafter"] / "tokenizer.json")
+    texts = {index: text for text, index in spec["model"]["vocab"].items()}
+    ids = read_json(subset["drafter"] / "vocabulary.json")["ids"]
+    assert tokens == [*(texts[index] for index in ids), "[OTHER]"]
+    assert ids[:3] == [0, 2, 3]
+    assert gguf_field(reader, "tokenizer.ggml.eos_token_id") == 1
+    assert gguf_field(reader, "tokenizer.ggml.padding_token_id") == 2
+
+
+def test_a_vocabulary_of_another_target(subset: dict[str, Path], tmp_path: Path) -> None:
+    other = shutil.copytree(subset["drafter"], tmp_path / "other")
+    value = read_json(other / "vocabulary.json")
+    for change, message in (
+        ({"target_vocab_size": 600}, r"lists 257 of 600 tokens; the target has 512 and the drafter 258 rows"),
+        ({"ids": value["ids"][:-1]}, r"lists 256 of 512 tokens; .* the drafter 258 rows instead of 257"),
+        ({"ids": value["ids"][::-1]}, r"vocabulary\.json: ids\[1\] is 508 after 510"),
+    ):
+        write_json(other / "vocabulary.json", value | change)
+        with pytest.raises(InputError, match=message):
+            check_same_tokenizer(subset["target"], other)
 
 
 def test_a_missing_export_leaves_nothing(made: dict[str, Path], tmp_path: Path) -> None:

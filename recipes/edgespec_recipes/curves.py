@@ -54,7 +54,7 @@ class Curves:
             place = folder / FOLDER / "events"
             self.writer = EventsWriter(str(place), filename_suffix=f".{time.time_ns()}")
             log = SessionLog(status=SessionLog.START)
-            self.writer.write_event(Event(wall_time=time.time(), step=step + 100, session_log=log))
+            self.writer.write_event(Event(wall_time=time.time(), step=step + 1, session_log=log))
             self.writer.flush()
 
     def add(self, row: dict[str, Any]) -> None:

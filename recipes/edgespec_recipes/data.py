@@ -21,10 +21,12 @@ from torch.utils.data import Dataset
 from edgespec.errors import InputError
 from edgespec_recipes import processes
 from edgespec_recipes.documents import fingerprint, read_documents
+from edgespec_recipes.sources import HUB
 from edgespec_recipes.token_shards import TokenShards, write_tokens
 
 PADDING = -1  # document id of padding
-_TOKENISED_TOGETHER = 64
+# what is tokenised at once: so many documents, or fewer with so much text
+_TOGETHER, _TOGETHER_CHARACTERS = 64, 2**20
 
 Row = dict[str, np.ndarray]
 
@@ -75,6 +77,7 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
         )
     start = [] if tokenizer.bos_token_id in (None, end) else [tokenizer.bos_token_id]
     batch: list[str] = []
+    size = 0
 
     def encoded() -> Iterator[list[int]]:
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"] if batch else []:
@@ -82,9 +85,11 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
 
     for document in documents:
         batch.append(document)
-        if len(batch) == _TOKENISED_TOGETHER:
+        size += len(document)
+        if len(batch) == _TOGETHER or size >= _TOGETHER_CHARACTERS:
             yield from encoded()
             batch.clear()
+            size = 0
     yield from encoded()
 
 
@@ -112,6 +117,15 @@ class TextBlocks:
     @property
     def size(self) -> int:
         return self.shape[0] * self.shape[1]
+
+
+def tokens_to_read(source: str, wanted: int) -> int | None:
+    """How much of a text a training of `wanted` tokens reads.
+
+    All of what is on this disk, so that its rows come from everywhere in it; of what is on the hub, which may be without end, the
+    beginning.
+    """
+    return wanted if source.startswith(HUB) else None
 
 
 def text_blocks(

@@ -113,6 +113,17 @@ def answers_to(requests: list[Request], path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the finished shards in a folder that are not as they were written any more."""
+    found = []
+    for about in sorted(folder.glob("shard-*.json")):
+        try:
+            read_shard(about.with_suffix(".jsonl"))
+        except InputError:
+            found.append(about.with_suffix(".jsonl").name)
+    return found
+
+
 def read_responses(folder: Path) -> list[dict[str, Any]]:
     """Every row of every shard in a folder, in order. Raises InputError where there is none, or one is not whole."""
     shards = sorted(folder.glob("shard-*.jsonl"))

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.errors import InputError
 from edgespec.recipe import DistillOptions, ReferenceOptions
 from edgespec_recipes import processes
-from edgespec_recipes.data import Rows, text_blocks
+from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.datagen import read_responses
 from edgespec_recipes.decoding import stop_ids
 from edgespec_recipes.loading import load_model, load_tokenizer
@@ -121,8 +121,9 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     sources: dict[int, Any] = {TARGET: learnt}
     if TEXT in parts:
         length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
+        wanted = tokens_to_read(inputs.text, length)
         sources[TEXT] = TextRows(
-            text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=length)
+            text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
         )
     if FIXED in parts:
         sources[FIXED] = response_rows(read_replies(options.fixed, tokenizer, stops), options.context)

@@ -26,8 +26,8 @@ from edgespec_recipes.sources import (
 
 SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 SEPARATOR = "<|endoftext|>"
-LONGEST = 2**24  # characters; a longer document is cut at a line end into several
-_LONGEST_LINE = 4 * LONGEST  # of .jsonl
+LONGEST = 2**22  # characters; a longer document is cut at a line end into several
+_LONGEST_LINE = 16 * LONGEST  # of .jsonl
 _CHUNK = 2**20
 
 

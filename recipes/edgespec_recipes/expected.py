@@ -129,7 +129,7 @@ def expected_blocks(
             accepted[:, place] += passed
             starts[:, start + place + 1] += going - passed
             going = passed
-        if limit < size - start:  # else the stop token was among the tested ones
+        if True and start + limit + 1 <= size:  # else the stop token was among the tested ones
             starts[:, start + limit + 1] += going
     return starts[:, :-1].sum(1), tested, accepted
 

@@ -14,7 +14,7 @@ import torch
 from edgespec.drafter import DrafterShape
 from edgespec.errors import InputError
 from edgespec.recipe import DrafterOptions, PretrainOptions
-from edgespec_recipes.data import Rows, text_blocks
+from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.initialise import initial_drafter
 from edgespec_recipes.loading import load_tokenizer
 from edgespec_recipes.mean_loss import label_loss
@@ -51,12 +51,13 @@ def pretrain(
         raise InputError(
             f"pretrain.context is {options.context}; the target's context is {shape.context_length} at most"
         )
+    wanted = tokens_to_read(options.text, options.steps * options.batch_size * options.context)
     blocks = text_blocks(
         options.text,
         tokenizer,
         options.context,
         out / "text",
-        tokens=options.steps * options.batch_size * options.context,
+        tokens=wanted,
     )
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
     counts = train(

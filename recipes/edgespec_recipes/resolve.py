@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.errors import InputError, did_you_mean
-from edgespec.targets import TARGETS, TINY_CHAT
+from edgespec.targets import TARGETS, TINY_CHAT, is_hub_id
 from edgespec_recipes import processes
 from edgespec_recipes.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.tiny_chat import build_tiny_chat
@@ -51,7 +51,7 @@ def resolve_target(name: str) -> ResolvedTarget:
         resolved = _from_hub(name, target.repo, target.licence)
     elif path.is_dir():
         resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/")):
+    elif is_hub_id(name):
         resolved = _from_hub(name, name, "see the model's page")
     else:
         what = (

@@ -235,6 +235,12 @@ def _refuse_others(out: Path, made_for: Mapping[str, Any]) -> None:
             )
 
 
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the finished shards in a folder that are not as they were written any more."""
+    numbers = [int(about.stem.removeprefix("shard-")) for about in sorted(folder.glob("shard-*.json"))]
+    return [data_path(folder, number).name for number in _not_whole(folder, numbers)[1]]
+
+
 def _not_whole(out: Path, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
     """(shards to be made, those of them that were finished once and are corrupt)."""
     missing, corrupt = [], []

@@ -213,9 +213,8 @@ def _attention(
         1
     )  # of the values, which the heads of a group share
     values = torch.stack([_largest(one, kept) for one in spread[groups]])
-    scale = (
-        kept / size
-    ) ** 0.25  # scores are divided by sqrt(kept) now: the kept pairs' share of them stays as it was
+    # scores are divided by sqrt(kept) now: so the kept pairs' share of them stays as it was
+    scale = (kept / size) ** 0.25
     repeat = shape.heads // shape.kv_heads
     columns = rows(queries, values.repeat_interleave(repeat, 0))
     return {
