@@ -130,7 +130,7 @@ class Build:
         if options.init == "checkpoint":
             from edgespec_recipes.initialise import checkpoint_shape
 
-            shape = checkpoint_shape(Path(options.checkpoint))
+            shape = checkpoint_shape(Path(options.checkpoint), options.vocabulary)
         else:
             shape = derive(target_shape, options)
         print(describe(target_shape, shape), flush=True)

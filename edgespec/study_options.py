@@ -96,6 +96,15 @@ class Study:
     arms: dict[str, Arm]
     claims: tuple[ClaimOptions, ...]
 
+    @property
+    def files(self) -> list[str]:
+        """What its tasks and arms read from the disk, each once."""
+        named = [name for task in self.tasks.values() for name in (task.instructions, task.held_out)]
+        for arm in self.arms.values():
+            named.append(arm.recipe.pretrain.text)
+            named += [arm.recipe.distill.fixed] * (arm.recipe.distill.fixed_fraction > 0)
+        return [name for name in dict.fromkeys(named) if _is_file(name)]
+
     def only(self, arms: Iterable[str] | None, seeds: Iterable[int] | None) -> Study:
         """Some arms (and the baseline) and some seeds of it. Raises InputError for an unknown arm."""
         wanted = set(self.arms) if arms is None else {*arms, self.options.baseline}
@@ -162,9 +171,11 @@ def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
 
 def _located(name: str, data: str) -> str:
     """A file's name as the data folder has it; names that are no files stay."""
-    if not name or not data or name == PYTHON_STDLIB or name.startswith("hub:"):
-        return name
-    return str(Path(data) / name)  # an absolute name stays itself
+    return str(Path(data) / name) if data and _is_file(name) else name  # an absolute name stays itself
+
+
+def _is_file(name: str) -> bool:
+    return bool(name) and name != PYTHON_STDLIB and not name.startswith("hub:")
 
 
 def _located_task(task: TaskOptions, data: str) -> TaskOptions:

@@ -66,7 +66,13 @@ def _open(options: Options) -> Study:
             f"the data folder {options.data} does not exist; give the folder the study's files lie in"
         )
     study = read_study(file.stem, load_recipe(file), target=options.target, data=options.data)
-    return study.only(options.arms, options.seeds)
+    study = study.only(options.arms, options.seeds)
+    for name in study.files:
+        if not Path(name).expanduser().exists():
+            raise InputError(
+                f"study {study.name} reads {name}, which does not exist; give the folder of its files with --data"
+            )
+    return study
 
 
 def command_of(given: dict[str, Any]) -> str:

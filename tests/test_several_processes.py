@@ -1,7 +1,7 @@
 """Two processes on a CPU under torchrun: they learn what one process learns, whole or sharded, killed or not.
 
-Everything is float32 here. Sums over tokens are taken in another order, so that losses and weights agree to TOLERANCE and not to
-the bit; the weights move by some thousand times that.
+Everything but the whole build is float32. Sums over tokens are taken in another order, so losses and weights do not agree to the
+bit, but to LOSSES (they are logged with six decimals) and WEIGHTS, which move by some hundred times that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from edgespec.cli import main
 
-TOLERANCE = 1e-5
+LOSSES, WEIGHTS = 3e-6, 1e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
 TOGETHER = ("crew", "slow", *processes_program.DISTILLATIONS, "diverging")
 
@@ -92,7 +92,7 @@ def together(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
     out, log = tmp_path_factory.mktemp(request.param), tmp_path_factory.mktemp("log") / "log.txt"
     command = [processes_program.__file__, str(models), str(out), *TOGETHER]
     run = torchrun(log, *command, parallel=request.param)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (out / "slow" / "checkpoints" / "checkpoint-8" / "complete.json").exists():
         assert run.poll() is None, log.read_text()
         assert time.monotonic() < deadline
@@ -104,7 +104,7 @@ def together(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
     killed = rows_of(out / "slow")
     run = torchrun(log, *command, parallel=request.param)
     try:
-        assert run.wait(120) == 0, log.read_text()
+        assert run.wait(300) == 0, log.read_text()
     finally:
         run.terminate()
     return Run(out, killed, log.read_text())
@@ -128,16 +128,16 @@ def test_same_losses_and_weights_as_one_process(alone: Path, models: Path, toget
     assert len(rows) == len(expected)
     for row, wanted in zip(rows, expected, strict=True):
         assert row.pop("selected", None) == wanted.pop("selected", None)
-        assert row == pytest.approx(wanted, abs=TOLERANCE)
+        assert row == pytest.approx(wanted, abs=LOSSES)
     weights, wanted_weights, before = (
         load_file(folder / "model.safetensors")
         for folder in (theirs / "model", alone / job / "model", models / "drafter")
     )
     assert weights.keys() == wanted_weights.keys()
     for name, values in weights.items():
-        assert (values - wanted_weights[name]).abs().max() < TOLERANCE, name
+        assert (values - wanted_weights[name]).abs().max() < WEIGHTS, name
     moved = max(float((values - before[name]).abs().max()) for name, values in weights.items())
-    assert moved > 1000 * TOLERANCE
+    assert moved > 500 * WEIGHTS
 
 
 def test_selection_keeps_its_share_of_all_tokens(alone: Path, together: Run) -> None:
@@ -215,7 +215,7 @@ def test_build_of_two_processes_is_that_of_one(recipe: list[str], tmp_path: Path
     """The command of the README. (In bf16, where the machine has it: rounding then shows in the third digit.)"""
     log, one, two = tmp_path / "log.txt", tmp_path / "one", tmp_path / "two"
     run = torchrun(log, "-m", "edgespec", *recipe, "--out", str(two))
-    assert run.wait(120) == 0, log.read_text()
+    assert run.wait(300) == 0, log.read_text()
     assert main([*recipe, "--out", str(one)]) == 0
 
     stages = [folder.parent.name for folder in one.glob("*/stage.json")]
@@ -236,10 +236,11 @@ def test_build_of_two_processes_is_that_of_one(recipe: list[str], tmp_path: Path
     for path in shards:
         assert (two / path).read_bytes() == (one / path).read_bytes()
     for stage in ("pretrain", "reference", "distill"):
-        rows, expected = ([row["loss"] for row in rows_of(out / stage)] for out in (two, one))
-        assert rows == pytest.approx(expected, rel=5e-3), stage
+        for row, wanted in zip(rows_of(two / stage), rows_of(one / stage), strict=True):
+            assert row["loss"] == pytest.approx(wanted["loss"], rel=1e-3, abs=2e-3), stage
+            assert row.get("alpha", 1) == pytest.approx(wanted.get("alpha", 1), abs=2e-3)
     overlap = agreement(one / "distill" / "model", two / "distill" / "model")
-    assert overlap > 0.99
+    assert overlap > 0.995
     assert overlap > 1 - 0.2 * (1 - agreement(one / "pretrain" / "model", one / "distill" / "model"))
 
 
@@ -256,5 +257,5 @@ def test_a_batch_that_cannot_be_shared_is_refused_once(recipe: list[str], tmp_pa
     run = torchrun(
         log, "-m", "edgespec", *recipe, "--out", str(tmp_path / "out"), "--pretrain.batch-size", "3"
     )
-    assert run.wait(120) != 0
+    assert run.wait(300) != 0
     assert log.read_text().count("batch_size is 3; it must be a multiple of the 2 processes") == 1

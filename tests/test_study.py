@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from edgespec_recipes import study as runs
+from edgespec_recipes import study_counts
 from edgespec_recipes.evaluation_report import Sampling
 from edgespec_recipes.expected import agreement, expected_counts
 from edgespec_recipes.loading import load_model
@@ -180,6 +181,9 @@ def test_shipped_studies_can_be_read(name: str) -> None:
         (0, 1),
         (0, 0.5),
     }
+    selecting = [arm.recipe for arm in study.arms.values() if arm.recipe.distill.select_fraction < 1]
+    assert len(selecting) == 7
+    assert len({runs.digest(runs.shared_reference(recipe)) for recipe in selecting}) == 1
     assert {arm.recipe.drafter.init for arm in study.arms.values()} == {"random", "subclone"}
 
 
@@ -283,6 +287,26 @@ def test_counts_are_those_of_the_models(finished: Path, place: Path) -> None:
     assert text.warping == Sampling(1.0, 0.9)
 
 
+def test_drafters_that_do_not_fit_in_memory_together(
+    finished: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_counts, "TOGETHER_BYTES", 1)
+    loaded, plain = [], study_counts.load_model
+    monkeypatch.setattr(study_counts, "load_model", lambda folder: (loaded.append(folder), plain(folder))[1])
+    drafters = {
+        tmp_path / f"{seed}.json": finished / "arms" / "fkl" / f"seed-{seed}" / "model" for seed in (0, 1)
+    }
+    texts = read_texts(finished / "held-out", ["sums", "other"], ["0", "1/0.9"])
+    options = read_study("s", values()).recipe.evaluate
+    study_counts.count_drafters(place / "target", drafters, texts, options)
+    assert [folder.name for folder in loaded] == ["target", "model", "target", "model"]
+    for seed in (0, 1):
+        stored = json.loads((finished / "counts" / "fkl" / f"seed-{seed}.json").read_text())
+        assert json.loads((tmp_path / f"{seed}.json").read_text()) == stored
+    study_counts.count_drafters(place / "target", drafters, texts, options)
+    assert len(loaded) == 4  # what is there is kept
+
+
 def test_greedy_expectations_are_what_real_runs_count(place: Path, finished: Path) -> None:
     found = json.loads((place / "docs" / "results.json").read_text())
     rows = {row["sampling"]: row for row in found["check"]["rows"]}
@@ -320,6 +344,10 @@ def test_what_the_verb_refuses(place: Path, tmp_path: Path, monkeypatch: pytest.
         study_verb.run({"study": "alignmet"})
     with pytest.raises(InputError, match="data folder nowhere does not exist"):
         study_verb.run(given(place, data="nowhere"))
+    with pytest.raises(
+        InputError, match=r"reads text\.jsonl, which does not exist; .* --data|reads seed\.jsonl"
+    ):
+        study_verb.run({"study": str(place / "study.yaml"), "target": str(place / "target")})
     with pytest.raises(InputError, match=r"ends with \.md"):
         study_verb.run(given(place, results="results.txt"))
     (tmp_path / "file").write_text("x")

@@ -128,19 +128,19 @@ def test_every_metric_is_a_ratio_of_sums_over_seeds_and_prompts() -> None:
             sum(map(sum, part)) for part in ((t["emitted"] for t in texts), (c["blocks"] for c in counts))
         )
         passed, tested = (sum(sum(map(sum, c[name])) for c in counts) for name in ("accepted", "tested"))
-        assert row["tau"][0] == pytest.approx(emitted / blocks, abs=1e-6)
-        assert row["alpha"][0] == pytest.approx(passed / tested, abs=1e-6)
+        assert row["tau"][0] == pytest.approx(emitted / blocks, abs=1e-5)
+        assert row["alpha"][0] == pytest.approx(passed / tested, abs=1e-5)
         assert row["alpha_teacher_forced"][0] == 0.5
-        assert row["mbsu"][0] == pytest.approx(emitted / blocks / (0.02 * gamma + 1), abs=1e-6)
+        assert row["mbsu"][0] == pytest.approx(emitted / blocks / (0.02 * gamma + 1), abs=1e-5)
         assert row["tau"][1] < row["tau"][0] < row["tau"][2]
-        assert sum(row["sums"]["blocks"]) == pytest.approx(blocks, abs=0.01)
+        assert sum(row["sums"]["blocks"]) == pytest.approx(blocks, abs=0.2)
         assert len(row["sums"]["blocks"]) == 3
     means = {(r["arm"], r["domain"], r["sampling"], r["draft_length"]): r for r in numbers.mean_rows()}
     wanted = np.mean([rows["fkl", task, s, 3]["tau"][0] for task in ("chat", "maths") for s in SAMPLINGS])
-    assert means["fkl", "in", "", 3]["tau"][0] == pytest.approx(wanted, abs=1e-6)
+    assert means["fkl", "in", "", 3]["tau"][0] == pytest.approx(wanted, abs=1e-5)
     assert means["fkl", "out", "0", 5]["tau"][0] == rows["fkl", "other", "0", 5]["tau"][0]
     gain = means["fkl", "in", "", 3]["tau"][0] - means["pretrained", "in", "", 3]["tau"][0]
-    assert means["fkl", "in", "", 3]["tau_gain"][0] == pytest.approx(gain, abs=1e-5)
+    assert means["fkl", "in", "", 3]["tau_gain"][0] == pytest.approx(gain, abs=2e-5)
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
@@ -163,6 +163,16 @@ def test_intervals_cover(seeds: int, spreads: tuple[float, float]) -> None:
         _, low, high = interval(vector)
         held += low <= 2.0 <= high
     assert 0.91 <= held / 300 <= 0.995
+
+
+@pytest.mark.parametrize(("seeds", "student"), [(2, 12.706), (3, 4.303), (6, 2.571), (21, 2.086)])
+def test_seeds_alone_give_students_interval(seeds: int, student: float) -> None:
+    """Mean ± t s / √n, within the noise of 4,000 replicates (a correct one misses 6 % in fewer than 1 of 100 runs)."""
+    values = np.random.default_rng(0).normal(2.0, 0.1, seeds)
+    vector = Draws(seeds, replicates=4000).sums(values[:, None], "t") / seeds
+    value, low, high = interval(vector)
+    assert value == pytest.approx(values.mean(), abs=1e-5)
+    assert (high - low) / 2 == pytest.approx(student * values.std(ddof=1) / seeds**0.5, rel=0.06)
 
 
 def test_both_levels_count() -> None:
@@ -267,7 +277,7 @@ def found() -> dict[str, Any]:
             "trained_tokens": 10_000,
             "distill": {
                 knob: getattr(arm.recipe.distill, knob)
-                for knob in ("steps", "divergence", "select_fraction", "learning_rate")
+                for knob in ("steps", "divergence", "select_fraction", "scale_learning_rate")
             },
         }
         for name, arm in study.arms.items()

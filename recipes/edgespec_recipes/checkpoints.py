@@ -64,7 +64,7 @@ def discard_checkpoints(out: Path) -> None:
 def keep_diverged(
     out: Path,
     weights: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, Any],
+    moments: Mapping[str, torch.Tensor],
     batch: Mapping[str, torch.Tensor],
     about: dict[str, Any],
 ) -> Path:
@@ -75,13 +75,10 @@ def keep_diverged(
             {name: value.detach().clone().cpu() for name, value in weights.items()},
             folder / "model.safetensors",
         )
-        moments = {
-            f"{number}.{name}": value.detach().clone().cpu()
-            for number, state in optimizer.get("state", {}).items()
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-        save_file(moments, folder / "optimizer.safetensors")
+        save_file(
+            {name: value.detach().clone().cpu() for name, value in moments.items()},
+            folder / "optimizer.safetensors",
+        )
         arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in batch.items()}
         np.savez(folder / "batch.npz", **arrays)
         write_json(folder / "state.json", about)

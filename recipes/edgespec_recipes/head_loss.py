@@ -25,9 +25,7 @@ from edgespec.errors import InputError
 from edgespec_recipes.losses import Divergence, reward
 from edgespec_recipes.processes import total
 
-CHUNK = (
-    2**22
-)  # logits at a time: 16 MiB of float32, which malloc still keeps for reuse, and 128 rows at V = 32,000
+CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
 
 Rows = slice | Tensor
 """Row numbers: a slice, or where rows are left out an int64 tensor, ascending. Either indexes a tensor's first dimension."""
@@ -130,8 +128,9 @@ def head_loss(
 
     `weights` [n] are 1 if not given; rows of weight 0 are skipped, and `target_rows` is not asked for them. Without any row the
     result is 0, with a gradient path. `hidden`, `head.weight` [V, H] and `head.bias` [V] (or None) get gradients. Under autocast
-    the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time. Where the divergence needs
-    the batch's mean reward, a first pass takes it over all rows of all processes, so then every process has to come here.
+    the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time. A factor belongs in the
+    weights: multiplied to the result, it costs another [V, H] in the backward pass. Where the divergence needs the batch's mean
+    reward, a first pass takes it over all rows of all processes, so then every process has to come here.
     """
     weight, bias = head_weights(head)
     rows = _chunks(len(hidden), len(weight), chunk, weights)
@@ -228,6 +227,10 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if (
+            scale == 1
+        ):  # then the stored gradient itself becomes the parameter's, and there is no second [V, H]
+            return (*ctx.saved_tensors, None)
         return (
             *(None if saved is None else saved * scale.to(saved.dtype) for saved in ctx.saved_tensors),
             None,

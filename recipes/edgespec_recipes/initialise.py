@@ -75,11 +75,12 @@ def initial_drafter(
     Raises InputError: a tokenizer that does not fit, a checkpoint of another kind, a target that cannot be cut down.
     """
     full = ModelShape.from_config(read_json(target_folder / "config.json")).vocab_size
-    if options.vocabulary is None and options.init != "checkpoint" and len(tokenizer) > shape.vocab_size:
-        raise InputError(
-            f"the tokenizer has {len(tokenizer)} tokens and the drafter's vocabulary {shape.vocab_size}; they must fit"
-        )
     whole = shape if options.vocabulary is None else replace(shape, vocab_size=full)
+    size = full if options.init == "checkpoint" else whole.vocab_size
+    if len(tokenizer) > size:
+        raise InputError(
+            f"the tokenizer has {len(tokenizer)} tokens and the drafter's vocabulary {size}; they must fit"
+        )
     if options.init == "checkpoint":
         model = _checkpoint(shape, options, target_folder, full)
     else:

@@ -43,10 +43,6 @@ def pretrain(
     train_seconds, loss_first, loss_last, text_tokens, precision.
     """
     tokenizer = load_tokenizer(target_folder)
-    if drafter.vocabulary is None and len(tokenizer) > shape.vocab_size:
-        raise InputError(
-            f"the tokenizer has {len(tokenizer)} tokens and the drafter's vocabulary {shape.vocab_size}; they must fit"
-        )
     if options.context > shape.context_length:
         raise InputError(
             f"pretrain.context is {options.context}; the target's context is {shape.context_length} at most"

@@ -54,12 +54,13 @@ class SelectedTokens:
 
     def report(self, count: int = 10) -> dict[str, Any]:
         """{"kept": share kept, "selected": [[token id, times kept, times seen], ...]}: the tokens kept most above that share."""
-        seen, kept = int(self.seen.sum()), int(self.kept.sum())
+        all_seen, all_kept = processes.total(self.seen), processes.total(self.kept)
+        seen, kept = int(all_seen.sum()), int(all_kept.sum())
         if not seen:
             return {}
-        surplus = self.kept - self.seen * (kept / seen)
+        surplus = all_kept - all_seen * (kept / seen)
         top = surplus.topk(min(count, len(surplus))).indices.tolist()
-        rows = [[token, int(self.kept[token]), int(self.seen[token])] for token in top if self.kept[token]]
+        rows = [[token, int(all_kept[token]), int(all_seen[token])] for token in top if all_kept[token]]
         self.seen.zero_()
         self.kept.zero_()
         return {"kept": round(kept / seen, 4), "selected": rows}

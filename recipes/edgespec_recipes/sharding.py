@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ def trainer_settings() -> dict[str, Any]:
         # without it LOCAL_RANK on a machine without CUDA counts as no distribution
         "use_cpu": processes.world() > 1 and not torch.cuda.is_available(),
         "ddp_find_unused_parameters": False,
-        "ddp_broadcast_buffers": False,
     }
     if sharded():
         settings["fsdp"] = True
@@ -75,3 +75,13 @@ def whole(model: Any) -> Any:
         for name, value in inner.state_dict().items():
             wanted[name].copy_(value.full_tensor() if hasattr(value, "full_tensor") else value)
     return plain
+
+
+def whole_values(state: Mapping[int, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """An optimizer's tensors as NUMBER.NAME with all their values; every process must call it."""
+    return {
+        f"{number}.{name}": value.full_tensor() if hasattr(value, "full_tensor") else value
+        for number, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, torch.Tensor)
+    }

@@ -125,9 +125,8 @@ class StoredTargets:
             columns = column_of[columns]
 
         def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
-            return expand(
-                draft_logits, columns[part], log_p[part].float(), log_rest[part].float(), ids is not None
-            )
+            width = draft_logits.shape[-1]
+            return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, self.vocab_size)
 
         return target_rows
 
@@ -310,11 +309,11 @@ def store_error(
 ) -> dict[str, dict[str, float]]:
     """`top_k.divergence_errors` of the store against the live target, over the compared positions of some rows.
 
-    Both models on one device; the draft may know a part of the vocabulary.
+    Both models on one device, in the precision they train in; the draft may know a part of the vocabulary.
     """
     device, columns = target.device, getattr(drafter.get_output_embeddings(), "ids", None)
     batches = list(_passes(rows, row_ids, device))
-    with torch.no_grad():
+    with torch.no_grad(), choose_precision(device).autocast(device):
         live, draft = (
             torch.cat([target_logits(model, batch) for batch in batches]) for model in (target, drafter)
         )

@@ -34,7 +34,7 @@ from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_jsonl, write_text
 from edgespec.options import to_mapping
 from edgespec.pipeline import RECIPE_FILE, dump_recipe
-from edgespec.recipe import Recipe
+from edgespec.recipe import DistillOptions, Recipe
 from edgespec.report import duration
 from edgespec.shapes import ModelShape
 from edgespec.stages import run_stage
@@ -53,6 +53,18 @@ def digest(*options: Any) -> str:
     """Eight hex digits that name a choice of options."""
     plain = json.dumps([to_mapping(part) for part in options], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:8]
+
+
+def shared_reference(recipe: Recipe) -> DistillOptions:
+    """How an arm's reference is distilled. Knobs that forward KL on all tokens does not read have their defaults, so that arms
+    which differ in them share it.
+    """
+    unread = ("jsd_beta", "tvdpp_estimator", "tvdpp_scope", "scale_learning_rate")
+    defaults = DistillOptions()
+    return replace(
+        reference_options(recipe.distill, recipe.reference),
+        **{knob: getattr(defaults, knob) for knob in unread},
+    )
 
 
 def interleaved(tasks: dict[str, TaskOptions]) -> Iterator[dict[str, Any]]:
@@ -177,7 +189,7 @@ class Runs:
                 self.study.recipe,
             )
         if recipe.distill.select_fraction < 1:
-            options = reference_options(recipe.distill, recipe.reference)
+            options = shared_reference(recipe)
             folder = (
                 self.out / "reference" / digest(recipe.drafter, recipe.pretrain, options) / f"seed-{seed}"
             )
@@ -298,7 +310,8 @@ class Runs:
                     knob: getattr(arm.recipe.distill, knob)
                     for knob in (
                         *("steps", "divergence", "tvdpp_estimator", "tvdpp_scope", "labels"),
-                        *("fixed_fraction", "student_fraction", "select_fraction", "learning_rate"),
+                        *("fixed_fraction", "student_fraction", "learning_rate"),
+                        *("select_fraction", "scale_learning_rate"),
                     )
                 },
             }

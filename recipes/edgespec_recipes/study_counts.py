@@ -1,12 +1,12 @@
 """Raw counts of a study: the target's held-out responses, sampled once, and what every drafter is expected to do with them.
 
-One pass of the target over a task's responses serves all drafters of a call. Knows models, prompts and files of counts; nothing
+One pass of the target over a task's responses serves many drafters. Knows models, prompts and files of counts; nothing
 of arms, seeds or what the counts mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from edgespec_recipes.loading import load_model, load_tokenizer
 from edgespec_recipes.speculation import speculate
 
 SCHEMA = 1
+TOGETHER_BYTES = 4 * 2**30  # of drafters' weights
 _DIGITS = 6
 
 
@@ -109,11 +110,32 @@ def count_drafters(
 ) -> None:
     """For every {file: model folder} write the file: expected counts of that drafter, prompt by prompt, at every γ.
 
-    Files that are there are kept, so a killed call goes on; the target reads every text once for all drafters that are left.
+    Files that are there are kept, so a killed call goes on. The target reads every text once for as many drafters as fit in
+    memory together.
     """
     left = {str(file): folder for file, folder in drafters.items() if not file.exists()}
-    if not left:
-        return
+    for group in _fitting(left):
+        _count_together(target_folder, group, texts, options)
+
+
+def _fitting(drafters: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
+    """The drafters in groups that are in memory together."""
+    group: dict[str, Path] = {}
+    room = TOGETHER_BYTES
+    for name, folder in drafters.items():
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        if group and size > room:
+            yield group
+            group, room = {}, TOGETHER_BYTES
+        group[name] = folder
+        room -= size
+    if group:
+        yield group
+
+
+def _count_together(
+    target_folder: Path, left: Mapping[str, Path], texts: Sequence[Texts], options: EvaluateOptions
+) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = load_model(target_folder).to(device)
     models = {name: load_model(folder).to(device) for name, folder in left.items()}

@@ -26,6 +26,7 @@ from edgespec.study_options import ClaimOptions, Study
 SCHEMA = 1
 REPLICATES = 1000
 LEVEL = 0.95
+DIGITS = 5  # of a figure in results.json; a difference that rounds to 0 is none
 NORMAL = (
     1.96  # the 97.5 % point of the normal distribution, and of Student's t for 1 to 10 degrees of freedom
 )
@@ -42,7 +43,7 @@ def interval(vector: Vector) -> list[float]:
     """[value, low, high]."""
     tail = (1.0 - LEVEL) / 2.0
     low, high = np.quantile(vector[1:], [tail, 1.0 - tail])
-    return [round(float(number), 6) for number in (vector[0], low, high)]
+    return [round(float(number), DIGITS) for number in (vector[0], low, high)]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Cell:
     def sums(self) -> dict[str, list[float]]:
         """Raw sums over prompts, seed by seed."""
         names = ("emitted", "blocks", "tested", "accepted", "overlap")
-        return {name: [round(float(n), 3) for n in getattr(self, name).sum(1)] for name in names}
+        return {name: [round(float(n), 1) for n in getattr(self, name).sum(1)] for name in names}
 
 
 class Numbers:

@@ -37,7 +37,7 @@ from edgespec_recipes.curves import plot_curves
 from edgespec_recipes.data import Shuffled
 from edgespec_recipes.loading import quiet, save_model
 from edgespec_recipes.precision import Precision, choose_precision
-from edgespec_recipes.sharding import shard_on_cpu, to_train, trainer_settings, whole
+from edgespec_recipes.sharding import shard_on_cpu, to_train, trainer_settings, whole, whole_values
 from edgespec_recipes.training_log import LOG, TrainingLog, Watch, rows_until
 
 Batch = dict[str, torch.Tensor]
@@ -129,6 +129,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         step = self.state.global_step + 1
         ids = processes.gathered(batch["row_id"]).tolist() if "row_id" in batch else []
         weights = whole(self.model_wrapped).state_dict()
+        moments = whole_values(self.optimizer.state_dict()["state"])
         if not processes.rank():
             about = {
                 "step": step,
@@ -137,7 +138,7 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
                 "row_ids": ids,
                 "recent_losses": self.recent,
             }
-            keep_diverged(self.out, weights, self.optimizer.state_dict(), batch, about)
+            keep_diverged(self.out, weights, moments, batch, about)
         named = f" on the rows {ids}" if ids else ""
         return (
             f"the loss is {value} at step {step} of {self.state.max_steps}{named}; model, optimizer and batch lie in "
@@ -286,7 +287,7 @@ def train(
     model.eval()
     rows = rows_until(out / LOG, steps)
     if not processes.rank():
-        plot_curves(out / LOG, out / "curves.png", label)
+        plot_curves(out / LOG, out / "curves.png", f"{label}, seed {seed}")
     return {
         "steps": steps,
         "tokens": rows[-1]["tokens"],

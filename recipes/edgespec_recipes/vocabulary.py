@@ -23,7 +23,7 @@ from edgespec.errors import InputError
 from edgespec.files import read_json
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COUNTED_TOKENS = 100_000_000  # more text than this changes no choice; rows are taken at equal distances
+COUNTED_TOKENS = 100_000_000  # of a longer text, so many in rows at equal distances
 
 
 class Blocks(Protocol):
@@ -72,38 +72,40 @@ def choose_vocabulary(counts: np.ndarray, always: Iterable[int], size: int) -> V
 
 
 class SubsetEmbedding(nn.Embedding):
-    """Rows [V' + 1, H], found by the target's token ids; the last row is read for every token outside the subset."""
+    """Rows [V', H] found by the target's token ids, and one row `other` [1, H] that every token outside the subset is read as.
+
+    The row is apart from the table so that a tied head shares the table whole, which is what DDP and FSDP can follow.
+    """
 
     places: Tensor
 
-    def __init__(self, weight: nn.Parameter, vocabulary: Vocabulary, padding_idx: int | None) -> None:
-        rows, width = weight.shape
-        super().__init__(rows, width, padding_idx, _weight=weight.data)
-        self.weight = weight
+    def __init__(self, rows: Tensor, vocabulary: Vocabulary, padding_idx: int | None) -> None:
+        """`rows` [V' + 1, H], the other tokens' last; `padding_idx` is a row."""
+        count, width = len(rows) - 1, rows.shape[1]
+        super().__init__(count, width, padding_idx, _weight=rows[:-1].clone())
+        self.other = nn.Parameter(rows[-1:].clone())
         self.vocabulary = vocabulary
-        self.register_buffer("places", torch.from_numpy(vocabulary.places()).to(weight.device), False)
+        self.register_buffer("places", torch.from_numpy(vocabulary.places()).to(rows.device), False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(self.places[tokens])
+        places = self.places[tokens]
+        known = super().forward(places.clamp_max(self.num_embeddings - 1))
+        return torch.where((places < self.num_embeddings)[..., None], known, self.other)
 
 
 class SubsetHead(nn.Module):
     """Output layer: `weight` [V', H], and the target's token `ids` [V'] that its rows belong to."""
 
     ids: Tensor
-    weight: Tensor | nn.Parameter
     bias: None
 
-    def __init__(self, embedding: SubsetEmbedding, weight: nn.Parameter | None) -> None:
-        """`weight` is the head's own; without one it shares the embedding's."""
+    def __init__(self, weight: Tensor, vocabulary: Vocabulary) -> None:
+        """`weight` is a parameter, the embedding's own where the two are tied."""
         super().__init__()
-        if weight is not None:
-            self.weight = weight
+        self.weight = weight
         self.register_parameter("bias", None)
-        self.register_buffer(
-            "ids", torch.from_numpy(embedding.vocabulary.ids).to(embedding.places.device), False
-        )
-        self.out_features = embedding.vocabulary.target_vocab_size
+        self.register_buffer("ids", torch.from_numpy(vocabulary.ids).to(weight.device), False)
+        self.out_features = vocabulary.target_vocab_size
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., V]"""
@@ -111,19 +113,6 @@ class SubsetHead(nn.Module):
         logits = known.new_full((*known.shape[:-1], self.out_features), -torch.inf)
         logits[..., self.ids] = known
         return logits
-
-
-class SharedSubsetHead(SubsetHead):
-    """A head tied to the embedding: its weight is the embedding's rows without the last one."""
-
-    def __init__(self, embedding: SubsetEmbedding) -> None:
-        super().__init__(embedding, None)
-        self.__dict__["_embedding"] = embedding  # not a submodule: the weight is the embedding's alone
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        table: Tensor = self.__dict__["_embedding"].weight
-        return table[:-1]
 
 
 def is_restricted(model: Any) -> bool:
@@ -138,8 +127,7 @@ def wrap(model: Any, vocabulary: Vocabulary) -> Any:
             f"the model has a vocabulary of {embedding.num_embeddings} rows and its vocabulary.json lists "
             f"{len(vocabulary.ids)} tokens, which needs {vocabulary.rows}; build the drafter again"
         )
-    weight = None if head.weight is embedding.weight else head.weight.data[:-1].clone()
-    _install(model, vocabulary, embedding.weight.data, weight, embedding.padding_idx)
+    _install(model, vocabulary, embedding.weight.data, head.weight.data[:-1].clone(), embedding.padding_idx)
     for config in _configs(model):
         _renumber(config, lambda row: int(vocabulary.ids[row]) if row < len(vocabulary.ids) else None)
     return model
@@ -160,36 +148,43 @@ def restrict(model: Any, vocabulary: Vocabulary, counts: np.ndarray | None) -> A
         weights = torch.from_numpy(counts + 1.0).to(rest.dtype)[others]
         rest = (weights / weights.sum())[None] @ rest
     rows = torch.cat([embedding.weight.data[ids], rest[:1]])
-    weight = None if head.weight is embedding.weight else head.weight.data[ids].clone()
     padding = embedding.padding_idx
-    _install(model, vocabulary, rows, weight, None if padding is None else _place(vocabulary, padding))
+    padding = None if padding is None else _place(vocabulary, padding)
+    _install(model, vocabulary, rows, head.weight.data[ids].clone(), padding)
     return model
 
 
 def _install(
-    model: Any, vocabulary: Vocabulary, rows: Tensor, weight: Tensor | None, padding: int | None
+    model: Any, vocabulary: Vocabulary, rows: Tensor, head_rows: Tensor, padding: int | None
 ) -> None:
-    if model.get_output_embeddings().bias is not None:
+    old = model.get_output_embeddings()
+    if old.bias is not None:
         raise InputError(
             f"a {model.config.model_type} model has a bias on its output layer; a vocabulary subset needs one without: "
             "leave drafter.vocabulary out"
         )
-    embedding = SubsetEmbedding(nn.Parameter(rows), vocabulary, padding)
-    head = SharedSubsetHead(embedding) if weight is None else SubsetHead(embedding, nn.Parameter(weight))
+    embedding = SubsetEmbedding(rows, vocabulary, padding)
+    tied = old.weight is model.get_input_embeddings().weight
+    head = SubsetHead(embedding.weight if tied else nn.Parameter(head_rows), vocabulary)
     model.set_input_embeddings(embedding)
     model.set_output_embeddings(head)
     model.config.vocab_size = vocabulary.target_vocab_size
-    model.config.tie_word_embeddings = False  # the head is tied by its class, not by transformers
-    model.all_tied_weights_keys = {}
 
 
 def plain_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's state dict as it is written, float32: a head of its own gets the row whose logit is never used (zeros)."""
+    """A model's state dict as it is written, float32: the other tokens' row is the last one of both tables.
+
+    Its logit is never used: a head of its own has zeros there.
+    """
     found = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
-    head = model.get_output_embeddings()
-    if isinstance(head, SubsetHead) and not isinstance(head, SharedSubsetHead):
-        name = next(name for name, module in model.named_modules() if module is head) + ".weight"
-        found[name] = functional.pad(found[name], (0, 0, 0, 1))
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, SubsetEmbedding):
+        names = {module: name for name, module in model.named_modules()}
+        table, top = f"{names[embedding]}.weight", f"{names[head]}.weight"
+        other = found.pop(f"{names[embedding]}.other")
+        if head.weight is not embedding.weight:
+            found[top] = functional.pad(found[top], (0, 0, 0, 1))
+        found[table] = torch.cat([found[table], other])
     return found
 
 
@@ -206,7 +201,6 @@ def plain_config(model: Any) -> Iterator[Vocabulary | None]:
         for config in _configs(model):
             _renumber(config, lambda token: _place(vocabulary, token))
         model.config.vocab_size = vocabulary.rows
-        model.config.tie_word_embeddings = isinstance(model.get_output_embeddings(), SharedSubsetHead)
         yield vocabulary
     finally:
         for config, values in kept:

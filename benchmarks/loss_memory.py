@@ -1,0 +1,160 @@
+"""Peak memory of a distillation step's loss, plain and in chunks, beside the direct-alignment paper's 115M drafter.
+
+    python benchmarks/loss_memory.py [--positions 2048] [--vocabulary 32000] [--divergences fkl,jsd,tvd++] [--bf16]
+
+Every variant is a process of its own that loads the drafter and a target's output layer and hidden states, then runs one forward
+and backward pass, all positions compared:
+
+    body     the drafter alone, with a loss on its hidden states that costs nothing
+    plain    whole logits of both, the divergence on them, autograd
+    chunked  head_loss, the target's logits a chunk at a time too
+
+"step" is the peak of resident memory over what was there before the pass, "loss" is what of it the body does not need (the
+gradient of the drafter's output layer among it). Bar: the chunked loss takes at most a quarter of the plain one's. glibc is told
+to give large tensors back at once, so that what was freed does not count. The optimizer's state is not part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from edgespec_recipes.decoding import logits_at
+from edgespec_recipes.head_loss import CHUNK, head_loss, in_head, live_rows
+from edgespec_recipes.losses import divergence
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from edgespec.files import write_json
+from edgespec.recipe import DIVERGENCES, DistillOptions
+from edgespec.report import table
+
+BAR = 0.25
+CONTEXT = 512
+TARGET_HIDDEN = 1024
+MIB = 2**20
+
+
+def peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def drafter(vocabulary: int) -> Any:
+    """The paper's drafter for Llama 2 (section 4.1), random."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def measure(
+    variant: str, name: str, vocabulary: int, positions: int, chunk: int, bf16: bool
+) -> dict[str, Any]:
+    """One step in this process."""
+    model = drafter(vocabulary)
+    head = torch.nn.Linear(TARGET_HIDDEN, vocabulary, bias=False).requires_grad_(False)
+    torch.nn.init.normal_(head.weight, std=0.1)
+    states = torch.randn(positions, TARGET_HIDDEN)
+    tokens = torch.randint(vocabulary, (max(1, positions // CONTEXT), min(CONTEXT, positions)))
+    keep = torch.ones_like(tokens, dtype=torch.bool)
+    loss_of = divergence(DistillOptions(divergence=name))
+    before, start = peak_bytes(), time.monotonic()
+    with torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext():
+        if variant == "plain":
+            loss = loss_of(logits_at(model, keep, input_ids=tokens), head(states)).mean()
+        else:
+
+            def inside(hidden: torch.Tensor, its_head: Any) -> torch.Tensor:
+                if variant == "body":
+                    return hidden.float().square().mean()
+                weights = torch.full((len(hidden),), 1.0 / len(hidden))
+                return head_loss(loss_of, hidden, its_head, live_rows(states, head), weights, chunk)
+
+            loss = in_head(model, keep, {"input_ids": tokens}, inside)
+    loss.backward()
+    seconds = time.monotonic() - start
+    gradient = model.lm_head.weight.grad
+    return {
+        "before": before,
+        "peak": peak_bytes(),
+        "seconds": seconds,
+        "loss": float(loss.detach()),
+        "gradient": 0.0 if gradient is None else float(gradient.norm()),
+    }
+
+
+def in_a_process(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--divergences", default="fkl,jsd,tvd++", help=f"of {', '.join(DIVERGENCES)}")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help=f"logits at a time (default {CHUNK})")
+    parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(measure(*json.loads(given.one))))
+        return 0
+    size = (given.vocabulary, given.positions, given.chunk, given.bf16)
+    names = given.divergences.split(",")
+    body = in_a_process("body", names[0], *size)
+    rows, figures, worst = [("body", "", *_shown(body, body), "", "")], [{"variant": "body", **body}], 0.0
+    for name in names:
+        plain, chunked = (in_a_process(variant, name, *size) for variant in ("plain", "chunked"))
+        figures += [
+            {"divergence": name, "variant": variant, **found}
+            for variant, found in (("plain", plain), ("chunked", chunked))
+        ]
+        ratio = (chunked["peak"] - body["peak"]) / (plain["peak"] - body["peak"])
+        worst = max(worst, ratio)
+        rows.append((name, "plain", *_shown(plain, body), "1", f"{plain['loss']:.6f}"))
+        rows.append((name, "chunked", *_shown(chunked, body), f"{ratio:.2f}", f"{chunked['loss']:.6f}"))
+    print(
+        f"{given.positions:,} positions x {given.vocabulary:,} tokens, {'bf16' if given.bf16 else 'float32'}, MiB"
+    )
+    print(table(("divergence", "", "peak", "step", "loss", "seconds", "loss, ratio", "value"), rows, left=2))
+    print(f"The chunked loss takes at most {worst:.2f} of the plain one's memory; bar {BAR}.")
+    if given.json:
+        write_json(given.json, figures)
+    return int(worst > BAR)
+
+
+def _shown(found: dict[str, Any], body: dict[str, Any]) -> tuple[str, ...]:
+    step, its = found["peak"] - found["before"], body["peak"] - body["before"]
+    return (
+        f"{found['peak'] / MIB:,.0f}",
+        f"{step / MIB:,.0f}",
+        f"{(step - its) / MIB:,.0f}",
+        f"{found['seconds']:.1f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
