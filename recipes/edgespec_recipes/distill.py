@@ -18,6 +18,7 @@ from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.datagen import read_responses
 from edgespec_recipes.decoding import stop_ids
 from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.losses import divergence
 from edgespec_recipes.mixing import (
     FIXED,
     STUDENT,
@@ -32,8 +33,10 @@ from edgespec_recipes.mixing import (
 from edgespec_recipes.objective import Objective
 from edgespec_recipes.replies import read_replies
 from edgespec_recipes.same_tokenizer import check_same_vocabulary
-from edgespec_recipes.stored import StoredTargets, store_targets
+from edgespec_recipes.stored import StoredTargets, store_error, store_targets
 from edgespec_recipes.trainer import collate, finish, save_whole, train
+
+MEASURED_ROWS = 4  # of the store, against the live target
 
 
 @dataclass(frozen=True)
@@ -70,9 +73,16 @@ def reference_options(distill: DistillOptions, reference: ReferenceOptions) -> D
 
 
 def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
-    """Store the target's distributions at every position of the responses that `distill` will compare."""
+    """Store the target's distributions at every position of the responses that `distill` will compare.
+
+    The counts say what the recipe's divergence loses by it on the first rows, against the live target.
+    """
     rows = responses_of(inputs.responses, options.context)
-    return store_targets(out, inputs.target, rows, options.stored_top_k)
+    counts = store_targets(out, inputs.target, rows, options.stored_top_k)
+    target, draft = (load_model(folder).to(processes.device()) for folder in (inputs.target, inputs.drafter))
+    measured = range(min(MEASURED_ROWS, len(rows)))
+    functions = {options.divergence: divergence(options)}
+    return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
 
 
 def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
