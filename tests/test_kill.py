@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from conftest import REPOSITORY
 from tiny_models import make_model_folder
@@ -77,31 +80,53 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows]
 
 
-def test_twenty_kills_end_with_the_run_that_was_never_killed(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(recipe_of(tmp_path)))
-    log = tmp_path / "log.txt"
+@dataclass(frozen=True)
+class Builds:
+    """Builds of one recipe; `whole` was never killed."""
 
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        target = str(tmp_path / "target")
-        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--out", str(out)]
-        with open(log, "wb") as stream:
+    folder: Path
+    whole: Path
+
+    def start(self, out: Path) -> subprocess.Popen[bytes]:
+        target, recipe = str(self.folder / "target"), str(self.folder / "recipe.yaml")
+        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--recipe", recipe]
+        with open(self.log, "wb") as stream:
             return subprocess.Popen(
-                [*command, "--recipe", str(recipe)], cwd=REPOSITORY, stderr=stream, stdout=stream
+                [*command, "--out", str(out)], cwd=REPOSITORY, stderr=stream, stdout=stream
             )
 
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait(300) == 0, log.read_text()
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    def finish(self, out: Path) -> str:
+        """Run to the end; what it printed."""
+        code = self.start(out).wait(300)
+        assert code == 0, self.log.read_text()
+        return self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
+    folder = tmp_path_factory.mktemp("builds")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_of(folder)))
+    made = Builds(folder, folder / "whole")
+    made.finish(made.whole)
+    return made
+
+
+def test_twenty_kills_end_with_the_run_that_was_never_killed(builds: Builds) -> None:
+    whole, killed = builds.whole, builds.folder / "killed"
     seconds = {name: json.loads((whole / name / "stage.json").read_text())["seconds"] for name in STAGES}
     generator = random.Random(20)
     moments = sorted((place % len(STAGES), generator.random()) for place in range(KILLS))
     hit = []
     for stage, fraction in moments:
         name = STAGES[stage]
-        run = start(killed)
+        run = builds.start(killed)
         begun = None  # when the stage was seen under way in this start
         while run.poll() is None and not (killed / name / "stage.json").exists():
-            if begun is None and f"▸ {name}" in log.read_text():
+            if begun is None and f"▸ {name}" in builds.log.read_text():
                 begun = time.monotonic()
             if begun is not None and time.monotonic() - begun > fraction * seconds[name]:
                 break
@@ -111,18 +136,45 @@ def test_twenty_kills_end_with_the_run_that_was_never_killed(tmp_path: Path) -> 
             hit.append(name)
         run.wait()
     assert len(hit) == KILLS, hit
-    assert start(killed).wait(300) == 0, log.read_text()
-
+    builds.finish(killed)
     for name in TRAINED:
         assert log_of(killed / name) == log_of(whole / name), name
-        weights = Path(name) / "model" / "model.safetensors"
-        assert (killed / weights).read_bytes() == (whole / weights).read_bytes(), name
-    same = [
+    same = [f"{name}/model/model.safetensors" for name in TRAINED]
+    same += [
         "generate/shard-00005.jsonl",
         "distill/kept/step-000020/model.safetensors",
         "evaluate/evaluation.json",
     ]
-    same += [path.relative_to(whole).as_posix() for path in sorted((whole / "store").glob("shard-*"))]
-    for path in same:
-        assert (killed / path).read_bytes() == (whole / path).read_bytes(), path
+    same += [path.relative_to(whole).as_posix() for path in sorted((whole / "store").glob("shard-*.npy"))]
+    assert differing(killed, whole, same) == []
     assert not list(killed.rglob("*.tmp"))
+
+
+def test_damaged_shards_are_named_and_only_they_are_made_again(builds: Builds) -> None:
+    """Bytes flipped in a finished stage, before the stage that reads it has run."""
+    whole, hurt = builds.whole, builds.folder / "hurt"
+    shutil.copytree(whole, hurt)
+    for later in ("distill", "evaluate", "export", "verify", "pack", "bundle"):
+        shutil.rmtree(hurt / later)
+    damaged = ["generate/shard-00003.jsonl", "store/shard-00000.npy"]
+    for name in damaged:
+        content = bytearray((hurt / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (hurt / name).write_bytes(content)
+    shards = [
+        path
+        for stage in ("generate", "store")
+        for path in (hurt / stage).glob("shard-*")
+        if path.suffix != ".json"
+    ]
+    before = {path: path.stat().st_mtime_ns for path in shards}
+    printed = builds.finish(hurt)
+    assert all(f"damaged: {name.partition('/')[2]};" in printed for name in damaged)
+    assert [path for path in shards if path.stat().st_mtime_ns != before[path]] == [
+        hurt / name for name in damaged
+    ]
+    assert differing(hurt, whole, [*damaged, "distill/model/model.safetensors"]) == []
+
+
+def differing(one: Path, other: Path, names: list[str]) -> list[str]:
+    return [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]

@@ -128,7 +128,10 @@ class SubsetEngine:
         rows = self.inner.forward(places.tolist())
         self.n_past = self.inner.n_past
         logits = self._logits[: len(rows)]
-        logits[:, self._ids] = rows[:, :-1]
+        for row, known in zip(
+            logits, rows, strict=True
+        ):  # 8 µs a row of 8,000; in one statement for all rows 21
+            row[self._ids] = known[:-1]
         return logits
 
     def rewind(self, n_past: int) -> None:
