@@ -144,7 +144,11 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     given = parser.parse_args()
     headers = ("hidden x layers", "first weights", "loss at step 0", f"after {given.steps} steps")
-    print(table(headers, list(measurements(given)), markdown=True))
+    rows = []
+    for row in measurements(given):
+        rows.append(row)
+        print(*row, sep="  ", flush=True)
+    print(table(headers, rows, markdown=True))
 
 
 if __name__ == "__main__":

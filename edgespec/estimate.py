@@ -8,14 +8,14 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from edgespec import costs
 from edgespec.drafter import DrafterShape, derive, describe
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
-from edgespec.recipe import DistillOptions, Recipe, TrainingOptions
+from edgespec.recipe import DistillOptions, Recipe, TrainingOptions, reference_options
 from edgespec.report import count, duration, table
 from edgespec.shapes import ModelShape
 from edgespec.shipped import made_target
@@ -232,26 +232,12 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> list[St
     if distill.target_side == "stored":
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:
-        stages.append(_distill("reference", reference_run(recipe), target, drafter))
+        stages.append(_distill("reference", reference_options(recipe), target, drafter))
     if distill.steps:
         stages.append(_distill("distill", distill, target, drafter, text_disk=not recipe.pretrain.steps))
     stages.append(_evaluate(recipe, target, drafter))
     stages.append(_export(recipe, target, drafter))
     return stages
-
-
-def reference_run(recipe: Recipe) -> DistillOptions:
-    """AdaSPEC's reference is distilled with forward KL on the data of the distillation itself, without selection."""
-    own = {name: getattr(recipe.reference, name) for name in TrainingOptions.__dataclass_fields__}
-    return replace(
-        recipe.distill,
-        **own,
-        divergence="fkl",
-        labels="soft",
-        select_fraction=1.0,
-        watch_steps=0,
-        keep_steps=0,
-    )
 
 
 def size(number: float) -> str:

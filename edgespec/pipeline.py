@@ -16,7 +16,7 @@ from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_text
 from edgespec.options import to_mapping
-from edgespec.recipe import Recipe
+from edgespec.recipe import Recipe, reference_options
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
 from edgespec.stages import Body, Crew, run_stage
@@ -151,7 +151,7 @@ class Build:
         """(pretrained drafter, distilled drafter)."""
         from edgespec_recipes import datagen, stored
         from edgespec_recipes.datagen import generate
-        from edgespec_recipes.distill import DistillInputs, distill, reference_options, store_responses
+        from edgespec_recipes.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.pretrain import pretrain
 
         recipe, out, seed = self.recipe, self.out, self.recipe.seed
@@ -189,7 +189,7 @@ class Build:
                 damaged=stored.damaged_shards,
             )
         if inputs.reference:
-            options = reference_options(recipe.distill, recipe.reference)
+            options = reference_options(recipe)
             self.stage(
                 "reference",
                 "AdaSPEC's reference: the drafter distilled with forward KL",

@@ -12,12 +12,12 @@ import pytest
 import torch
 from edgespec_recipes import mean_loss
 from edgespec_recipes.datagen import write_shard
-from edgespec_recipes.distill import DistillInputs, distill, reference_options, store_responses
+from edgespec_recipes.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.loading import load_model
 from tiny_models import make_model_folder
 
 from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions, ReferenceOptions
+from edgespec.recipe import DistillOptions, Recipe, ReferenceOptions, reference_options
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +112,8 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
 def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) -> None:
     """AdaSPEC whole: the reference is distilled first, the drafter learns from k of the tokens at k times the rate."""
     chosen = replace(LONGER, divergence="tvd", select_fraction=0.4)
-    reference = reference_options(
-        chosen, ReferenceOptions(steps=20, batch_size=3, context=64, learning_rate=3e-3)
-    )
+    short = ReferenceOptions(steps=20, batch_size=3, context=64, learning_rate=3e-3)
+    reference = reference_options(Recipe("x", distill=chosen, reference=short))
     assert (reference.divergence, reference.select_fraction) == ("fkl", 1.0)
     distill(tmp_path / "reference", inputs(tmp_path, pair), reference, seed=0)
     run(tmp_path / "out", pair, chosen, reference=tmp_path / "reference" / "model")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions, ReferenceOptions
+from edgespec.recipe import DistillOptions
 from edgespec_recipes import processes
 from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.datagen import read_responses
@@ -61,14 +61,6 @@ def responses_of(folder: Path, context: int) -> Rows:
     """The generate stage's responses packed into rows of `context` tokens; the same rows for the same folder and context."""
     return response_rows(
         [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context
-    )
-
-
-def reference_options(distill: DistillOptions, reference: ReferenceOptions) -> DistillOptions:
-    """How AdaSPEC's reference is distilled: forward KL on the data of the distillation itself, without selection."""
-    own = {name: getattr(reference, name) for name in type(reference).__dataclass_fields__}
-    return replace(
-        distill, **own, divergence="fkl", labels="soft", select_fraction=1.0, watch_steps=0, keep_steps=0
     )
 
 

@@ -34,13 +34,13 @@ from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_jsonl, write_text
 from edgespec.options import to_mapping
 from edgespec.pipeline import RECIPE_FILE, dump_recipe
-from edgespec.recipe import DistillOptions, Recipe
+from edgespec.recipe import Recipe, reference_options
 from edgespec.report import duration
 from edgespec.shapes import ModelShape
 from edgespec.stages import run_stage
 from edgespec.study_options import Arm, Study, TaskOptions
 from edgespec_recipes.datagen import generate
-from edgespec_recipes.distill import DistillInputs, distill, reference_options, store_responses
+from edgespec_recipes.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.pretrain import pretrain
 from edgespec_recipes.prompts import read_prompts
 from edgespec_recipes.resolve import resolve_target
@@ -53,18 +53,6 @@ def digest(*options: Any) -> str:
     """Eight hex digits that name a choice of options."""
     plain = json.dumps([to_mapping(part) for part in options], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:8]
-
-
-def shared_reference(recipe: Recipe) -> DistillOptions:
-    """How an arm's reference is distilled. Knobs that forward KL on all tokens does not read have their defaults, so that arms
-    which differ in them share it.
-    """
-    unread = ("jsd_beta", "tvdpp_estimator", "tvdpp_scope", "scale_learning_rate")
-    defaults = DistillOptions()
-    return replace(
-        reference_options(recipe.distill, recipe.reference),
-        **{knob: getattr(defaults, knob) for knob in unread},
-    )
 
 
 def interleaved(tasks: dict[str, TaskOptions]) -> Iterator[dict[str, Any]]:
@@ -189,7 +177,7 @@ class Runs:
                 self.study.recipe,
             )
         if recipe.distill.select_fraction < 1:
-            options = shared_reference(recipe)
+            options = reference_options(recipe)
             folder = (
                 self.out / "reference" / digest(recipe.drafter, recipe.pretrain, options) / f"seed-{seed}"
             )
