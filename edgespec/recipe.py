@@ -118,7 +118,7 @@ class DistillOptions(TrainingOptions):
     preset: str = knob(
         "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
     )
-    divergence: str = knob("tvd++", "loss between target p and draft q", choices=DIVERGENCES)
+    divergence: str = knob("fkl", "loss between target p and draft q", choices=DIVERGENCES)
     jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")

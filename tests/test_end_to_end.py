@@ -50,7 +50,7 @@ def test_bundle_opens_and_says_where_it_comes_from(trained: Path) -> None:
         ("llama.cpp", "q8_0"),
     ]
     assert 0 < manifest.cost_ratio["parameters"] < 1
-    assert manifest.provenance["recipe"]["distill"]["divergence"] == "tvd++"
+    assert manifest.provenance["recipe"]["distill"]["divergence"] == "fkl"
     assert manifest.metrics["comparisons"]
 
 
