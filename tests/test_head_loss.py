@@ -212,6 +212,33 @@ def test_no_tensor_of_positions_by_vocabulary_ever_lives(options: DistillOptions
     assert max(sizes.seen) == count * vocabulary
 
 
+class Products(TorchDispatchMode):
+    """The shapes of the bf16 factors of all matrix products while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            factors = [factor for factor in args[-2:] if factor.dtype == torch.bfloat16]
+            self.shapes.update(tuple(factor.shape) for factor in factors)
+        return func(*args, **(kwargs or {}))
+
+
+def test_bf16_products_on_a_cpu_come_in_few_shapes() -> None:
+    """oneDNN keeps compiled code for every shape: a run whose batches differ would fill the memory with it."""
+    with Products() as products, torch.autocast("cpu", torch.bfloat16):
+        for count in range(1, 200):
+            case = Case(count, dtype=torch.float32)
+            target = live_rows(case.hidden, case.head)
+            loss = head_loss(Divergence(fkl), case.hidden, case.head, target, chunk=150 * VOCABULARY)
+            loss.backward()
+            head_values([fkl], case.hidden, case.head, target)
+    rows = {shape[0] for shape in products.shapes} - {HIDDEN, VOCABULARY}
+    assert rows == {1, 2, 4, 8, 16, 32, 64, 128, 192, 256}
+
+
 def test_values_of_several_functions_in_one_pass() -> None:
     case, asked = Case(7), []
 

@@ -180,14 +180,10 @@ def test_a_copy_shares_nothing_with_its_original(folder: Path) -> None:
         assert torch.equal(other.lm_head.weight, model.lm_head.weight * (2.0 if tied else 1.0))
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_saved_and_loaded_it_is_the_same_and_a_plain_model_for_others(
-    folder: Path, tmp_path: Path, gathered: bool
-) -> None:
+def test_saved_and_loaded_it_is_the_same_and_a_plain_model_for_others(folder: Path, tmp_path: Path) -> None:
     vocabulary = subset()
     model = restricted(folder, vocabulary)
-    weights = {name: value.clone() for name, value in model.state_dict().items()} if gathered else None
-    save_model(model, folder, tmp_path / "saved", weights)
+    save_model(model, folder, tmp_path / "saved")
     again = load_model(tmp_path / "saved")
     tokens = torch.arange(0, 500, 7)[None]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32).eval()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from edgespec.errors import InputError
 from edgespec_recipes.losses import Divergence, reward
@@ -97,13 +97,30 @@ def head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
     return weight.to(dtype), None if bias is None else bias.detach().to(dtype)
 
 
+def _sizes(rows: int) -> int:
+    """The least of 1, 2, 4, ..., 64, 128, 192, ... that is not below `rows`."""
+    return -(-rows // 64) * 64 if rows > 64 else 1 << max(0, rows - 1).bit_length()
+
+
+def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """inputs [m, K] · weightᵀ [K, N] + bias [N].
+
+    oneDNN compiles a bf16 product on a CPU for every new m and keeps up to a thousand of them, megabytes each, and every batch has
+    another number of positions. So rows of zeros fill it up to one of a few sizes. float32 products are MKL's, which compiles none.
+    """
+    rows = len(inputs)
+    if inputs.device.type == "cpu" and inputs.dtype not in (torch.float32, torch.float64):
+        inputs = pad(inputs, (0, 0, 0, _sizes(rows) - rows))
+    return linear(inputs, weight, bias)[:rows]
+
+
 def live_rows(hidden: Tensor, head: Any) -> TargetRows:
     """The target's logits, as they are asked for, from its hidden states [n, H] at the same positions and its output layer."""
     weight, bias = head_weights(head)
     hidden = hidden.detach()
 
     def rows_of(rows: Rows, _: Tensor) -> Tensor:
-        return linear(hidden[rows].to(weight.dtype), weight, bias)
+        return _product(hidden[rows].to(weight.dtype), weight, bias)
 
     return rows_of
 
@@ -111,6 +128,7 @@ def live_rows(hidden: Tensor, head: Any) -> TargetRows:
 def _chunks(count: int, vocabulary: int, chunk: int, weights: Tensor | None = None) -> list[Rows]:
     """Rows in pieces of at most `chunk` logits (at least one row); rows of weight 0 are in none."""
     size = max(1, chunk // vocabulary)
+    size = size if size < 64 else size // 64 * 64
     if weights is not None and not bool(weights.all()):
         return list(torch.split(weights.nonzero()[:, 0], size)) if bool(weights.any()) else []
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
@@ -151,7 +169,7 @@ def head_values(
     values = hidden.new_empty(len(functions), len(hidden), dtype=_loss_dtype(hidden))
     with torch.no_grad():
         for rows in _chunks(len(hidden), len(weight), chunk):
-            logits = linear(hidden[rows].to(weight.dtype), weight, bias)
+            logits = _product(hidden[rows].to(weight.dtype), weight, bias)
             target = target_rows(rows, logits)
             for value, function in zip(values, functions, strict=True):
                 value[rows] = function(logits, target)
@@ -169,7 +187,7 @@ def _reward_mean(
     """μ of TVD++: the share of (position, token) pairs with p > q, over all processes. Scalar, float64."""
     counts = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     for rows in chunks:
-        logits = linear(hidden[rows].to(weight.dtype), weight, bias)
+        logits = _product(hidden[rows].to(weight.dtype), weight, bias)
         rewards = reward(logits, target_rows(rows, logits))
         counts += torch.stack([rewards.sum(dtype=torch.float64), counts.new_tensor(rewards.numel())])
     rewarded, seen = total(counts).unbind()
@@ -202,7 +220,7 @@ class _HeadLoss(torch.autograd.Function):
         value = torch.zeros((), dtype=wide, device=hidden.device)
         for rows in job.chunks:
             inputs = hidden[rows].to(job.weight.dtype)
-            logits = linear(inputs, job.weight, job.bias)
+            logits = _product(inputs, job.weight, job.bias)
             target = job.target_rows(rows, logits)
             with torch.set_grad_enabled(any(wanted)):
                 losses = job.per_token(logits.requires_grad_(any(wanted)), target)
@@ -212,7 +230,7 @@ class _HeadLoss(torch.autograd.Function):
                 continue
             (gradient,) = torch.autograd.grad(loss, logits)
             if of_hidden is not None:
-                of_hidden[rows] = (gradient @ job.weight).to(hidden.dtype)
+                of_hidden[rows] = _product(gradient, job.weight.t()).to(hidden.dtype)
             if of_weight is not None:
                 _add_product(of_weight, gradient, inputs)
             if of_bias is not None:

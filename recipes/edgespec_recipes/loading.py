@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,21 +98,17 @@ def load_model(folder: Path) -> Any:
     return (wrap(model, vocabulary) if vocabulary else model).eval()
 
 
-def save_model(
-    model: Any, tokenizer_folder: Path, out: Path, weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
     """Write a model folder, whole or not at all: float32 safetensors, the tokenizer files of `tokenizer_folder`, and a config
     that transformers 4.57 reads as well as 5.x (4.57 takes rope_theta from the top level and knows no TokenizersBackend).
 
-    `weights` is the model's state dict where the model itself holds only a part of it (sharded). A model with a vocabulary
-    subset is written as a plain one of V' + 1 tokens with its vocabulary.json.
+    A model with a vocabulary subset is written as a plain one of V' + 1 tokens with its vocabulary.json.
     """
     quiet()
-    if weights is None:
-        weights = model.to(torch.float32).state_dict()
+    weights = model.to(torch.float32).state_dict()
     with whole_folder(out) as folder, plain_config(model) as vocabulary:
         plain = plain_weights(model, weights)
-        if model.config.tie_word_embeddings:  # one table; gathered weights no longer show that it is one
+        if model.config.tie_word_embeddings:  # one table, made anew for a subset: the files hold it once
             for name in model._tied_weights_keys or ():
                 plain.pop(name, None)
         model.save_pretrained(folder, state_dict=plain)
