@@ -105,8 +105,8 @@ def _sizes(rows: int) -> int:
 def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """inputs [m, K] · weightᵀ [K, N] + bias [N].
 
-    oneDNN compiles a bf16 product on a CPU for every new m and keeps up to a thousand of them, megabytes each, and every batch has
-    another number of positions. So rows of zeros fill it up to one of a few sizes. float32 products are MKL's, which compiles none.
+    For every new m oneDNN compiles a bf16 product on a CPU and keeps up to a thousand of them, megabytes each, while every batch
+    has another number of positions. So rows of zeros fill it up to one of a few sizes. Products in float32 are not compiled.
     """
     rows = len(inputs)
     if inputs.device.type == "cpu" and inputs.dtype not in (torch.float32, torch.float64):
@@ -245,14 +245,10 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        if (
-            scale == 1
-        ):  # then the stored gradient itself becomes the parameter's, and there is no second [V, H]
-            return (*ctx.saved_tensors, None)
-        return (
-            *(None if saved is None else saved * scale.to(saved.dtype) for saved in ctx.saved_tensors),
-            None,
-        )
+        saved = ctx.saved_tensors
+        if scale != 1:  # otherwise the stored gradients themselves become the leaves': no second [V, H]
+            saved = [None if gradient is None else gradient * scale.to(gradient.dtype) for gradient in saved]
+        return (*saved, None)
 
 
 def _add_product(sums: Tensor, gradient: Tensor, inputs: Tensor) -> None:
