@@ -276,6 +276,7 @@ class Runs:
     def about(self) -> dict[str, Any]:
         """Models, data and time: what the report says beside the counts."""
         study, out = self.study, self.out
+        found = read_json(out / "target" / "stage.json")["counts"]
         markers = sorted(out.rglob("stage.json"))
         seconds: dict[str, float] = {}
         for marker in markers:
@@ -309,7 +310,7 @@ class Runs:
             "versions": read_json(out / "responses" / "stage.json")["versions"],
             "seconds": {part: round(value, 1) for part, value in seconds.items()},
             "target": {
-                **read_json(out / "target" / "stage.json")["counts"],
+                **{name: found[name] for name in ("name", "source")},  # not where it lies on this machine
                 "parameters": self._target_shape().parameters,
             },
             "responses": read_json(out / "responses" / "stage.json")["counts"],
