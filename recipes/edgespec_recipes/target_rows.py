@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from edgespec_recipes.head_loss import Rows, TargetRows, forward_replaced, head_weights
+from edgespec_recipes.head_loss import Rows, TargetRows, forward_replaced
+from edgespec_recipes.head_loss import live_rows as head_rows
 
 
 def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
@@ -50,12 +50,12 @@ def live_rows(target: Any, keep: Tensor, inputs: dict[str, Tensor]) -> Callable[
     """
     hidden, head = hidden_at(target, keep, inputs)
     finish = _after_head(target.config)
-    weight, bias = head_weights(head)
+    logits_of = head_rows(hidden, head)
 
     def of(columns: Tensor | None) -> TargetRows:
         @torch.no_grad()
         def rows(part: Rows, draft_logits: Tensor) -> Tensor:
-            logits = finish(linear(hidden[part].to(weight.dtype), weight, bias))
+            logits = finish(logits_of(part, draft_logits))
             return logits if columns is None else logits[:, columns]
 
         return rows
