@@ -26,10 +26,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from edgespec_recipes.data import inputs_of
 from edgespec_recipes.datagen import read_responses
 from edgespec_recipes.loading import load_model
 from edgespec_recipes.mixing import TARGET, TEXT, TextRows, response_rows
-from edgespec_recipes.objective import Objective, inputs_of
+from edgespec_recipes.objective import Objective
 from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.processes import device
 from edgespec_recipes.target_rows import labels_of

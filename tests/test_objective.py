@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from edgespec_recipes.data import inputs_of
 from edgespec_recipes.losses import divergence, fkl, tvd
 from edgespec_recipes.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
-from edgespec_recipes.objective import Objective, inputs_of
+from edgespec_recipes.objective import Objective
 from edgespec_recipes.target_rows import join_rows, label_rows, labels_of
 from edgespec_recipes.trainer import collate
+from edgespec_recipes.vocabulary import restrict
+from edgespec_runtime.vocabulary import Vocabulary
 from test_decoding import small_llama
 
 from edgespec.recipe import DIVERGENCES, DistillOptions
@@ -134,3 +138,16 @@ def test_nothing_compared_is_a_loss_of_zero_with_a_gradient() -> None:
     loss.backward()
     assert loss.item() == 0
     assert float(gradient(draft).abs().sum()) == 0
+
+
+def test_acceptance_of_a_drafter_with_a_part_of_the_vocabulary() -> None:
+    """Tokens it does not know count for the target: 1 − TVD over the whole vocabulary, not over the part."""
+    draft, batch = small_llama(1), responses()
+    vocab_size = draft.config.vocab_size
+    known = np.arange(0, vocab_size, 3)
+    restrict(draft, Vocabulary(vocab_size, known), np.ones(vocab_size, np.int64))
+    found = objective(DistillOptions()).acceptance(draft, [batch])
+    with torch.no_grad():
+        p, q = (torch.softmax(logits_of(model, batch).double(), -1) for model in (small_llama(0), draft))
+    assert float(p[:, known].sum(-1).mean()) < 0.6
+    assert found["alpha"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from edgespec_recipes.data import inputs_of
 from edgespec_recipes.loading import check_model_folder, load_model, load_tokenizer
 from edgespec_recipes.losses import fkl
 from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.objective import inputs_of
 from edgespec_recipes.replies import read_replies
 from edgespec_recipes.trainer import collate
 from edgespec_recipes.tune import tune_target

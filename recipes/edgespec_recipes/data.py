@@ -208,3 +208,12 @@ def attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
     same = document_ids[:, :, None] == document_ids[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
     return (same & causal)[:, None]
+
+
+def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a model is given of packed rows: every conversation sees itself only."""
+    return {
+        "input_ids": batch["input_ids"],
+        "position_ids": batch["position_ids"],
+        "attention_mask": attention_mask(batch["document_ids"]),
+    }

@@ -24,9 +24,9 @@ def mean_loss(
     row is left the loss is 0 and still has a gradient path.
     """
     own = torch.tensor(len(hidden), device=hidden.device) if kept is None else kept.sum()
-    count = processes.total(own).clamp_min(1)
-    summed = head_loss(divergence, hidden, head, target_rows, None if kept is None else kept.float())
-    return summed * (processes.world() / count)
+    scale = processes.world() / processes.total(own).clamp_min(1)
+    weights = torch.ones(len(hidden), device=hidden.device) if kept is None else kept.float()
+    return head_loss(divergence, hidden, head, target_rows, weights * scale)
 
 
 def label_loss(model: Any, keep: Tensor, labels: Tensor, inputs: dict[str, Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edgespec.recipe import DistillOptions
-from edgespec_recipes.data import attention_mask
+from edgespec_recipes.data import inputs_of
 from edgespec_recipes.head_loss import TargetRows, head_values, in_head
 from edgespec_recipes.losses import divergence, tvd
 from edgespec_recipes.mean_loss import label_loss, mean_loss
@@ -27,15 +27,6 @@ from edgespec_recipes.stored import StoredTargets
 from edgespec_recipes.target_rows import hidden_at, join_rows, labels_of, live_rows
 
 Batch = dict[str, Tensor]
-
-
-def inputs_of(batch: Batch) -> dict[str, Tensor]:
-    """What a model is given of packed rows: every conversation sees itself only."""
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": attention_mask(batch["document_ids"]),
-    }
 
 
 class Objective:
@@ -79,23 +70,22 @@ class Objective:
         rows_for = self.target_rows(batch)
 
         def mean(hidden: Tensor, head: Any) -> Tensor:
-            rows = rows_for(head)
+            rows = rows_for(getattr(head, "ids", None))
             return mean_loss(
                 self.divergence, hidden, head, rows, self._select(hidden, head, rows, batch, labels)
             )
 
         return in_head(model, batch["compared"], inputs_of(batch), mean)
 
-    def target_rows(self, batch: Batch) -> Callable[[Any], TargetRows]:
-        """The target's distributions at the compared positions, in order, for a head of the drafter's."""
+    def target_rows(self, batch: Batch) -> Callable[[Tensor | None], TargetRows]:
+        """The target's distributions at the compared positions, in order, for a drafter of these token ids (None: of all)."""
         stored = batch["kind"] == TARGET if self.store else torch.zeros_like(batch["kind"], dtype=torch.bool)
         live = ~stored
         parts = {name: values[live] for name, values in batch.items()} if stored.any() else batch
         from_target = live_rows(self.target, parts["compared"], inputs_of(parts)) if live.any() else None
         ids = batch["row_id"][stored].tolist()
 
-        def rows(head: Any) -> TargetRows:
-            columns = getattr(head, "ids", None)
+        def rows(columns: Tensor | None) -> TargetRows:
             first = from_target(columns) if from_target else None
             if self.store is None or not ids:
                 assert first is not None
@@ -122,17 +112,26 @@ class Objective:
 
     def acceptance(self, model: Any, batches: Sequence[Batch]) -> dict[str, float]:
         """{"alpha": teacher-forced acceptance rate at temperature 1}: the mean of 1 − TVD (DistillSpec, Eq. 3)."""
-        overlap, positions = 0.0, 0
+        overlaps = []
         for batch in batches:
-            target_rows = self.target_rows(batch)
-            sums: list[Tensor] = []
+            target_rows = self.target_rows(batch)(None)
 
-            def add(hidden: Tensor, head: Any, rows: Any = target_rows, sums: list[Tensor] = sums) -> Tensor:
-                sums.append(head_values([tvd], hidden, head, rows(head))[0])
-                return sums[0].sum()
+            def add(hidden: Tensor, head: Any, rows: TargetRows = target_rows) -> Tensor:
+                overlaps.append(1.0 - _all_token_tvd(hidden, head, rows))
+                return overlaps[-1].sum()
 
             with torch.no_grad():
                 in_head(model, batch["compared"], inputs_of(batch), add)
-            overlap += float((1.0 - sums[0]).sum())
-            positions += len(sums[0])
-        return {"alpha": overlap / max(1, positions)}
+        found = torch.cat(overlaps)
+        return {"alpha": float(found.sum()) / max(1, len(found))}
+
+
+def _all_token_tvd(hidden: Tensor, head: Any, rows: TargetRows) -> Tensor:
+    """TVD [n] over the target's whole vocabulary, in which a drafter's tokens may be a part: it gives the others 0."""
+    spread = getattr(head, "spread", lambda logits: logits)
+    return head_values(
+        [lambda logits, target: tvd(spread(logits), target)],
+        hidden,
+        head,
+        lambda part, logits: rows(part, spread(logits)),
+    )[0]

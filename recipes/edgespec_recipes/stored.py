@@ -24,12 +24,13 @@ from edgespec.files import read_json, sha256_file, whole_file, write_json
 from edgespec.progress import progress
 from edgespec.report import count
 from edgespec_recipes import processes
-from edgespec_recipes.data import attention_mask
+from edgespec_recipes.data import inputs_of
 from edgespec_recipes.decoding import logits_at
 from edgespec_recipes.head_loss import Rows, TargetRows
 from edgespec_recipes.loading import load_model
 from edgespec_recipes.losses import Divergence
 from edgespec_recipes.precision import Precision, choose_precision
+from edgespec_recipes.target_rows import live_rows
 from edgespec_recipes.top_k import compress, divergence_errors, expand
 
 log = logging.getLogger(__name__)
@@ -112,8 +113,8 @@ class StoredTargets:
         """Target rows over the compared positions of these packed rows, one row after the other.
 
         `ids` [C] int64 (each once): the target's ids that the draft's columns stand for, where it knows a part of the vocabulary.
-        The result then has these columns; what the target gives other stored tokens is left out, and a divergence takes what is
-        left as the whole.
+        The result then has these columns, else all of the vocabulary; what the target gives other stored tokens is left out, and
+        a divergence takes what is left as the whole.
         """
         records = np.concatenate([self._row(row) for row in row_ids])
         columns = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
@@ -125,7 +126,7 @@ class StoredTargets:
             columns = column_of[columns]
 
         def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
-            width = draft_logits.shape[-1]
+            width = self.vocab_size if ids is None else len(ids)
             return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, self.vocab_size)
 
         return target_rows
@@ -264,23 +265,19 @@ def _passes(rows: Any, part: Sequence[int], device: torch.device) -> Iterator[Ba
 
 def target_logits(model: Any, batch: Batch) -> Tensor:
     """[n, V] at the compared positions, in row order."""
-    return logits_at(
-        model,
-        batch["compared"],
-        input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
-        attention_mask=attention_mask(batch["document_ids"]),
-    )
+    return logits_at(model, batch["compared"], **inputs_of(batch))
 
 
 def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.ndarray:
+    positions = int(batch["compared"].sum())
+    records = np.empty(positions, record_type(top_k, model.config.vocab_size))
     with torch.inference_mode(), precision.autocast(batch["input_ids"].device):
-        logits = target_logits(model, batch)
-    records = np.empty(len(logits), record_type(top_k, logits.shape[-1]))
-    for at in range(0, len(logits), CHUNK):
-        chunk = zip(records.dtype.names or (), compress(logits[at : at + CHUNK], top_k), strict=True)
-        for name, values in chunk:
-            records[name][at : at + CHUNK] = values.cpu().numpy()
+        logits_of = live_rows(model, batch["compared"], inputs_of(batch))(None)
+        for at in range(0, positions, CHUNK):
+            part = slice(at, min(at + CHUNK, positions))
+            compressed = compress(logits_of(part, torch.empty(0)), top_k)
+            for name, values in zip(records.dtype.names or (), compressed, strict=True):
+                records[name][part] = values.cpu().numpy()
     return records
 
 

@@ -25,7 +25,7 @@ from edgespec.recipe import TrainingOptions, load_recipe
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
-from edgespec_recipes.data import PADDING, Rows, attention_mask, pack_conversations, tokenise
+from edgespec_recipes.data import PADDING, Rows, inputs_of, pack_conversations, tokenise
 from edgespec_recipes.loading import load_tokenizer
 from edgespec_recipes.trainer import finish, train
 
@@ -279,12 +279,7 @@ def new_model(options: TinyChatOptions) -> Any:
 
 def chat_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Mean next-token cross-entropy over the tokens in loss_mask; logits are computed for those only."""
-    hidden = model.model(
-        input_ids=batch["input_ids"],
-        attention_mask=attention_mask(batch["document_ids"]),
-        position_ids=batch["position_ids"],
-        use_cache=False,
-    ).last_hidden_state
+    hidden = model.model(**inputs_of(batch), use_cache=False).last_hidden_state
     learnt = batch["loss_mask"][:, 1:]
     logits = model.lm_head(hidden[:, :-1][learnt])
     return functional.cross_entropy(logits.float(), batch["input_ids"][:, 1:][learnt])

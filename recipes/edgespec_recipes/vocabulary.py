@@ -109,7 +109,10 @@ class SubsetHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., V]"""
-        known = functional.linear(hidden, self.weight)
+        return self.spread(functional.linear(hidden, self.weight))
+
+    def spread(self, known: Tensor) -> Tensor:
+        """Logits [.., V'] of the tokens it knows -> [.., V], -inf elsewhere."""
         logits = known.new_full((*known.shape[:-1], self.out_features), -torch.inf)
         logits[..., self.ids] = known
         return logits
