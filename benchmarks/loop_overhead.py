@@ -17,7 +17,8 @@ from pathlib import Path
 from time import process_time
 
 import numpy as np
-from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.loop import decode
 from edgespec_runtime.session import CachedEngine
 from numpy.typing import NDArray
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Rule, positive_part, verify
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, accept_ratio, positive_part, verify
 from edgespec_runtime.sampling import Categorical, Warp, warp
 
 V = 5
@@ -43,16 +43,15 @@ def block_law(target: Model, draft: Model, gamma: int, how: Warp, rule: Rule = L
     """The exact law of the first γ + 1 tokens: one block, continued by the target alone where it ended early."""
     law: Law = defaultdict(float)
     for drafted in itertools.product(range(V), repeat=gamma):
-        q = [warp(draft(drafted[:i]), how) for i in range(gamma)]
-        reached = float(np.prod([q[i].prob(drafted[i]) for i in range(gamma)]))
+        places = [Place(target(drafted[:i]), draft(drafted[:i]), None, how) for i in range(gamma + 1)]
+        reached = float(np.prod([places[i].q.prob(drafted[i]) for i in range(gamma)]))
         if reached == 0.0:
             continue
-        for position in range(gamma + 1):
-            p = warp(target(drafted[:position]), how)
+        for position, place in enumerate(places):
             if position == gamma:
-                chance, last = 0.0, p
+                chance, last = 0.0, rule.last(place)
             else:
-                chance, last = rule.accept(p, q[position], drafted[position]), rule.residual(p, q[position])
+                chance, last = rule.accept(place, drafted[position]), rule.residual(place)
             for token, mass in enumerate(last.dense(V)):
                 continued(
                     law,
@@ -97,8 +96,8 @@ def test_the_enumeration_sees_a_wrong_rule() -> None:
     target, draft, how = model(0), model(100), WARPS["T=1"]
     wanted: Law = defaultdict(float)
     continued(wanted, target, (), 1.0, 2, how)
-    eager = Rule("eager", lambda p, q, x: min(1.0, 1.02 * LOSSLESS.accept(p, q, x)), LOSSLESS.residual)
-    careless = Rule("careless", LOSSLESS.accept, lambda p, q: p)
+    eager = Rule(lambda place, x: min(1.0, 1.02 * LOSSLESS.accept(place, x)), LOSSLESS.residual)
+    careless = Rule(LOSSLESS.accept, lambda place: place.p)
     for rule in (eager, careless):
         assert difference(block_law(target, draft, 1, how, rule), wanted) > 1e-3
 
@@ -114,26 +113,26 @@ def test_residual_of_dense_and_sparse_lists(p_sparse: bool, q_sparse: bool, seed
     np.testing.assert_allclose(positive_part(p, q).dense(V), rest / rest.sum(), atol=1e-6)
     for token in range(V):
         if q.prob(token) > 0:
-            assert LOSSLESS.accept(p, q, token) == pytest.approx(min(1.0, p.prob(token) / q.prob(token)))
+            assert accept_ratio(p, q, token) == pytest.approx(min(1.0, p.prob(token) / q.prob(token)))
 
 
 def test_disjoint_supports_reject_always_and_draw_from_the_target() -> None:
     p = Categorical(np.array([0, 1]), np.array([0.25, 0.75], dtype=np.float32))
     q = Categorical(np.array([3, 4]), np.array([0.5, 0.5], dtype=np.float32))
-    assert LOSSLESS.accept(p, q, 3) == 0.0
+    assert accept_ratio(p, q, 3) == 0.0
     np.testing.assert_allclose(positive_part(p, q).dense(V), p.dense(V))
 
 
 def test_equal_distributions_leave_no_residual_and_never_reject() -> None:
     p = warp(model(3)(()), WARPS["T=1"])
-    assert all(LOSSLESS.accept(p, p, token) == 1.0 for token in range(V))
+    assert all(accept_ratio(p, p, token) == 1.0 for token in range(V))
     assert positive_part(p, p) is p
 
 
 def test_acceptance_probability_is_one_minus_total_variation() -> None:
     """Σ q · min(1, p/q) = Σ min(p, q)."""
     p, q = (warp(model(seed)(()), WARPS["T=1"]) for seed in (1, 2))
-    accepted = sum(q.prob(token) * LOSSLESS.accept(p, q, token) for token in range(V))
+    accepted = sum(q.prob(token) * accept_ratio(p, q, token) for token in range(V))
     assert accepted == pytest.approx(float(np.minimum(p.dense(V), q.dense(V)).sum()), abs=1e-6)
 
 
@@ -145,7 +144,7 @@ def test_verify_stops_at_the_first_rejection_and_warps_no_row_after_it(kept: int
     drafted = [int(np.argmax(q.dense(V) - warp(rows[i], WARPS["T=1"]).dense(V))) for i, q in enumerate(draft)]
     rows[kept + 1 :] = np.nan
     accepts = [True] * kept + [False] * (kept < 2) + [True]
-    accepted, added = verify(rows, drafted, draft, WARPS["T=1"], LOSSLESS, Scripted(accepts))  # type: ignore[arg-type]
+    accepted, added = verify(rows, Draft(drafted, draft), WARPS["T=1"], LOSSLESS, Scripted(accepts))  # type: ignore[arg-type]
     assert accepted == kept
     assert 0 <= added < V
     if kept < 2:

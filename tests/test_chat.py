@@ -247,6 +247,8 @@ def test_chat_module_documents_its_settable_knobs() -> None:
             "seed",
             "rule",
             "draft",
+            "drafter",
+            "p_min",
             "colour",
         )
     }

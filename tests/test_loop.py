@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.loop import decode
 from edgespec_runtime.sampling import warp
 from edgespec_runtime.session import CachedEngine
 from scipy.stats import chisquare

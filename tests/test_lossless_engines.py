@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.loop import decode
 from scipy.stats import chisquare
 
 from edgespec.metrics import RawCounts

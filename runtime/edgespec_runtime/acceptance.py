@@ -1,13 +1,14 @@
-"""Acceptance rules: which draft tokens stay, and what replaces the first that does not. Pure; knows no engine.
+"""What an acceptance rule is, the walk through a block, and the lossless rule. Pure; knows no engine.
 
 Notation: p = target, q = draft, both warped alike. A rule accepts a draft token x ~ q with some probability and, at the first
-rejection, draws from its residual.
+rejection, draws from its residual. The other rules: lenient.py, cascades.py; all by name: rules.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +17,77 @@ from edgespec_runtime.sampling import Categorical, Warp, warp
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A proposed continuation: `tokens` and the distribution `q` that each was drawn from.
+
+    `logits`: the drafter's own, unwarped, [V] each, one more than there are tokens; only where the rule looks at them.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    q: list[Categorical] = field(default_factory=list)
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+
+
+class Place:
+    """What a rule sees at one position: p, and q where there is a draft token or the rule looks at raw distributions.
+
+    raw_p, raw_q: float32 [V], the softmax of the unwarped logits, computed when first asked for.
+    """
+
+    def __init__(
+        self,
+        p_logits: NDArray[np.float32],
+        q_logits: NDArray[np.float32] | None,
+        q: Categorical | None,
+        how: Warp,
+    ) -> None:
+        self._p_logits, self._q_logits, self._q, self._how = p_logits, q_logits, q, how
+
+    @cached_property
+    def p(self) -> Categorical:
+        return warp(self._p_logits, self._how)
+
+    @cached_property
+    def q(self) -> Categorical:
+        if self._q is not None:
+            return self._q
+        assert self._q_logits is not None
+        return warp(self._q_logits, self._how)
+
+    @cached_property
+    def raw_p(self) -> NDArray[np.float32]:
+        return softmax(self._p_logits)
+
+    @cached_property
+    def raw_q(self) -> NDArray[np.float32]:
+        assert self._q_logits is not None
+        return softmax(self._q_logits)
+
+
+def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [V]"""
+    probs: NDArray[np.float32] = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    return probs
+
+
+@dataclass(frozen=True)
 class Rule:
-    """accept(p, q, x): probability in [0, 1] with which x ~ q stays; residual(p, q): drawn from after a rejection."""
+    """accept(place, x): probability in [0, 1] with which x ~ q stays; residual(place): drawn from after a rejection;
+    last(place): drawn from after a whole block was accepted.
 
-    name: str
-    accept: Callable[[Categorical, Categorical, int], float]
-    residual: Callable[[Categorical, Categorical], Categorical]
+    raw: looks at raw_p and raw_q, so the drafter reads its own last token too. draft_greedily: the draft is its argmax.
+    """
+
+    accept: Callable[[Place, int], float]
+    residual: Callable[[Place], Categorical]
+    last: Callable[[Place], Categorical] = lambda place: place.p
+    raw: bool = False
+    draft_greedily: bool = False
 
 
-def _lossless_accept(p: Categorical, q: Categorical, token: int) -> float:
+def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
+    """min(1, p/q) at a token drawn from q."""
     return min(1.0, p.prob(token) / q.prob(token))
 
 
@@ -37,32 +100,31 @@ def positive_part(p: Categorical, q: Categorical) -> Categorical:
     return Categorical(ids, rest / total) if total > 0 else p
 
 
-LOSSLESS = Rule("lossless", _lossless_accept, positive_part)
+LOSSLESS = Rule(
+    accept=lambda place, token: accept_ratio(place.p, place.q, token),
+    residual=lambda place: positive_part(place.p, place.q),
+)
 """min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
-
-RULES = {rule.name: rule for rule in (LOSSLESS,)}
 
 
 def verify(
-    rows: NDArray[np.float32],
-    drafted: Sequence[int],
-    draft: Sequence[Categorical],
-    how: Warp,
-    rule: Rule,
-    generator: np.random.Generator,
+    rows: NDArray[np.float32], draft: Draft, how: Warp, rule: Rule, generator: np.random.Generator
 ) -> tuple[int, int]:
     """Walk a block until the first rejection.
 
     Args:
-        rows: target logits [γ + 1, V]; row i follows draft token i − 1.
-        drafted: γ draft tokens; `draft`: the distribution each was drawn from.
+        rows: target logits [γ + 1 or more, V]; row i follows draft token i − 1, rows behind γ are padding.
 
     Returns:
         (number of accepted draft tokens, the token the target adds after them). Rows after a rejection are never warped.
     """
-    for position, (token, q) in enumerate(zip(drafted, draft, strict=True)):
-        p = warp(rows[position], how)
-        chance = rule.accept(p, q, token)
+    for position, token in enumerate(draft.tokens):
+        place = Place(rows[position], draft.logits[position] if rule.raw else None, draft.q[position], how)
+        chance = rule.accept(place, token)
         if chance < 1.0 and (chance == 0.0 or generator.random() >= chance):
-            return position, rule.residual(p, q).sample(generator)
-    return len(drafted), warp(rows[len(drafted)], how).sample(generator)
+            return position, rule.residual(place).sample(generator)
+    count = len(draft.tokens)
+    # An empty draft of a rule that looks at q is a plain step: nobody drafted, so the target speaks alone.
+    if rule.raw and len(draft.logits) > count:
+        return count, rule.last(Place(rows[count], draft.logits[count], None, how)).sample(generator)
+    return count, warp(rows[count], how).sample(generator)

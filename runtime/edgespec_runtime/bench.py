@@ -20,8 +20,9 @@ from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
 from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.decoding import DecodingOptions, ReplyOptions
 from edgespec_runtime.engine import default_threads
-from edgespec_runtime.loop import DecodingOptions, ReplyOptions, decode
+from edgespec_runtime.loop import decode
 from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.speed import dump
 

@@ -20,7 +20,8 @@ from edgespec.metrics import RawCounts
 from edgespec.options import check, from_mapping, knob
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import Conversation
-from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.loop import decode
 from edgespec_runtime.speed import plain_step_seconds
 from edgespec_runtime.terminal import Interrupt, Lines, dim, harmless, has_colour
 

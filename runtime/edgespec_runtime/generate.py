@@ -15,7 +15,8 @@ from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.loop import DecodingOptions, decode
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.loop import decode
 from edgespec_runtime.speed import dump, metrics_of
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024

@@ -6,41 +6,21 @@ token of the target's. Caches never hold a rejected token, and are valid however
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
-from edgespec.options import knob
-from edgespec_runtime.acceptance import RULES, verify
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.acceptance import Draft, verify
+from edgespec_runtime.decoding import Block, DecodingOptions
+from edgespec_runtime.drafters import Drafter, ModelDrafter
+from edgespec_runtime.rules import rule_of
+from edgespec_runtime.sampling import Warp
+from edgespec_runtime.schedule import Fixed, Schedule
 from edgespec_runtime.session import CachedEngine
-
-
-@dataclass(frozen=True)
-class ReplyOptions(Warp):
-    """How a reply is drawn, whatever the draft length."""
-
-    max_new_tokens: int = knob(256, "longest reply in tokens", at_least=1)
-    seed: int = knob(0, "seed of the sampling", at_least=0)
-    rule: str = knob("lossless", "acceptance rule", choices=tuple(RULES))
-
-
-@dataclass(frozen=True)
-class DecodingOptions(ReplyOptions):
-    draft_length: int = knob(3, "draft tokens in a block (γ)", at_least=1)
-
-
-@dataclass(frozen=True)
-class Block:
-    """Tokens that left the loop together: the first `accepted` are the drafter's. `finish`: eos, length, context or ''."""
-
-    tokens: tuple[int, ...]
-    accepted: int
-    finish: str = ""
 
 
 def decode(
@@ -50,6 +30,7 @@ def decode(
     options: DecodingOptions,
     stop: Collection[int],
     counts: RawCounts,
+    schedule: Schedule | None = None,
 ) -> Generator[Block, None, None]:
     """Continue `prompt` and yield blocks until a token of `stop`, the length limit or the end of the context.
 
@@ -57,6 +38,7 @@ def decode(
         prompt: token ids, at least one and fewer than the target's context.
         stop: ids that end a reply; the one met is the last token yielded.
         counts: raw counts, updated before each yield.
+        schedule: chooses the draft length of every block (default: `options.draft_length`, always).
 
     Raises:
         InputError: the prompt is empty or leaves no room in the context.
@@ -74,60 +56,57 @@ def decode(
             "they must be the same: build the drafter for this target"
         )
     generator = np.random.default_rng(options.seed)
-    rule = RULES[options.rule]
+    rule = rule_of(options.rule)
+    drafter = drafter_of(options, draft)
+    schedule = schedule or Fixed(options.draft_length)
+    how = Warp(options.temperature, options.top_k, options.top_p)
+    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     ids = list(prompt)
     end = min(len(ids) + options.max_new_tokens, limit)
 
     start = perf_counter()
-    for model in (target, draft):
-        if model is not None:
-            model.prefill(ids[: model.engine.context_length][:-1])
+    target.prefill(ids[:-1])
+    if drafter is not None:
+        drafter.prefill(ids)
     counts.prefill_seconds += perf_counter() - start
 
     finish = ""
     try:
         while not finish:
             start = perf_counter()
-            drafted, distributions = _draft(
-                draft, ids, min(options.draft_length, end - len(ids) - 1), options, generator
+            room = end - len(ids) - 1
+            length, padded = schedule.choose(len(ids), room)
+            proposed = (
+                drafter.propose(ids, length, draft_how, generator, rule.raw)
+                if drafter is not None and length
+                else Draft()
             )
+            drafted = proposed.tokens
             drafted_at = perf_counter()
-            rows = target.forward([ids[-1], *drafted])
+            padding = min(padded, limit - len(ids) + 1) - 1 - len(drafted)
+            rows = target.forward([ids[-1], *drafted, *[ids[-1]] * padding])
             verified_at = perf_counter()
-            accepted, added = verify(rows, drafted, distributions, options, rule, generator)
+            accepted, added = verify(rows, proposed, how, rule, generator)
             new = [*drafted[:accepted], added]
             finish = _cut(new, stop)
             ids += new
             accepted = min(accepted, len(new))
             if not finish and len(ids) >= end:
                 finish = "context" if end == limit else "length"
-            _settle(target, draft, len(ids))
+            _settle(target, drafter, len(ids))
             counts.draft_seconds += drafted_at - start
             counts.verify_seconds += verified_at - drafted_at
             counts.total_seconds += perf_counter() - start
             counts.add_block(len(drafted), accepted, len(new))
+            schedule.observe(len(drafted), accepted, len(new), drafted_at - start, verified_at - drafted_at)
             yield Block(tuple(new), accepted, finish)
     finally:
-        _settle(target, draft, len(ids))
+        _settle(target, drafter, len(ids))
 
 
-def _draft(
-    draft: CachedEngine | None, ids: list[int], room: int, how: Warp, generator: np.random.Generator
-) -> tuple[list[int], list[Categorical]]:
-    """Draw up to `room` tokens from the drafter, which first reads what it has not seen (two tokens after a full block)."""
-    drafted: list[int] = []
-    distributions: list[Categorical] = []
-    if draft is None:
-        return drafted, distributions
-    room = min(room, draft.engine.context_length - len(ids) + 1)
-    unseen = ids[len(draft.tokens) :]
-    while len(drafted) < room:
-        q = warp(draft.forward(unseen)[-1], how)
-        token = q.sample(generator)
-        drafted.append(token)
-        distributions.append(q)
-        unseen = [token]
-    return drafted, distributions
+def drafter_of(options: DecodingOptions, model: CachedEngine | None) -> Drafter | None:
+    """Who drafts under these options; None for plain decoding."""
+    return None if model is None else ModelDrafter(model, options.p_min)
 
 
 def _cut(new: list[int], stop: Collection[int]) -> str:
@@ -139,8 +118,8 @@ def _cut(new: list[int], stop: Collection[int]) -> str:
     return ""
 
 
-def _settle(target: CachedEngine, draft: CachedEngine | None, length: int) -> None:
+def _settle(target: CachedEngine, drafter: Drafter | None, length: int) -> None:
     """Both caches hold at most what was emitted, less the last token, which the next block reads."""
     target.rewind(length - 1)
-    if draft is not None:
-        draft.rewind(length - 1)
+    if drafter is not None:
+        drafter.settle(length - 1)

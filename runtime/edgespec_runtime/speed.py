@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.metrics import RawCounts, mbsu, median
-from edgespec_runtime.loop import DecodingOptions
+from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.sampling import warp
 from edgespec_runtime.session import CachedEngine
 
