@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +48,21 @@ def install_torch() -> int:
     return pip(TORCH, "--constraint", "constraints.txt")
 
 
+def without_amx() -> None:
+    """Have llama.cpp compiled without AMX: there are virtual machines that report its tiles and then refuse the instruction."""
+    cpu = Path("/proc/cpuinfo")
+    compiler = shutil.which("cc")
+    if compiler is None or not cpu.exists() or " amx_tile" not in cpu.read_text():
+        return
+    flags = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+    known = subprocess.run(
+        [compiler, *flags.split(), "-fsyntax-only", "-x", "c", os.devnull], stderr=subprocess.DEVNULL
+    )
+    if known.returncode == 0:  # an older compiler has no AMX to leave out
+        for name in ("CFLAGS", "CXXFLAGS"):
+            os.environ[name] = f"{os.environ.get(name, '')} {flags}".strip()
+
+
 def set_up(extra: str) -> None:
     """Make .venv and install edgespec with one extra, unless the same files were installed before."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
@@ -66,6 +82,7 @@ def set_up(extra: str) -> None:
         f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)",
         flush=True,
     )
+    without_amx()
     if install_torch() or pip("--constraint", "constraints.txt", "--editable", f".[{extra}]"):
         sys.exit("installation failed; see pip's message above, then run the same command again")
     stamp.write_text(wanted)

@@ -19,7 +19,7 @@ from edgespec_runtime.decoding import Block, DecodingOptions
 from edgespec_runtime.drafters import Drafter, ModelDrafter
 from edgespec_runtime.rules import rule_of
 from edgespec_runtime.sampling import Warp
-from edgespec_runtime.schedule import Fixed, Schedule
+from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine
 
 
@@ -75,7 +75,8 @@ def decode(
         while not finish:
             start = perf_counter()
             room = end - len(ids) - 1
-            length, padded = schedule.choose(len(ids), room)
+            context = len(ids)
+            length = schedule.draft_length(context, room)
             proposed = (
                 drafter.propose(ids, length, draft_how, generator, rule.raw)
                 if drafter is not None and length
@@ -83,8 +84,8 @@ def decode(
             )
             drafted = proposed.tokens
             drafted_at = perf_counter()
-            padding = min(padded, limit - len(ids) + 1) - 1 - len(drafted)
-            rows = target.forward([ids[-1], *drafted, *[ids[-1]] * padding])
+            size = min(schedule.pass_length(1 + len(drafted), context), limit - context + 1)
+            rows = target.forward([ids[-1], *drafted, *[ids[-1]] * (size - 1 - len(drafted))])
             verified_at = perf_counter()
             accepted, added = verify(rows, proposed, how, rule, generator)
             new = [*drafted[:accepted], added]
@@ -96,9 +97,21 @@ def decode(
             _settle(target, drafter, len(ids))
             counts.draft_seconds += drafted_at - start
             counts.verify_seconds += verified_at - drafted_at
-            counts.total_seconds += perf_counter() - start
+            seconds = perf_counter() - start
+            counts.total_seconds += seconds
             counts.add_block(len(drafted), accepted, len(new))
-            schedule.observe(len(drafted), accepted, len(new), drafted_at - start, verified_at - drafted_at)
+            schedule.observe(
+                Outcome(
+                    context,
+                    len(drafted),
+                    accepted,
+                    len(new),
+                    size,
+                    drafted_at - start,
+                    verified_at - drafted_at,
+                    seconds,
+                )
+            )
             yield Block(tuple(new), accepted, finish)
     finally:
         _settle(target, drafter, len(ids))

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one block came to. `context`: tokens before it; `size`: tokens of the target's pass, padding included."""
+
+    context: int
+    drafted: int
+    accepted: int
+    emitted: int
+    size: int
+    draft_seconds: float
+    verify_seconds: float
+    seconds: float  # both, and sampling and the loop
+
+
 class Schedule(Protocol):
-    def choose(self, context: int, room: int) -> tuple[int, int]:
-        """(draft length γ, tokens of the target's pass): the second is γ + 1, or more where a longer pass is cheaper.
+    def draft_length(self, context: int, room: int) -> int:
+        """γ of the next block, from 0 (a plain step) to `room`; `context`: tokens so far."""
 
-        `context`: tokens so far; `room`: most draft tokens that can still be used.
-        """
+    def pass_length(self, count: int, context: int) -> int:
+        """Tokens of a target pass that has `count` to verify: more where a longer pass is cheaper."""
 
-    def observe(
-        self, drafted: int, accepted: int, emitted: int, draft_seconds: float, verify_seconds: float
-    ) -> None:
-        """What the block that was chosen came to."""
+    def observe(self, outcome: Outcome) -> None:
+        """Called after every block."""
 
 
 class Fixed:
@@ -24,11 +37,11 @@ class Fixed:
     def __init__(self, draft_length: int) -> None:
         self._length = draft_length
 
-    def choose(self, context: int, room: int) -> tuple[int, int]:
-        length = max(0, min(self._length, room))
-        return length, length + 1
+    def draft_length(self, context: int, room: int) -> int:
+        return max(0, min(self._length, room))
 
-    def observe(
-        self, drafted: int, accepted: int, emitted: int, draft_seconds: float, verify_seconds: float
-    ) -> None:
+    def pass_length(self, count: int, context: int) -> int:
+        return count
+
+    def observe(self, outcome: Outcome) -> None:
         pass
