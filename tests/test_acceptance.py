@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from edgespec_runtime.sampling import Categorical, Warp, warp
 V = 5
 Model = Callable[[tuple[int, ...]], np.ndarray]
 Law = dict[tuple[int, ...], float]
+LawOf = Callable[[tuple[int, ...]], np.ndarray]  # the probabilities [V] of what follows a prefix
 WARPS = {
     "T=1": Warp(temperature=1.0),
     "T=0.6": Warp(temperature=0.6),
@@ -39,11 +41,17 @@ class Scripted:
         return 0.0 if self.accepts.pop(0) else 1.0 - 1e-16
 
 
-def block_law(target: Model, draft: Model, gamma: int, how: Warp, rule: Rule = LOSSLESS) -> Law:
-    """The exact law of the first γ + 1 tokens: one block, continued by the target alone where it ended early."""
+def block_law(
+    target: Model, draft: Model, gamma: int, how: Warp, rule: Rule = LOSSLESS, go_on: LawOf | None = None
+) -> Law:
+    """The exact law of the first γ + 1 tokens: one block, continued by `go_on` (the target alone) where it ended early."""
     law: Law = defaultdict(float)
+    go_on = go_on or target_law(target, how)
+    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     for drafted in itertools.product(range(V), repeat=gamma):
-        places = [Place(target(drafted[:i]), draft(drafted[:i]), None, how) for i in range(gamma + 1)]
+        logits = [draft(drafted[:i]) for i in range(gamma + 1)]
+        q = [warp(row, draft_how) for row in logits]
+        places = [Place(target(drafted[:i]), logits[i], q[i], how) for i in range(gamma + 1)]
         reached = float(np.prod([places[i].q.prob(drafted[i]) for i in range(gamma)]))
         if reached == 0.0:
             continue
@@ -53,27 +61,30 @@ def block_law(target: Model, draft: Model, gamma: int, how: Warp, rule: Rule = L
             else:
                 chance, last = rule.accept(place, drafted[position]), rule.residual(place)
             for token, mass in enumerate(last.dense(V)):
-                continued(
-                    law,
-                    target,
-                    (*drafted[:position], token),
-                    reached * (1 - chance) * float(mass),
-                    gamma + 1,
-                    how,
-                )
+                prefix = (*drafted[:position], token)
+                spread(law, go_on, prefix, reached * (1 - chance) * float(mass), gamma + 1)
             reached *= chance
     return law
 
 
-def continued(law: Law, target: Model, prefix: tuple[int, ...], mass: float, length: int, how: Warp) -> None:
-    """Spread `mass` over the target's own continuations of `prefix` to `length` tokens."""
+def target_law(target: Model, how: Warp) -> LawOf:
+    return lambda prefix: warp(target(prefix), how).dense(V)
+
+
+def spread(law: Law, law_of: LawOf, prefix: tuple[int, ...], mass: float, length: int) -> None:
+    """Spread `mass` over the continuations of `prefix` to `length` tokens, each drawn from `law_of` what is before it."""
     if mass == 0.0:
         return
     if len(prefix) == length:
         law[prefix] += mass
         return
-    for token, share in enumerate(warp(target(prefix), how).dense(V)):
-        continued(law, target, (*prefix, token), mass * float(share), length, how)
+    for token, share in enumerate(law_of(prefix)):
+        spread(law, law_of, (*prefix, token), mass * float(share), length)
+
+
+def continued(law: Law, target: Model, prefix: tuple[int, ...], mass: float, length: int, how: Warp) -> None:
+    """Spread `mass` over the target's own continuations of `prefix` to `length` tokens."""
+    spread(law, target_law(target, how), prefix, mass, length)
 
 
 def difference(one: Law, other: Law) -> float:

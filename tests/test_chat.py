@@ -157,7 +157,7 @@ def test_every_command_is_in_the_help(pair: Pair, capsys: pytest.CaptureFixture[
 def test_set_checks_as_the_command_line_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     chat = new_chat(pair)
     chat.handle("/set temperature 0.7")
-    chat.handle("/set top-k=5")
+    chat.handle("/set top-k = 5")
     chat.handle("/set colour on")
     assert (chat.options.temperature, chat.options.top_k, chat.options.colour) == (0.7, 5, True)
     for line, words in (
@@ -191,14 +191,45 @@ def test_system_reset_stats_quit(pair: Pair, capsys: pytest.CaptureFixture[str])
     assert chat.leaving
 
 
-def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(bundle: Path) -> None:
+def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     opened = open_pair(bundle, LoadOptions(), with_draft=False)
     try:
-        chat = Chat(opened, Options(bundle="", draft=False), interactive=False)
-        with pytest.raises(InputError, match="start the chat without --no-draft"):
+        chat = Chat(opened, Options(bundle="", draft=False, max_new_tokens=8), interactive=False)
+        with pytest.raises(InputError, match=r"draft is on.*start the chat without --no-draft"):
             chat.handle("/set draft on")
+        assert not chat.options.draft
+        chat.handle("/set drafter lookup")
+        chat.handle("/set draft on")
+        chat.reply("one two one two one two")
+        with pytest.raises(InputError, match=r"drafter is hybrid.*start the chat without --no-draft"):
+            chat.handle("/set drafter hybrid")
+        assert chat.options.drafter == "lookup"
     finally:
         opened.close()
+
+
+def test_every_drafter_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for drafter in ("model", "lookup", "hybrid"):
+        chat = new_chat(pair, drafter=drafter, max_new_tokens=40)
+        for text in ("Hello there", "And now?", "Hello there"):
+            chat.reply(text)
+        said.append([message["content"] for message in chat.conversation.messages])
+        assert chat.totals.drafted > 0
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pair: Pair) -> None:
+    chat = new_chat(pair, drafter="lookup")
+    with pytest.raises(InputError, match=r"rule 'chow:a=0\.3' weighs the drafter model's own distribution"):
+        chat.handle("/set rule chow:a=0.3")
+    assert chat.options.rule == "lossless"
+    chat.handle("/set drafter model")
+    chat.handle("/set rule chow:a=0.3")
+    with pytest.raises(InputError, match="drafter 'hybrid' copies tokens without one"):
+        chat.handle("/set drafter hybrid")
 
 
 # In a pipe
@@ -228,7 +259,8 @@ def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path
     assert len(errors) == 4
     assert re.search(r"message takes \d+ tokens and the context has room for 252", errors[0])
     assert "temperature is -1.0" in errors[1]
-    assert all("tok/s" in line for line in errors[2:])
+    assert "a line of standard input is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in errors[2]
+    assert "tok/s" in errors[3]
 
 
 def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -248,7 +280,10 @@ def test_chat_module_documents_its_settable_knobs() -> None:
             "rule",
             "draft",
             "drafter",
+            "lookup_ngram",
             "p_min",
+            "when_full",
+            "keep",
             "colour",
         )
     }

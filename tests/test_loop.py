@@ -146,6 +146,21 @@ def test_prompts_that_cannot_be_answered() -> None:
         setup.run([])
     with pytest.raises(InputError, match="prompt has 16 tokens and the context holds 16"):
         setup.run([0] * 16)
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], context_length=1)
+    with pytest.raises(InputError, match="context of toy holds 1 token, and a prompt and a reply take 2"):
+        setup.run([0])
+
+
+def test_a_context_of_two_takes_one_token_and_gives_one() -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], context_length=2)
+    assert setup.run([5]) == [6]
+    assert setup.finish == "context"
+
+
+def test_a_draft_longer_than_a_pass_is_cut_to_it() -> None:
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], block_length=4)
+    assert setup.run([0], draft_length=100) == list(range(1, 21))
+    assert setup.counts.block_efficiency == 4.0
 
 
 def test_drafter_of_another_vocabulary() -> None:
@@ -181,27 +196,6 @@ def test_caches_are_valid_when_the_generator_is_left_early(blocks: int, draft: s
     setup.check([1, 2, *reply])
     rest = setup.run([1, 2, *reply], draft_length=3, max_new_tokens=20 - len(reply))
     assert reply + rest == wanted
-
-
-def test_caches_are_valid_after_an_engine_fails_in_the_middle_of_a_block() -> None:
-    setup = Setup(random_model(5, V), random_model(6, V))
-    forward, calls = setup.target_engine.forward, []
-
-    def fail_on_the_third(tokens: list[int]) -> np.ndarray:
-        calls.append(tokens)
-        if len(calls) == 3:
-            raise OSError("the engine died")
-        return forward(tokens)
-
-    setup.target_engine.forward = fail_on_the_third  # type: ignore[method-assign,assignment]
-    reply: list[int] = []
-    blocks = decode(setup.target, setup.draft, [1], DecodingOptions(draft_length=3), (), RawCounts())
-    with pytest.raises(OSError, match="died"):
-        reply.extend(token for block in blocks for token in block.tokens)
-    assert reply
-    setup.check([1, *reply])
-    rest = setup.run([1, *reply], max_new_tokens=5)
-    assert reply + rest == Setup(random_model(5, V), None).run([1], max_new_tokens=len(reply) + 5)
 
 
 def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,27 +42,32 @@ class Place:
         q: Categorical | None,
         how: Warp,
     ) -> None:
-        self._p_logits, self._q_logits, self._q, self._how = p_logits, q_logits, q, how
+        self.p_logits, self._q_logits, self._q, self._how = p_logits, q_logits, q, how
+
+    @property
+    def q_logits(self) -> NDArray[np.float32]:
+        assert self._q_logits is not None  # the drafter kept them, since the rule is `raw`
+        return self._q_logits
+
+    @property
+    def greedy(self) -> bool:
+        return self._how.temperature == 0.0
 
     @cached_property
     def p(self) -> Categorical:
-        return warp(self._p_logits, self._how)
+        return warp(self.p_logits, self._how)
 
     @cached_property
     def q(self) -> Categorical:
-        if self._q is not None:
-            return self._q
-        assert self._q_logits is not None
-        return warp(self._q_logits, self._how)
+        return warp(self.q_logits, self._how) if self._q is None else self._q
 
     @cached_property
     def raw_p(self) -> NDArray[np.float32]:
-        return softmax(self._p_logits)
+        return softmax(self.p_logits)
 
     @cached_property
     def raw_q(self) -> NDArray[np.float32]:
-        assert self._q_logits is not None
-        return softmax(self._q_logits)
+        return softmax(self.q_logits)
 
 
 def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -91,13 +97,17 @@ def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
     return min(1.0, p.prob(token) / q.prob(token))
 
 
+def beside(p: Categorical, q: Categorical) -> NDArray[Any]:
+    """q at the tokens that p lists, [len(p.probs)]."""
+    return q.at(p.ids) if p.ids is not None else q.dense(len(p.probs))
+
+
 def positive_part(p: Categorical, q: Categorical) -> Categorical:
     """norm(max(0, p − q)); p itself where nothing is left of it (p = q up to rounding)."""
-    ids = p.ids
-    rest = p.probs - (q.at(ids) if ids is not None else q.dense(len(p.probs)))
+    rest = p.probs - beside(p, q)
     np.maximum(rest, 0, out=rest)
     total = rest.sum(dtype=np.float64)
-    return Categorical(ids, rest / total) if total > 0 else p
+    return Categorical(p.ids, rest / total) if total > 0 else p
 
 
 LOSSLESS = Rule(
@@ -105,6 +115,23 @@ LOSSLESS = Rule(
     residual=lambda place: positive_part(place.p, place.q),
 )
 """min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
+
+
+def unmatched(p: Categorical, q: Categorical) -> Categorical:
+    """norm(p·(1 − q)); p itself where nothing is left of it (both certain of one token)."""
+    rest = p.probs * (1 - beside(p, q))
+    total = rest.sum(dtype=np.float64)
+    return Categorical(p.ids, rest / total) if total > 0 else p
+
+
+MATCHING = Rule(
+    accept=lambda place, token: place.p.prob(token),
+    residual=lambda place: unmatched(place.p, place.q),
+)
+"""What engines do that sample from the target and keep a draft token where the sample equals it: α = Σ p·q, the output is p.
+
+After a rejection the sample is p without the draft token x. That x is gone then, so its mean over x, p·(1 − q), is drawn from.
+"""
 
 
 def verify(

@@ -20,7 +20,7 @@ from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
 from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions, ReplyOptions
+from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import decode
 from edgespec_runtime.prompts import read_chats
@@ -73,6 +73,7 @@ def runs_of(
     lengths = (PLAIN, *sorted(set(options.draft_lengths)))
     shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
     how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
+    how[PLAIN] = plain(how[PLAIN])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
         measure(pair, prompts[0], how[length], length, (0, 0))
     start = perf_counter()
@@ -112,7 +113,7 @@ def run(given: dict[str, Any]) -> int:
         from edgespec_runtime.plot import require_matplotlib
 
         require_matplotlib()
-    pair = open_pair(Path(options.bundle), options)
+    pair = open_pair(Path(options.bundle), options, with_draft=options.needs_model)
     try:
         chats = (read_chats(Path(options.prompts)) if options.prompts else pair.prompts())[
             : options.max_prompts

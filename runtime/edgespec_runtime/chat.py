@@ -6,6 +6,7 @@ In a pipe every line of standard input is a message (or a command) and only repl
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from edgespec.errors import EdgespecError, InputError, did_you_mean
 from edgespec.metrics import RawCounts
 from edgespec.options import check, from_mapping, knob
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.conversation import Conversation
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
+from edgespec_runtime.conversation import Conversation, keeping_system
+from edgespec_runtime.decoding import MODEL, DecodingOptions, plain
+from edgespec_runtime.drafters import drafter_of
+from edgespec_runtime.loop import check_vocabulary, decode
 from edgespec_runtime.speed import plain_step_seconds
 from edgespec_runtime.terminal import Interrupt, Lines, dim, harmless, has_colour
 
@@ -73,7 +75,7 @@ class Chat:
         print(dim(text) if self._dim_notes else text, file=sys.stderr, flush=True)
 
     def handle(self, line: str) -> None:
-        """A command or a message. Raises InputError; the chat is as it was then."""
+        """A command or a message. Raises EdgespecError: a wrong value, an engine that failed; the chat is as it was then."""
         line = line.strip()
         if line.startswith("/"):
             name, _, argument = line.partition(" ")
@@ -85,8 +87,11 @@ class Chat:
 
     def reply(self, text: str) -> None:
         """Answer one message: stream the reply, remember it, print the stats line."""
-        options, target = self.options, self.pair.target
-        draft = self.pair.draft if options.draft else None
+        target = self.pair.target
+        options = self.options if self.options.draft else plain(self.options)
+        options = keeping_system(options, self.pair.tokenizer, self.conversation.system, target)
+        draft = self.pair.draft if options.needs_model else None
+        check_vocabulary(target, draft)
         context = target.engine.context_length
         prompt, dropped = self.conversation.fit(text, context - min(options.max_new_tokens, context // 4))
         if dropped:
@@ -96,23 +101,26 @@ class Chat:
         reply: list[int] = []
         start = perf_counter()
         with Interrupt(self.interactive) as interrupt:
-            self._prefill(prompt, interrupt)
+            self._prefill(prompt, options, interrupt)
             counts.prefill_seconds = perf_counter() - start
             first_token = 0.0
             if not interrupt.requested:
                 seeded = dataclasses.replace(options, seed=options.seed + self._draws)
                 stream = self.pair.tokenizer.stream()
                 blocks = decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts)
-                with closing(blocks):
-                    for block in blocks:
-                        first_token = first_token or perf_counter() - start
-                        reply += block.tokens
-                        self._write(stream.feed(block.tokens[: block.accepted]), drafted=True)
-                        self._write(stream.feed(block.tokens[block.accepted :]))
-                        finish = block.finish or finish
-                        if interrupt.requested:
-                            break
-                self._write(stream.finish() + "\n")
+                try:
+                    with closing(blocks):
+                        for block in blocks:
+                            first_token = first_token or perf_counter() - start
+                            reply += block.tokens
+                            self._write(stream.feed(block.tokens[: block.accepted]), drafted=True)
+                            self._write(stream.feed(block.tokens[block.accepted :]))
+                            finish = block.finish or finish
+                            if interrupt.requested:
+                                break
+                finally:  # also where an engine fails: what it says about it stands on a line of its own
+                    if first_token:
+                        self._write(stream.finish() + "\n")
             if reply:
                 self.conversation.add(text, prompt, reply)
                 self.totals.add(counts)
@@ -120,17 +128,17 @@ class Chat:
                 self._draws += 1
             self.note(self._stats(counts, finish, first_token))
 
-    def _prefill(self, prompt: list[int], interrupt: Interrupt) -> None:
+    def _prefill(self, prompt: list[int], options: Options, interrupt: Interrupt) -> None:
         """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one."""
         self.computed = 0
-        models = (self.pair.target, self.pair.draft if self.options.draft else None)
-        for model in models:
-            if model is None:
-                continue
-            for count in model.prefill_steps(prompt[: model.engine.context_length][:-1]):
-                self.computed += count if model is self.pair.target else 0
-                if interrupt.requested:
-                    return
+        for count in self.pair.target.prefill_steps(prompt[:-1]):
+            self.computed += count
+            if interrupt.requested:
+                return
+        drafter = drafter_of(options, self.pair.draft)
+        for _ in drafter.prefill_steps(prompt) if drafter is not None else ():
+            if interrupt.requested:
+                return
 
     def _write(self, text: str, drafted: bool = False) -> None:
         if sys.stdout.isatty():
@@ -173,7 +181,7 @@ class Chat:
         self.note("\n".join([*lines, "knobs:", *knobs, "Ctrl-C stops a reply; twice at the prompt leaves."]))
 
     def stats(self, _: str) -> None:
-        totals = self.totals
+        totals, context = self.totals, self.pair.target.engine.context_length
         if not totals.emitted:
             self.note("no replies yet")
             return
@@ -186,7 +194,7 @@ class Chat:
         lines = [
             f"replies {self.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
             f"time    {shares}",
-            f"context {len(self.conversation.ids)} of {self.pair.target.engine.context_length} tokens",
+            f"context {min(len(self.conversation.ids), context)} of {context} tokens",
         ]
         if totals.drafted:
             tests = zip(totals.accepted, totals.tested, strict=True)
@@ -205,14 +213,18 @@ class Chat:
         self.note("the system prompt is set" if text else "there is no system prompt now")
 
     def set(self, argument: str) -> None:
-        name, _, value = argument.replace("=", " ").partition(" ")
+        name, value = (*re.split(r"\s*=\s*|\s+", argument, maxsplit=1), "")[:2]  # a rule has '=' of its own
         name = name.replace("-", "_")
         if name not in SETTABLE:
             raise InputError(f"unknown knob {name!r}{did_you_mean(name, SETTABLE)}")
         new = check(value.strip(), _HINTS[name], SETTABLE[name], name)
-        if name == "draft" and new and self.pair.draft is None:
-            raise InputError("draft is on, and the drafter was not loaded; start the chat without --no-draft")
-        self.options = dataclasses.replace(self.options, **{name: new})
+        options = dataclasses.replace(self.options, **{name: new})
+        if options.draft and options.needs_model and self.pair.draft is None:
+            raise InputError(
+                f"{name} is {_shown(new)}, and the drafter model was not loaded; start the chat without --no-draft "
+                "and --drafter lookup"
+            )
+        self.options = options
         if name == "seed":
             self._draws = 0
         self.note(f"{name} = {_shown(new)}")
@@ -242,6 +254,10 @@ def talk(chat: Chat, lines: Lines) -> int:
     while not chat.leaving:
         try:
             line = lines.read("> ")
+        except InputError as error:
+            failed = True
+            chat.note(str(error))
+            continue
         except KeyboardInterrupt:
             line = None
         if line is None:
@@ -265,15 +281,14 @@ def talk(chat: Chat, lines: Lines) -> int:
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     lines = Lines()
-    pair = open_pair(Path(options.bundle), options, with_draft=options.draft)
+    pair = open_pair(Path(options.bundle), options, with_draft=options.draft and options.needs_model)
     try:
         chat = Chat(pair, options, lines.interactive)
         if lines.interactive:
-            drafter = (
-                f"drafter c = {pair.cost_ratios['parameters']:.2%}"
-                if pair.draft is not None
-                else "no drafter"
-            )
+            model = pair.draft is not None
+            drafter = f"drafter c = {pair.cost_ratios['parameters']:.2%}" if model else "no drafter model"
+            if options.draft and options.drafter != MODEL:
+                drafter += f", {options.drafter}"
             chat.note(
                 f"{Path(options.bundle).name}: {pair.engine} {pair.precision}, {drafter}. /help tells the commands."
             )

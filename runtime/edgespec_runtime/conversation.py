@@ -1,4 +1,4 @@
-"""A chat as messages and as the very token ids the cache holds. Knows the chat template, no engine and no terminal.
+"""A chat as messages and as the very token ids the cache holds. Knows the chat template, no terminal; runs no engine.
 
 Decoding a reply and encoding it again may give other ids than the model wrote, and the cache would be thrown away. So a new
 turn keeps the ids of the turns before it and encodes only what the template writes after the last reply.
@@ -6,10 +6,16 @@ turn keeps the ids of the turns before it and encodes only what the template wri
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 from edgespec.errors import InputError
+from edgespec_runtime.decoding import SHIFT, ReplyOptions
+from edgespec_runtime.session import CachedEngine, most_kept
 from edgespec_runtime.tokenizer import ChatTokenizer, Message
+
+Options = TypeVar("Options", bound=ReplyOptions)
 
 _PLACE = "\ue000reply\ue001"  # private-use characters: stands for the last reply in a rendering, to find what follows it
 
@@ -103,3 +109,13 @@ class Conversation:
         ):  # the model closed the turn with the template's own token (a space may stand before it)
             return self.ids + after[after.index(self.ids[-1]) + 1 :]
         return self.ids[:-1] + after
+
+
+def keeping_system(options: Options, tokenizer: ChatTokenizer, system: str, target: CachedEngine) -> Options:
+    """Options under which a shift of the target's context keeps the system prompt, unless they say themselves what it keeps."""
+    if options.when_full != SHIFT or options.keep is not None or not system:
+        return options
+    first = {"role": "system", "content": system}
+    one, other = (tokenizer.encode_chat([first, {"role": "user", "content": text}]) for text in "ab")
+    common = next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return dataclasses.replace(options, keep=min(common, most_kept(target.engine.context_length)))

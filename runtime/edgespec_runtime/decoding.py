@@ -1,14 +1,21 @@
-"""What one reply is decoded with, and what leaves the loop. Knows no engine and no rule."""
+"""What one reply is decoded with, and what leaves the loop. Knows no engine; of the rules, only which need a drafter model."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import TypeVar
 
+from edgespec.errors import InputError
 from edgespec.options import knob
-from edgespec_runtime.rules import rule_of
+from edgespec_runtime.acceptance import Rule
+from edgespec_runtime.rules import LoopRule, rule_of
 from edgespec_runtime.sampling import Warp
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
+NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
+STOP, SHIFT = "stop", "shift"
+SINKS = 4  # first tokens that a window keeps at least where nothing else was asked (Xiao et al. 2023, section 3.2)
 
 
 @dataclass(frozen=True)
@@ -23,12 +30,48 @@ class ReplyOptions(Warp):
         "who drafts: the drafter, what followed the same tokens earlier (lookup), or that where it is found and else the drafter",
         choices=(MODEL, LOOKUP, HYBRID),
     )
+    lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1)
     p_min: float = knob(
-        0.0, "end a draft before a token that its drafter gives less probability", at_least=0.0, at_most=1.0
+        0.0,
+        "end a draft where no token has this probability in the drafter's eyes",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    when_full: str = knob(
+        STOP,
+        "where the context is full: stop, or shift (drop the older half behind the first tokens and go on)",
+        choices=(STOP, SHIFT),
+    )
+    keep: int | None = knob(
+        None, f"first tokens that a shift keeps (default: the system prompt, or {SINKS})", at_least=0
     )
 
     def __post_init__(self) -> None:
-        rule_of(self.rule)  # an unknown rule is refused before a model is loaded
+        rule = rule_of(self.rule)  # an unknown rule is refused before a model is loaded
+        if self.drafter in (LOOKUP, HYBRID) and not (isinstance(rule, Rule) and not rule.raw):
+            raise InputError(
+                f"rule {self.rule!r} weighs the drafter model's own distribution, and the drafter {self.drafter!r} copies tokens "
+                f"without one; choose the drafter {MODEL!r} or the rule 'lossless'"
+            )
+        if isinstance(rule, LoopRule) and (self.p_min > 0 or self.when_full == SHIFT):
+            given = f"--p-min {self.p_min}" if self.p_min > 0 else f"--when-full {SHIFT}"
+            raise InputError(
+                f"rule {rule.name!r} has a decoding loop of its own, which ends drafts by its own threshold and stops where the "
+                f"context is full; leave out {given}"
+            )
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether a drafter model takes part."""
+        return self.drafter in (MODEL, HYBRID)
+
+
+Options = TypeVar("Options", bound=ReplyOptions)
+
+
+def plain(options: Options) -> Options:
+    """The same reply with nobody drafting."""
+    return dataclasses.replace(options, drafter=NOBODY)
 
 
 @dataclass(frozen=True)

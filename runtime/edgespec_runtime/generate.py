@@ -15,7 +15,8 @@ from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.conversation import keeping_system
+from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.loop import decode
 from edgespec_runtime.speed import dump, metrics_of
 
@@ -64,19 +65,25 @@ def run(given: dict[str, Any]) -> int:
     text = options.prompt or read_prompt()
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
-    pair = open_pair(Path(options.bundle), options, with_draft=options.draft)
+    decoding = options if options.draft else plain(options)
+    pair = open_pair(Path(options.bundle), options, with_draft=decoding.needs_model)
     try:
         prompt = encode_prompt(pair, text, options.system, options.raw)
+        if not options.raw:
+            decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
-        for block in decode(pair.target, pair.draft, prompt, options, pair.tokenizer.stop_ids, counts):
-            finish = block.finish
-            pieces.append(stream.feed(block.tokens))
-            if not options.json:
-                print(pieces[-1], end="", flush=True)
-        pieces.append(stream.finish())
+        try:
+            for block in decode(pair.target, pair.draft, prompt, decoding, pair.tokenizer.stop_ids, counts):
+                finish = block.finish
+                pieces.append(stream.feed(block.tokens))
+                if not options.json:
+                    print(pieces[-1], end="", flush=True)
+        finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
+            if pieces and not options.json:
+                print(stream.finish(), flush=True)
         if not options.json:
-            print(pieces[-1], flush=True)
             return 0
+        pieces.append(stream.finish())
         report = {
             "reply": "".join(pieces),
             "finish": finish,

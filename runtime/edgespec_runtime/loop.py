@@ -1,7 +1,10 @@
 """The decoding loop: a generator of blocks. Plain decoding is the same loop with no drafter (γ = 0).
 
-One block: the draft model proposes γ tokens, the target reads them in one pass, the rule keeps a beginning of them and adds one
+One block: the drafter proposes γ tokens, the target reads them in one pass, the rule keeps a beginning of them and adds one
 token of the target's. Caches never hold a rejected token, and are valid however the generator is left.
+
+Where the context is full and may shift, the text goes on from its first tokens and its newest half: every token after a shift is
+drawn exactly as from that shorter text. Plain decoding shifts at the same tokens, so speculation stays lossless through it.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import numpy as np
 
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
-from edgespec_runtime.acceptance import Draft, verify
-from edgespec_runtime.decoding import Block, DecodingOptions
-from edgespec_runtime.drafters import Drafter, ModelDrafter
-from edgespec_runtime.rules import rule_of
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, verify
+from edgespec_runtime.cascade_loops import decode_by
+from edgespec_runtime.decoding import SHIFT, Block, DecodingOptions
+from edgespec_runtime.drafters import Drafter, drafter_of, window_of
+from edgespec_runtime.rules import LoopRule, rule_of
 from edgespec_runtime.sampling import Warp
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.session import CachedEngine, most_kept
 
 
 def decode(
@@ -31,51 +35,59 @@ def decode(
     stop: Collection[int],
     counts: RawCounts,
     schedule: Schedule | None = None,
+    rule: Rule | LoopRule | None = None,
 ) -> Generator[Block, None, None]:
-    """Continue `prompt` and yield blocks until a token of `stop`, the length limit or the end of the context.
+    """Continue `prompt` and yield blocks until a token of `stop`, the length limit or the end of a context that does not shift.
 
     Args:
+        draft: the drafter model, or None: nobody drafts, or prompt lookup alone where `options.drafter` says so.
         prompt: token ids, at least one and fewer than the target's context.
         stop: ids that end a reply; the one met is the last token yielded.
         counts: raw counts, updated before each yield.
         schedule: chooses the draft length of every block (default: `options.draft_length`, always).
+        rule: accepts draft tokens (default: that of `options.rule`).
 
     Raises:
-        InputError: the prompt is empty or leaves no room in the context.
+        InputError: the prompt is empty or leaves no room in the context, the drafter is of another vocabulary or missing.
+        EdgespecError: an engine failed; its cache is empty then, and the next reply works if the engine does.
     """
+    _check(target, draft, prompt, options)
     limit = target.engine.context_length
-    if not prompt:
-        raise InputError("the prompt is empty; give at least one token")
-    if len(prompt) >= limit:
-        raise InputError(
-            f"the prompt has {len(prompt)} tokens and the context holds {limit}; shorten the prompt"
-        )
-    if draft is not None and draft.engine.vocab_size != target.engine.vocab_size:
-        raise InputError(
-            f"the drafter's vocabulary has {draft.engine.vocab_size} tokens and the target's {target.engine.vocab_size}; "
-            "they must be the same: build the drafter for this target"
-        )
+    window = window_of(target, options)
     generator = np.random.default_rng(options.seed)
-    rule = rule_of(options.rule)
+    rule = rule or rule_of(options.rule)
     drafter = drafter_of(options, draft)
+    if isinstance(rule, LoopRule):
+        if draft is not None and drafter is not None:
+            yield from decode_by(rule, target, draft, prompt, options, stop, counts)
+            return
+        rule = LOSSLESS  # nobody drafts: plain decoding
     schedule = schedule or Fixed(options.draft_length)
     how = Warp(options.temperature, options.top_k, options.top_p)
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     ids = list(prompt)
-    end = min(len(ids) + options.max_new_tokens, limit)
+    end = len(ids) + options.max_new_tokens
+    if window is None:
+        end = min(end, limit)
+    longest = target.engine.block_length - 1
 
     start = perf_counter()
-    target.prefill(ids[:-1])
-    if drafter is not None:
-        drafter.prefill(ids)
+    _prefill(target, drafter, ids)
     counts.prefill_seconds += perf_counter() - start
 
     finish = ""
     try:
         while not finish:
             start = perf_counter()
-            room = end - len(ids) - 1
+            shifted_at = start
+            if window is not None and len(ids) >= limit:
+                dropped = window.surplus(len(ids))
+                del ids[window.keep : window.keep + dropped]
+                end -= dropped
+                _prefill(target, drafter, ids)
+                shifted_at = perf_counter()
             context = len(ids)
+            room = min(end - context - 1, limit - context - 1, longest)
             length = schedule.draft_length(context, room)
             proposed = (
                 drafter.propose(ids, length, draft_how, generator, rule.raw)
@@ -93,12 +105,13 @@ def decode(
             ids += new
             accepted = min(accepted, len(new))
             if not finish and len(ids) >= end:
-                finish = "context" if end == limit else "length"
+                finish = "context" if end == limit and window is None else "length"
             _settle(target, drafter, len(ids))
-            counts.draft_seconds += drafted_at - start
-            counts.verify_seconds += verified_at - drafted_at
-            seconds = perf_counter() - start
-            counts.total_seconds += seconds
+            draft_seconds, verify_seconds = drafted_at - shifted_at, verified_at - drafted_at
+            seconds = perf_counter() - shifted_at
+            counts.draft_seconds += draft_seconds
+            counts.verify_seconds += verify_seconds + (shifted_at - start)
+            counts.total_seconds += seconds + (shifted_at - start)
             counts.add_block(len(drafted), accepted, len(new))
             schedule.observe(
                 Outcome(
@@ -107,8 +120,8 @@ def decode(
                     accepted,
                     len(new),
                     size,
-                    drafted_at - start,
-                    verified_at - drafted_at,
+                    draft_seconds,
+                    verify_seconds,
                     seconds,
                 )
             )
@@ -117,9 +130,44 @@ def decode(
         _settle(target, drafter, len(ids))
 
 
-def drafter_of(options: DecodingOptions, model: CachedEngine | None) -> Drafter | None:
-    """Who drafts under these options; None for plain decoding."""
-    return None if model is None else ModelDrafter(model, options.p_min)
+def _check(
+    target: CachedEngine, draft: CachedEngine | None, prompt: Sequence[int], options: DecodingOptions
+) -> None:
+    limit = target.engine.context_length
+    if not prompt:
+        raise InputError("the prompt is empty; give at least one token")
+    if limit < 2:
+        raise InputError(
+            f"the context of {target.engine.name} holds {limit} token, and a prompt and a reply take 2 or more; "
+            "load it with a longer --context"
+        )
+    if len(prompt) >= limit:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens and the context holds {limit}; shorten the prompt"
+        )
+    if options.when_full == SHIFT and options.keep is not None and options.keep > most_kept(limit):
+        raise InputError(
+            f"keep is {options.keep} and the context holds {limit} tokens; keep at most {most_kept(limit)}, "
+            "so that it can shift by half of the rest"
+        )
+    check_vocabulary(target, draft)
+
+
+def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:
+    """Raise InputError where the drafter model is of another vocabulary; before it reads a token."""
+    if draft is not None and draft.engine.vocab_size != target.engine.vocab_size:
+        raise InputError(
+            f"the drafter's vocabulary has {draft.engine.vocab_size} tokens and the target's {target.engine.vocab_size}; "
+            "they must be the same: build the drafter for this target"
+        )
+
+
+def _prefill(target: CachedEngine, drafter: Drafter | None, ids: Sequence[int]) -> None:
+    """Both caches hold the text but its last token; what they hold of it already is not computed again."""
+    target.prefill(ids[:-1])
+    if drafter is not None:
+        for _ in drafter.prefill_steps(ids):
+            pass
 
 
 def _cut(new: list[int], stop: Collection[int]) -> str:

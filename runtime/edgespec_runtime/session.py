@@ -1,9 +1,14 @@
-"""An engine that remembers which tokens its cache holds, so that a prompt which repeats an earlier one is not computed twice."""
+"""An engine that remembers which tokens its cache holds, so that a prompt which repeats an earlier one is not computed twice.
+
+Knows no sampling and no drafts. An engine that fails loses its cache and nothing else: the next pass starts from an empty one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
+from edgespec.errors import EdgespecError, InputError
 from edgespec_runtime.engine import Engine, Logits
 
 
@@ -16,10 +21,37 @@ class CachedEngine:
         engine.rewind(0)
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append tokens (one pass); logits [len(tokens), V], valid until the next pass."""
-        logits = self.engine.forward(tokens)
+        """Append tokens (one pass); float32 logits [len(tokens), V], valid until the next pass.
+
+        Raises InputError where the engine refuses the tokens (the cache is as it was), EdgespecError naming the engine where it
+        fails (the cache is empty).
+        """
+        engine = self.engine
+        if engine.n_past != len(self.tokens):  # the last pass was interrupted after it was made
+            engine.rewind(len(self.tokens))
+        try:
+            logits = engine.forward(tokens)
+        except InputError:
+            raise
+        except Exception as error:  # an engine's library raises what it likes
+            held = len(self.tokens)
+            self.tokens.clear()
+            with suppress(Exception):  # where it cannot even rewind now, the next pass tries again
+                engine.rewind(0)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise EdgespecError(
+                f"{engine.name} failed on {len(tokens)} tokens after {held}: {reason}; its cache is emptied, try again"
+            ) from error
         self.tokens.extend(tokens)
         return logits
+
+    def read(self, tokens: Sequence[int]) -> Logits:
+        """Append any number of tokens, at least one, in passes that the engine takes; the logits [V] after the last."""
+        size = self.engine.block_length
+        for start in range(0, len(tokens), size):
+            logits = self.forward(tokens[start : start + size])
+        last: Logits = logits[-1]
+        return last
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -46,3 +78,28 @@ class CachedEngine:
     def prefill(self, tokens: Sequence[int]) -> int:
         """`prefill_steps` to the end; returns how many tokens were computed."""
         return sum(self.prefill_steps(tokens))
+
+
+class Window:
+    """Which of a text's tokens a context holds once it does not hold them all: the first `keep` and the newest half of the rest.
+
+    The first tokens stay because attention leans on them whatever they are, and a window without them writes nonsense (Xiao et
+    al. 2023, attention sinks); a system prompt is kept the same way.
+
+    Args:
+        capacity: tokens that the context holds.
+        keep: first tokens that stay; what exceeds half the context is not kept.
+    """
+
+    def __init__(self, capacity: int, keep: int) -> None:
+        self.capacity = capacity
+        self.keep = min(keep, most_kept(capacity))
+
+    def surplus(self, length: int) -> int:
+        """How many of `length` tokens are dropped from behind the first ones in a shift; at least one token stays besides."""
+        return max(0, length - self.keep - max(1, (self.capacity - self.keep) // 2))
+
+
+def most_kept(capacity: int) -> int:
+    """Most first tokens that a context may keep in a shift: below half of it, so that two or more others fit behind them."""
+    return max(0, (capacity - 1) // 2)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO, Any
 
+from edgespec.errors import InputError
+
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
@@ -36,10 +38,21 @@ class Lines:
                 import readline  # noqa: F401  (importing it gives `input` its editing and history)
 
     def read(self, prompt: str) -> str | None:
-        """The next line, None at the end of the input. KeyboardInterrupt passes through."""
+        """The next line, None at the end of the input. KeyboardInterrupt passes through.
+
+        Raises InputError for a line that is not UTF-8; the lines after it can be read.
+        """
+        try:
+            return self._read(prompt)
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"a line of standard input is not UTF-8: {error}; send it as UTF-8 text"
+            ) from error
+
+    def _read(self, prompt: str) -> str | None:
         if not self.interactive:
             line = sys.stdin.buffer.readline()
-            return line.decode("utf-8", "replace").rstrip("\r\n") if line else None
+            return line.decode("utf-8").rstrip("\r\n") if line else None
         if not sys.stdout.isatty():  # replies go to a file: the prompt must not
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
