@@ -40,7 +40,10 @@ VERBS = {
     ),
     "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
-    "bench": Verb("edgespec_runtime.bench", "plain against speculative decoding, side by side"),
+    "bench": Verb("edgespec.bench_verb", "plain against speculative decoding, side by side"),
+    "doctor": Verb(
+        "edgespec_runtime.doctor", "measure what speculation costs on this device, and say whether it pays"
+    ),
 }
 
 # The package that is absent -> the extra that brings it.

@@ -190,24 +190,36 @@ def verdict(summaries: Sequence[Summary]) -> str:
 
 
 def _sums(s: Summary) -> str:
-    length, drafting = s.draft_length, s.draft_length * s.draft_cost
-    cost = drafting + s.verify_cost
-    steps = f"{drafting:.2f} for {length} drafter step{'s' * (length > 1)}"
-    return (
-        f"a block yields {s.block_efficiency[0]:.2f} tokens and costs {cost:.2f} plain steps: "
-        f"{steps}, {s.verify_cost:.2f} for verifying {length + 1} tokens"
-    )
+    return block_sums(s.block_efficiency[0], s.draft_length, s.draft_cost, s.verify_cost)
 
 
 def _cause(s: Summary) -> str:
-    """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
-    length, sums = s.draft_length, _sums(s)
-    drafting, verifying = length * s.draft_cost, s.verify_cost - 1.0
-    attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, length)
+    """What is most in the way of a measured draft length."""
     if s.predicted > 1.0:
-        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({sums})."
-    if s.acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + s.verify_cost:
-        return f"Acceptance is too low, α = {s.acceptance_rate:.2f} ({sums})."
+        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({_sums(s)})."
+    efficiency = s.block_efficiency[0]
+    return block_cause(s.acceptance_rate, efficiency, s.draft_length, s.draft_cost, s.verify_cost)
+
+
+def block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
+    """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
+    drafting = draft_length * draft_cost
+    steps = f"{drafting:.2f} for {draft_length} drafter step{'s' * (draft_length > 1)}"
+    return (
+        f"a block yields {efficiency:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
+        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1} tokens"
+    )
+
+
+def block_cause(
+    acceptance_rate: float, efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
+) -> str:
+    """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
+    sums = block_sums(efficiency, draft_length, draft_cost, verify_cost)
+    drafting, verifying = draft_length * draft_cost, verify_cost - 1.0
+    attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, draft_length)
+    if acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + verify_cost:
+        return f"Acceptance is too low, α = {acceptance_rate:.2f} ({sums})."
     if drafting >= verifying:
-        return f"The drafter is too slow for this target: a step of it costs {s.draft_cost:.2f} target steps ({sums})."
-    return f"Verifying {length + 1} tokens in one pass is too costly on this machine ({sums})."
+        return f"The drafter is too slow for this target: a step of it costs {draft_cost:.2f} target steps ({sums})."
+    return f"Verifying {draft_length + 1} tokens in one pass is too costly on this machine ({sums})."

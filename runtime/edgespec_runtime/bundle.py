@@ -32,11 +32,17 @@ class LoadOptions:
     )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
+    flash_attention: bool | None = knob(
+        None, "attention kernel of llama.cpp (default: on for quantised weights, where it makes blocks exact)"
+    )
 
 
 @dataclass
 class Pair:
-    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision."""
+    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision.
+
+    `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them.
+    """
 
     target: CachedEngine
     draft: CachedEngine | None
@@ -45,6 +51,12 @@ class Pair:
     engine: str
     precision: str
     cost_ratios: dict[str, float]
+    threads: int
+
+    @property
+    def flash_attention(self) -> bool | None:
+        """Whether the target runs with flash attention; None where the engine has no such choice."""
+        return getattr(self.target.engine, "flash_attention", None)
 
     def close(self) -> None:
         """Free both models."""
@@ -76,12 +88,19 @@ class Pair:
         return "not measured"
 
 
-def load_engine(engine: str, path: Path, context: int | None, threads: int | None) -> Engine:
-    """One model file or folder on one engine."""
+def load_engine(
+    engine: str, path: Path, context: int | None, threads: int | None, flash_attention: bool | None = None
+) -> Engine:
+    """One model file or folder on one engine. Raises InputError where flash attention is asked of one without that choice."""
     if engine == LLAMACPP:
         from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 
-        return LlamaCppEngine(path, context_length=context, threads=threads)
+        return LlamaCppEngine(path, context_length=context, threads=threads, flash_attention=flash_attention)
+    if flash_attention is not None:
+        raise InputError(
+            f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
+            f"leave it out or give --engine {LLAMACPP}"
+        )
     from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
     return OnnxRuntimeEngine(path, context_length=context, threads=threads)
@@ -124,21 +143,27 @@ def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
 
 
 def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pair:
-    """Check every file of the bundle against its manifest, then load target, drafter (unless told not to) and tokenizer.
+    """Check every file of the bundle against its manifest, then `load_pair`.
 
-    Raises BundleError for a bundle that is incomplete or altered, InputError for an engine or precision it does not have,
-    MissingExtra where the engine's package is absent.
+    Raises BundleError for a bundle that is incomplete or altered, and what `load_pair` raises.
     """
-    manifest = open_manifest(folder)
+    return load_pair(open_manifest(folder), options, with_draft)
+
+
+def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True) -> Pair:
+    """Load target, drafter (unless told not to) and tokenizer of a bundle whose files were checked.
+
+    Raises InputError for an engine or precision it does not have, MissingExtra where the engine's package is absent.
+    """
+    assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
     vocabulary = _drafters_vocabulary(manifest)
+    threads = options.threads or default_threads()
 
     def load(role: str) -> CachedEngine:
-        threads = options.threads or default_threads()
-        if getattr(manifest, role).parameters < ONE_THREAD_BELOW:
-            threads = 1
+        own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW else threads
         path = manifest.model_path(role, engine, precision)
-        model = load_engine(engine, path, options.context, threads)
+        model = load_engine(engine, path, options.context, own_threads, options.flash_attention)
         if role == "drafter" and vocabulary is not None:
             model = SubsetEngine(model, vocabulary)
         return CachedEngine(model)
@@ -147,9 +172,10 @@ def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pa
     return Pair(
         target=load("target"),
         draft=load("drafter") if with_draft else None,
-        tokenizer=ChatTokenizer(folder / "tokenizer"),
+        tokenizer=ChatTokenizer(manifest.folder / "tokenizer"),
         manifest=manifest,
         engine=engine,
         precision=precision,
         cost_ratios={"parameters": ratios["parameters"], "bytes": ratios["bytes"][f"{engine}/{precision}"]},
+        threads=threads,
     )
