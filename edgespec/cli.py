@@ -41,6 +41,10 @@ VERBS = {
     "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
     "bench": Verb("edgespec.bench_verb", "plain against speculative decoding, side by side"),
+    "tradeoff": Verb(
+        "edgespec_runtime.tradeoff",
+        "quality against latency for acceptance rules that give up some for speed",
+    ),
     "doctor": Verb(
         "edgespec_runtime.doctor", "measure what speculation costs on this device, and say whether it pays"
     ),

@@ -7,7 +7,8 @@ file that the manifest does not list is never opened.
       schema_version    1
       pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
       target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
-                        the target's tokens also has vocabulary: path (runtime/edgespec_runtime/vocabulary.py reads it)
+                        the target's tokens also has vocabulary: path (runtime/edgespec_runtime/vocabulary.py reads it); a model
+                        with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
       default           {engine, precision, reason}: what chat and bench run unless told otherwise
       cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
       metrics           evaluation and verification, in short
@@ -41,7 +42,10 @@ class BundleFile:
 
 @dataclass(frozen=True)
 class BundleModel:
-    """One model of the pair; `files[engine][precision]` is a file or a folder, `vocabulary` a file, relative to the bundle."""
+    """One model of the pair; `files[engine][precision]` is a file or a folder, relative to the bundle, and `vocabulary` a file.
+
+    `fast[engine][precision]` is a graph file in that folder, of the same weights with the kernels of the fast mode.
+    """
 
     name: str
     source: str
@@ -49,6 +53,7 @@ class BundleModel:
     parameters: int
     files: dict[str, dict[str, str]]
     vocabulary: str | None = None
+    fast: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,25 @@ class Manifest:
         assert self.folder is not None
         return self.folder / table[engine][precision]
 
+    def fast_graph(self, role: str, engine: str, precision: str) -> Path | None:
+        """The graph of a model's fast mode; None where it has none of its own."""
+        name = (self.target if role == "target" else self.drafter).fast.get(engine, {}).get(precision)
+        assert self.folder is not None
+        return None if name is None else self.folder / name
+
+    def files_of(
+        self, role: str, engine: str, precision: str, *, fast: bool = False
+    ) -> dict[str, BundleFile]:
+        """The listed files of one model, by path; its graph for the fast mode is one of them only where `fast` is set."""
+        model = self.target if role == "target" else self.drafter
+        path = model.files[engine][precision]
+        graph = None if fast else model.fast.get(engine, {}).get(precision)
+        return {
+            name: entry
+            for name, entry in self.files.items()
+            if (name == path or name.startswith(path + "/")) and name != graph
+        }
+
     def pairs(self) -> list[tuple[str, str]]:
         """(engine, precision) of which both models are there, in the manifest's order."""
         return [
@@ -105,6 +129,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     for role in ROLES:
         if plain[role]["vocabulary"] is None:
             del plain[role]["vocabulary"]
+        if not plain[role]["fast"]:
+            del plain[role]["fast"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
     write_json(folder / MANIFEST, ordered)
     return folder / MANIFEST
@@ -126,6 +152,7 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
                     raise BundleError(
                         f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
+        _check_fast(getattr(manifest, role), role, manifest, folder / MANIFEST)
     listed_in = manifest.drafter.vocabulary
     if listed_in is not None and listed_in not in manifest.files:
         raise BundleError(
@@ -135,6 +162,18 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     for name, entry in manifest.files.items():
         check_file(root, name, entry, hashes=hashes)
     return manifest
+
+
+def _check_fast(model: BundleModel, role: str, manifest: Manifest, where: Path) -> None:
+    """A graph for the fast mode is a listed file directly in the folder of the model whose weights it shares."""
+    for engine, table in model.fast.items():
+        for precision, name in table.items():
+            home = model.files.get(engine, {}).get(precision)
+            if name not in manifest.files or home is None or PurePosixPath(name).parent.as_posix() != home:
+                raise BundleError(
+                    f"{where}: {role} {engine} {precision} has {name!r} for its fast mode, which is not among the files in "
+                    f"{home!r}; {AGAIN}"
+                )
 
 
 def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = True) -> Path:
@@ -194,22 +233,16 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
     models: dict[str, BundleModel] = {}
     for role in ROLES:
         model = _need(value, role, dict, where)
-        tables = {
-            engine: {
-                precision: _safe(name, where)
-                for precision, name in _mapping(table, f"{role}.files", where).items()
-            }
-            for engine, table in _need(model, "files", dict, where).items()
-        }
         models[role] = BundleModel(
             name=_need(model, "name", str, where),
             source=_need(model, "source", str, where),
             shape=_need(model, "shape", dict, where),
             parameters=_need(model, "parameters", int, where),
-            files=tables,
+            files=_paths(_need(model, "files", dict, where), f"{role}.files", where),
             vocabulary=_safe(model["vocabulary"], where)
             if role == "drafter" and "vocabulary" in model
             else None,
+            fast=_paths(_need(model, "fast", dict, where), f"{role}.fast", where) if "fast" in model else {},
         )
     default = _need(value, "default", dict, where)
     for key in ("engine", "precision", "reason"):
@@ -229,6 +262,14 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
         drafter=models["drafter"],
         **rest,
     )
+
+
+def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:
+    """{engine: {precision: path}}."""
+    return {
+        engine: {precision: _safe(path, where) for precision, path in _mapping(table, name, where).items()}
+        for engine, table in value.items()
+    }
 
 
 def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:

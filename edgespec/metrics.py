@@ -73,6 +73,11 @@ class RawCounts:
         return self.emitted / self.blocks if self.blocks else float("nan")
 
     @property
+    def mean_draft_length(self) -> float:
+        """Draft tokens per block: γ, or its mean where it was chosen block by block."""
+        return self.drafted / self.blocks if self.blocks else float("nan")
+
+    @property
     def acceptance_rate(self) -> float:
         """Empirical α = accepted / (accepted + rejected)."""
         tested = sum(self.tested)
@@ -89,7 +94,7 @@ class RawCounts:
         return self.total_seconds - self.draft_seconds - self.verify_seconds
 
 
-def mbsu(block_efficiency: float, draft_length: int, cost_ratio: float) -> float:
+def mbsu(block_efficiency: float, draft_length: float, cost_ratio: float) -> float:
     """Memory-bound speed-up τ / (cγ + 1) (direct alignment section 3; the printed numerator cτ is a misprint)."""
     return block_efficiency / (cost_ratio * draft_length + 1.0)
 
@@ -102,7 +107,7 @@ def predicted_block_efficiency(acceptance_rate: float, draft_length: int) -> flo
 
 
 def predicted_speedup(
-    block_efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
+    block_efficiency: float, draft_length: float, draft_cost: float, verify_cost: float
 ) -> float:
     """τ / (γ·c_t + v(γ+1)) with costs in units of one plain target step."""
     return block_efficiency / (draft_length * draft_cost + verify_cost)

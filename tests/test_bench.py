@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from edgespec_runtime.bench import Options, runs_of
-from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
+from edgespec_runtime.bench_report import AUTO, PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.plot import plot_bench
 
@@ -150,13 +150,14 @@ def measured(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
     report = json.loads((measured / "bench.json").read_text())
-    assert len(report["runs"]) == 4 * 2 * 3
+    assert len(report["runs"]) == 4 * 2 * 4
     for run in report["runs"]:
         counts = RawCounts(**run["counts"])
         assert counts.emitted == len(run["reply"]) <= 16
-        assert (counts.drafted == 0) is (run["draft_length"] == PLAIN)
+        if run["draft_length"] != AUTO:
+            assert (counts.drafted == 0) is (run["draft_length"] == PLAIN)
         assert run["first_token_seconds"] > 0
-    assert [summary["draft_length"] for summary in report["summaries"]] == [0, 1, 3]
+    assert [summary["draft_length"] for summary in report["summaries"]] == [0, 1, 3, AUTO]
     assert all(
         summary["identical"] == 4 for summary in report["summaries"]
     )  # greedy: lossless on this engine's exact mode
@@ -167,8 +168,8 @@ def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
 
 def test_the_order_of_runs_turns_from_prompt_to_prompt(measured: Path) -> None:
     runs = json.loads((measured / "bench.json").read_text())["runs"]
-    orders = [[run["draft_length"] for run in runs[start : start + 3]] for start in range(0, len(runs), 3)]
-    assert orders[:4] == [[0, 1, 3], [1, 3, 0], [1, 3, 0], [3, 0, 1]]  # prompt 0 twice, prompt 1 twice
+    orders = [[run["draft_length"] for run in runs[start : start + 4]] for start in range(0, len(runs), 4)]
+    assert orders[:4] == [[0, 1, 3, AUTO], [1, 3, AUTO, 0], [1, 3, AUTO, 0], [3, AUTO, 0, 1]]  # prompt 0 twice, prompt 1 twice
 
 
 def test_the_plot_is_a_png_of_some_size(measured: Path) -> None:
@@ -181,9 +182,9 @@ def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -
     pair = open_pair(bundle, LoadOptions())
     try:
         prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
-        options = Options(bundle="", draft_lengths=(2,), max_new_tokens=4, seconds=0.0)
+        options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=0.0)
         assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
-        options = Options(bundle="", draft_lengths=(2,), max_new_tokens=4, seconds=60.0)
+        options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=60.0)
         assert len(list(runs_of(pair, prompts, options))) == len(prompts)
     finally:
         pair.close()

@@ -17,11 +17,9 @@ from edgespec_runtime.calibrate import Difference
 from edgespec_runtime.costs import Costs
 from edgespec_runtime.device import Device
 from edgespec_runtime.doctor_report import (
-    Acceptance,
     Findings,
     Threads,
     Variant,
-    acceptances_of,
     advice,
     as_json,
     diagnosis,
@@ -29,6 +27,7 @@ from edgespec_runtime.doctor_report import (
     text,
 )
 from edgespec_runtime.engine import default_threads
+from edgespec_runtime.evaluated import Acceptance, acceptances_of
 from tiny_bundle import disturbed, make_bundle
 from tiny_models import make_model_folder
 

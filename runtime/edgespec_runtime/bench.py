@@ -18,12 +18,25 @@ from edgespec.files import write_json
 from edgespec.metrics import RawCounts
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
-from edgespec_runtime.bench_report import PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
+from edgespec_runtime.acceptance import Rule
+from edgespec_runtime.bench_report import (
+    AUTO,
+    PLAIN,
+    Run,
+    Summary,
+    cost_table,
+    speed_table,
+    summarise,
+    verdict,
+)
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import decode
+from edgespec_runtime.pair_schedule import schedule_of
 from edgespec_runtime.prompts import read_chats
+from edgespec_runtime.rules import rule_of
+from edgespec_runtime.schedule import Schedule
 from edgespec_runtime.speed import dump
 
 LEAST_PROMPTS = 3
@@ -36,6 +49,9 @@ class Options(ReplyOptions, LoadOptions):
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
     draft_lengths: tuple[int, ...] = knob((1, 2, 3, 4, 5, 7), "draft lengths γ", at_least=1)
+    choose: bool = knob(
+        True, "also let γ be chosen block by block from costs measured here, as chat and generate do"
+    )
     repeats: int = knob(1, "runs of every prompt with every draft length", at_least=1)
     seconds: float = knob(
         18.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
@@ -49,7 +65,12 @@ OPTIONS = Options
 
 
 def measure(
-    pair: Pair, prompt: Sequence[int], how: DecodingOptions, length: int, place: tuple[int, int]
+    pair: Pair,
+    prompt: Sequence[int],
+    how: DecodingOptions,
+    length: int,
+    place: tuple[int, int],
+    schedule: Schedule | None = None,
 ) -> Run:
     """Decode one prompt once from empty caches. `place`: index of the prompt and of the repeat."""
     draft = None if length == PLAIN else pair.draft
@@ -60,7 +81,7 @@ def measure(
     reply: list[int] = []
     first_token = 0.0
     start = perf_counter()
-    for block in decode(pair.target, draft, prompt, how, pair.tokenizer.stop_ids, counts):
+    for block in decode(pair.target, draft, prompt, how, pair.tokenizer.stop_ids, counts, schedule):
         first_token = first_token or perf_counter() - start
         reply += block.tokens
     return Run(place[0], place[1], length, len(prompt), first_token, tuple(reply), counts)
@@ -76,13 +97,18 @@ def runs_of(
     how[PLAIN] = plain(how[PLAIN])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
         measure(pair, prompts[0], how[length], length, (0, 0))
+    chosen = None
+    if options.choose and isinstance(rule_of(options.rule), Rule):
+        lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared)
+        chosen = schedule_of(pair, how[AUTO], lambda text: print(text, file=sys.stderr))
     start = perf_counter()
     for index, prompt in enumerate(prompts):
         runs = []
         for repeat in range(options.repeats):
             turn = (index + repeat) % len(lengths)
             for length in lengths[turn:] + lengths[:turn]:
-                runs.append(measure(pair, prompt, how[length], length, (index, repeat)))
+                schedule = chosen if length == AUTO else None
+                runs.append(measure(pair, prompt, how[length], length, (index, repeat), schedule))
         done = index + 1
         affordable = int(options.seconds / ((perf_counter() - start) / done))
         planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))

@@ -20,6 +20,7 @@ from edgespec.metrics import (
 from edgespec.report import interval, table
 
 PLAIN = 0  # the draft length of a plain run
+AUTO = -1  # ... of one whose draft lengths were chosen block by block
 GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
 
@@ -39,9 +40,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """One draft length over all prompts; `speedup`: median over prompts of its token rate / the plain one's."""
+    """One draft length over all prompts; `speedup`: median over prompts of its token rate / the plain one's.
+
+    `mean_draft_length`: γ itself, or what was chosen on average.
+    """
 
     draft_length: int
+    mean_draft_length: float
     token_rate: Interval
     first_token_seconds: float
     step_seconds: float  # one target pass
@@ -54,10 +59,17 @@ class Summary:
     identical: int  # prompts whose reply has the same tokens as the plain one
 
     @property
+    def name(self) -> str:
+        chosen = f"γ = {self.draft_length}"
+        return {PLAIN: "plain", AUTO: f"γ chosen ({self.mean_draft_length:.1f})"}.get(
+            self.draft_length, chosen
+        )
+
+    @property
     def predicted(self) -> float:
         """τ / (γ·c_t + v(γ + 1)), from the measured costs."""
         efficiency = self.block_efficiency[0]
-        return predicted_speedup(efficiency, self.draft_length, self.draft_cost, self.verify_cost)
+        return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
 
 
 class _Prompt:
@@ -94,7 +106,7 @@ def _first_token_seconds(run: Run) -> float:
 
 
 def _pass_seconds(run: Run) -> float:
-    return run.counts.verify_seconds / run.counts.blocks
+    return run.counts.verify_seconds / max(1, run.counts.blocks)
 
 
 def _draft_step_seconds(run: Run) -> float:
@@ -102,29 +114,31 @@ def _draft_step_seconds(run: Run) -> float:
 
 
 def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summary]:
-    """Summaries by ascending draft length, plain first. Every prompt must have every draft length."""
+    """Summaries by ascending draft length, plain first, chosen ones last. Every prompt must have every draft length."""
     grouped: dict[int, list[Run]] = {}
     for run in runs:
         grouped.setdefault(run.prompt, []).append(run)
     prompts = [_Prompt(group) for group in grouped.values()]
 
     summaries = []
-    for length in sorted({run.draft_length for run in runs}):
+    for length in sorted({run.draft_length for run in runs}, key=lambda length: (length == AUTO, length)):
         counts = [prompt.summed(length) for prompt in prompts]
         total = RawCounts()
         for one in counts:
             total.add(one)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
+        mean = total.mean_draft_length if length == AUTO else float(length)
         summaries.append(
             Summary(
                 draft_length=length,
+                mean_draft_length=mean,
                 token_rate=bootstrap([prompt.of(length, _rate) for prompt in prompts], median),
                 first_token_seconds=median([prompt.of(length, _first_token_seconds) for prompt in prompts]),
                 step_seconds=median([prompt.of(length, _pass_seconds) for prompt in prompts]),
                 speedup=bootstrap([prompt.ratio(length, _rate, _rate) for prompt in prompts], median),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
-                mbsu={name: mbsu(efficiency[0], length, ratio) for name, ratio in cost_ratios.items()},
+                mbsu={name: mbsu(efficiency[0], mean, ratio) for name, ratio in cost_ratios.items()},
                 draft_cost=median(
                     [prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in prompts]
                 ),
@@ -144,7 +158,7 @@ def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
         plain = s.draft_length == PLAIN
         rows.append(
             (
-                "plain" if plain else f"γ = {s.draft_length}",
+                s.name,
                 interval(*s.token_rate, digits=1),
                 "1" if plain else interval(*s.speedup),
                 "" if plain else f"{s.predicted:.2f}",
@@ -162,11 +176,11 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     names = list(drafted[0].mbsu)
     rows = [
         (
-            f"γ = {s.draft_length}",
+            s.name,
             interval(*s.block_efficiency),
-            f"{s.acceptance_rate:.3f}",
+            f"{s.acceptance_rate:.3f}" if s.mean_draft_length else "-",
             *(f"{s.mbsu[name]:.2f}" for name in names),
-            f"{s.draft_cost:.3f}",
+            f"{s.draft_cost:.3f}" if s.mean_draft_length else "-",
             f"{s.verify_cost:.2f}",
         )
         for s in drafted
@@ -177,16 +191,20 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
 
 def verdict(summaries: Sequence[Summary]) -> str:
     """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs."""
-    best = max((s for s in summaries if s.draft_length != PLAIN), key=lambda s: s.speedup[0])
+    best = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
     value, low, high = best.speedup
-    length = best.draft_length
-    measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at γ = {length}"
+    measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at {best.name}"
+    chosen = "".join(
+        f" With γ chosen block by block: {interval(*s.speedup)}x."
+        for s in summaries
+        if s.draft_length == AUTO
+    )
     if low > 1.0:
-        return f"Speculation pays here: {measured}."
+        return f"Speculation pays here: {measured}.{chosen}"
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
-        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)})."
-    return f"Speculation does not pay here: at best {measured}. {_cause(best)}"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{chosen}"
+    return f"Speculation does not pay here: at best {measured}. {_cause(best)}{chosen}"
 
 
 def _sums(s: Summary) -> str:

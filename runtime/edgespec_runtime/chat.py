@@ -24,6 +24,8 @@ from edgespec_runtime.conversation import Conversation, keeping_system
 from edgespec_runtime.decoding import MODEL, DecodingOptions, plain
 from edgespec_runtime.drafters import drafter_of
 from edgespec_runtime.loop import check_vocabulary, decode
+from edgespec_runtime.pair_schedule import schedule_of
+from edgespec_runtime.schedule import Schedule
 from edgespec_runtime.speed import plain_step_seconds
 from edgespec_runtime.terminal import Interrupt, Lines, dim, harmless, has_colour
 
@@ -69,6 +71,7 @@ class Chat:
         self.computed = 0
         self.leaving = False
         self._dim_notes = has_colour(sys.stderr)
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def note(self, text: str) -> None:
         """One message beside the reply, on standard error."""
@@ -93,6 +96,7 @@ class Chat:
         draft = self.pair.draft if options.needs_model else None
         check_vocabulary(target, draft)
         context = target.engine.context_length
+        schedule = self._schedule(options)
         prompt, dropped = self.conversation.fit(text, context - min(options.max_new_tokens, context // 4))
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
@@ -107,7 +111,7 @@ class Chat:
             if not interrupt.requested:
                 seeded = dataclasses.replace(options, seed=options.seed + self._draws)
                 stream = self.pair.tokenizer.stream()
-                blocks = decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts)
+                blocks = decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts, schedule)
                 try:
                     with closing(blocks):
                         for block in blocks:
@@ -127,6 +131,13 @@ class Chat:
                 self.replies += 1
                 self._draws += 1
             self.note(self._stats(counts, finish, first_token))
+
+    def _schedule(self, options: Options) -> Schedule:
+        """What it learnt about the pair stays from reply to reply, for each choice of who drafts and how."""
+        how = (options.drafter, options.draft_length, options.max_draft_length, options.temperature)
+        if how not in self._schedules:
+            self._schedules[how] = schedule_of(self.pair, options, self.note)
+        return self._schedules[how]
 
     def _prefill(self, prompt: list[int], options: Options, interrupt: Interrupt) -> None:
         """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one."""

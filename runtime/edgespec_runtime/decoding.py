@@ -15,6 +15,7 @@ from edgespec_runtime.sampling import Warp
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
 STOP, SHIFT = "stop", "shift"
+UNMEASURED = 3  # γ where nobody chose one and no costs are at hand: the direct-alignment paper's
 SINKS = 4  # first tokens that a window keeps at least where nothing else was asked (Xiao et al. 2023, section 3.2)
 
 
@@ -76,7 +77,12 @@ def plain(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class DecodingOptions(ReplyOptions):
-    draft_length: int = knob(3, "draft tokens in a block (γ)", at_least=1)
+    draft_length: int | None = knob(
+        None,
+        "draft tokens in a block (γ) (default: chosen block by block from costs measured on this machine)",
+        at_least=1,
+    )
+    max_draft_length: int = knob(8, "longest draft that is chosen", at_least=1)
 
 
 @dataclass(frozen=True)

@@ -13,24 +13,23 @@ from typing import Any
 
 from edgespec.errors import EdgespecError, MissingExtra
 from edgespec.files import write_json
-from edgespec.manifest import Manifest
 from edgespec.options import from_mapping, knob
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
-from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, load_engine, load_pair, open_pair
+from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, load_model, load_pair, open_pair
 from edgespec_runtime.calibrate import CalibrateOptions, block_difference, calibrate, costs_of
 from edgespec_runtime.costs import Costs
 from edgespec_runtime.device import read_bandwidth, this_device
 from edgespec_runtime.doctor_report import (
-    Acceptance,
     Findings,
     Threads,
     Variant,
-    acceptances_of,
     as_json,
     text,
 )
 from edgespec_runtime.engine import default_threads
+from edgespec_runtime.evaluated import Acceptance, acceptances_of
+from edgespec_runtime.exactness import FAST
 from edgespec_runtime.session import CachedEngine
 
 # Shares of the time given; loading and the bandwidth come on top.
@@ -104,7 +103,7 @@ def examine(options: Options) -> Findings:
         device=this_device(),
         bandwidth=bandwidth,
         threads=pair.threads,
-        streamed=_streamed_bytes(manifest, pair.engine, pair.precision, chosen.context),
+        streamed=_streamed_bytes(pair, chosen.context),
         byte_ratio=pair.cost_ratios["bytes"],
         chosen=chosen,
         others=others,
@@ -120,7 +119,7 @@ def examine(options: Options) -> Findings:
 def _asked(options: Options) -> dict[str, Any]:
     """The options of loading that were given: what a command needs to run the same pair."""
     values = {field.name: getattr(options, field.name) for field in fields(LoadOptions)}
-    return {name: value for name, value in values.items() if value not in (None, "")}
+    return {name: value for name, value in values.items() if value != getattr(LoadOptions(), name)}
 
 
 def _prompts(pair: Pair) -> list[list[int]]:
@@ -134,13 +133,13 @@ def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds
     affordable = int(seconds / (PASSES * costs.verify(1, costs.contexts[0])))
     positions = min(max(affordable, POSITIONS[0]), POSITIONS[1])
     difference = block_difference(pair.target, prompts, positions)
-    return Variant(pair.engine, pair.precision, pair.flash_attention, costs, difference)
+    return Variant(pair.engine, pair.precision, pair.flash_attention, costs, difference, pair.fast_graph)
 
 
 def _others(
     pair: Pair, chosen: Variant, options: Options, prompts: Sequence[Sequence[int]], notes: list[str]
 ) -> tuple[Variant, ...]:
-    """The bundle's other engines and precisions, and llama.cpp with the other attention kernel."""
+    """The bundle's other engines and precisions, ONNX int4 in the other mode, and llama.cpp with the other attention kernel."""
     ways: list[LoadOptions] = []
     for engine, precision in pair.manifest.pairs():
         way = LoadOptions(engine, precision, options.context, options.threads)
@@ -148,11 +147,13 @@ def _others(
             ways.append(way)
         if engine == LLAMACPP:
             ways += [replace(way, flash_attention=on) for on in (False, True)]
-    found: dict[tuple[str, str, bool | None], Variant] = {}
-    seen = {(chosen.engine, chosen.precision, chosen.flash_attention)}
+        if pair.manifest.fast_graph("target", engine, precision) is not None:
+            ways += [way, replace(way, mode=FAST)]
+    found: dict[tuple[str, str, bool | None, bool], Variant] = {}
+    seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
     how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.context,))
     for way in ways:
-        if (way.engine, way.precision, way.flash_attention) in seen:
+        if (way.engine, way.precision, way.flash_attention, way.mode == FAST) in seen:
             continue
         try:
             other = load_pair(pair.manifest, way)
@@ -163,7 +164,7 @@ def _others(
                 notes.append(note)
             continue
         try:
-            key = (other.engine, other.precision, other.flash_attention)
+            key = (other.engine, other.precision, other.flash_attention, other.fast_graph)
             if key not in seen:
                 seen.add(key)
                 costs = calibrate(other.target, other.draft, how)
@@ -183,8 +184,7 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
     how = CalibrateOptions(THREADS * options.seconds / (2 * len(tried)), (32,))
 
     def measured(role: str, threads: int, longest: int) -> Costs:
-        path = pair.manifest.model_path(role, pair.engine, pair.precision)
-        engine = load_engine(pair.engine, path, options.context, threads, options.flash_attention)
+        engine = load_model(pair.manifest, role, pair.engine, pair.precision, options, threads)
         try:
             return calibrate(CachedEngine(engine), None, how, longest)
         finally:
@@ -198,16 +198,13 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
         )
 
 
-def _streamed_bytes(manifest: Manifest, engine: str, precision: str, context: int) -> int:
+def _streamed_bytes(pair: Pair, context: int) -> int:
     """About how many bytes a plain step reads: the target's files, but one row of an embedding kept apart, and the KV cache."""
+    manifest, engine, precision = pair.manifest, pair.engine, pair.precision
     shape = ModelShape(**manifest.target.shape)
-    path = manifest.target.files[engine][precision]
+    files = manifest.files_of("target", engine, precision, fast=pair.fast_graph)
     suffixes = (".gguf", ".onnx", ".data")
-    size = sum(
-        file.bytes
-        for name, file in manifest.files.items()
-        if (name == path or name.startswith(path + "/")) and name.endswith(suffixes)
-    )
+    size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))
     if not shape.tied or precision == "int4":  # int4 matrices: the output head is a table of its own
         size -= round(shape.embedding_parameters * EMBEDDING_BYTES.get(precision, 0.0))
     return size + 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(engine, 4)

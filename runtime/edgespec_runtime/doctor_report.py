@@ -13,6 +13,8 @@ from edgespec_runtime.bench_report import block_cause
 from edgespec_runtime.calibrate import Difference
 from edgespec_runtime.costs import Costs, best_draft_length, break_even, speedup
 from edgespec_runtime.device import Device
+from edgespec_runtime.evaluated import Acceptance
+from edgespec_runtime.exactness import FAST
 
 USUAL_CONTEXT = 256
 CLEARLY = 1.05  # what is less than this faster is not worth a flag, nor worth telling from noise
@@ -22,22 +24,15 @@ STEEP = 0.5  # plain steps that a further token of a pass costs, from which on a
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """α as the bundle's evaluation measured it, or as the user gave it. `where`: greedy, T = 1 ..."""
-
-    where: str
-    rate: float
-
-
-@dataclass(frozen=True)
 class Variant:
-    """One way to run the pair. `flash_attention`: None where the engine has no such choice."""
+    """One way to run the pair. `flash_attention`: None where the engine has no such choice; `fast_graph`: see Pair."""
 
     engine: str
     precision: str
     flash_attention: bool | None
     costs: Costs
     difference: Difference
+    fast_graph: bool = False
 
     @property
     def context(self) -> int:
@@ -51,7 +46,7 @@ class Variant:
     @property
     def name(self) -> str:
         flash = {None: "", True: ", flash attention", False: ", no flash attention"}[self.flash_attention]
-        return f"{self.engine} {self.precision}{flash}"
+        return f"{self.engine} {self.precision}{flash}{', fast mode' if self.fast_graph else ''}"
 
     def best(self, rate: float) -> tuple[int, float]:
         """(best γ, predicted speed-up) at an acceptance rate."""
@@ -236,7 +231,7 @@ def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
 
 
 def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) -> str:
-    """What the exact mode is part of the cause of: the same file with the other attention kernel verifies clearly faster."""
+    """What the exact mode is part of the cause of: the same file in the other mode verifies clearly faster."""
     for other in others:
         same = (other.engine, other.precision) == (chosen.engine, chosen.precision)
         mine = chosen.costs.verify(length + 1, chosen.context)
@@ -272,6 +267,7 @@ def advice(findings: Findings) -> list[str]:
     if times > CLEARLY:
         other = {**findings.asked, "engine": fastest.engine, "precision": fastest.precision}
         other["flash_attention"] = fastest.flash_attention
+        other["mode"] = FAST if fastest.fast_graph else None
         said = f"about {times:.1f} times as fast"
         if fastest.precision != chosen.precision:
             said += "; other weights, so other replies"
@@ -346,27 +342,3 @@ def as_json(findings: Findings) -> dict[str, Any]:
             "advice": advice(findings),
         },
     }
-
-
-def acceptances_of(metrics: Mapping[str, Any]) -> tuple[Acceptance, ...]:
-    """α of the distilled drafter (else the last one listed) for each sampling, the mean over draft lengths; () where unknown.
-
-    `metrics` is a manifest's, which may come from a stranger: what is not of the exporter's form is passed over.
-    """
-    settings = metrics.get("settings")
-    found: dict[str, dict[str, list[float]]] = {}
-    for setting in settings if isinstance(settings, list) else []:
-        try:
-            rate = float(setting["metrics"]["alpha_empirical"][0])
-            temperature, top_p = float(setting["temperature"]), float(setting["top_p"])
-            drafter = str(setting["drafter"])
-        except (KeyError, TypeError, ValueError, IndexError):
-            continue
-        if 0.0 <= rate <= 1.0:
-            where = "greedy" if temperature == 0 else f"T = {temperature:g}"
-            where += f", top-p {top_p:g}" if temperature and top_p < 1 else ""
-            found.setdefault(drafter, {}).setdefault(where, []).append(rate)
-    if not found:
-        return ()
-    rates = found.get("distilled") or found[list(found)[-1]]
-    return tuple(Acceptance(where, sum(values) / len(values)) for where, values in rates.items())

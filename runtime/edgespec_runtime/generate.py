@@ -18,6 +18,7 @@ from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import keeping_system
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.loop import decode
+from edgespec_runtime.pair_schedule import schedule_of
 from edgespec_runtime.speed import dump, metrics_of
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -71,9 +72,11 @@ def run(given: dict[str, Any]) -> int:
         prompt = encode_prompt(pair, text, options.system, options.raw)
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
+        schedule = schedule_of(pair, decoding, lambda text: print(text, file=sys.stderr, flush=True))
         counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
         try:
-            for block in decode(pair.target, pair.draft, prompt, decoding, pair.tokenizer.stop_ids, counts):
+            stop = pair.tokenizer.stop_ids
+            for block in decode(pair.target, pair.draft, prompt, decoding, stop, counts, schedule):
                 finish = block.finish
                 pieces.append(stream.feed(block.tokens))
                 if not options.json:
@@ -92,7 +95,7 @@ def run(given: dict[str, Any]) -> int:
             "precision": pair.precision,
             "options": to_mapping(options),
             "counts": dump(counts),
-            "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
+            "metrics": metrics_of(counts, pair.cost_ratios),
         }
         print(json.dumps(report, ensure_ascii=False, indent=2))
         return 0

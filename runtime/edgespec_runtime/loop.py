@@ -19,7 +19,7 @@ from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, verify
 from edgespec_runtime.cascade_loops import decode_by
-from edgespec_runtime.decoding import SHIFT, Block, DecodingOptions
+from edgespec_runtime.decoding import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.drafters import Drafter, drafter_of, window_of
 from edgespec_runtime.rules import LoopRule, rule_of
 from edgespec_runtime.sampling import Warp
@@ -44,7 +44,7 @@ def decode(
         prompt: token ids, at least one and fewer than the target's context.
         stop: ids that end a reply; the one met is the last token yielded.
         counts: raw counts, updated before each yield.
-        schedule: chooses the draft length of every block (default: `options.draft_length`, always).
+        schedule: chooses the draft length of every block (default: always `options.draft_length`, or 3).
         rule: accepts draft tokens (default: that of `options.rule`).
 
     Raises:
@@ -62,7 +62,8 @@ def decode(
             yield from decode_by(rule, target, draft, prompt, options, stop, counts)
             return
         rule = LOSSLESS  # nobody drafts: plain decoding
-    schedule = schedule or Fixed(options.draft_length)
+    schedule = schedule or Fixed(options.draft_length or UNMEASURED)
+    schedule.begin()
     how = Warp(options.temperature, options.top_k, options.top_p)
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     ids = list(prompt)

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.errors import MissingExtra
 from edgespec.files import whole_file
-from edgespec_runtime.bench_report import PLAIN, Summary
+from edgespec_runtime.bench_report import AUTO, PLAIN, Summary
 
 _TARGET, _DRAFT = "#555555", "#1f6f8b"
 
@@ -18,7 +18,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "A plot of the bench") from error
+        raise MissingExtra("matplotlib", "plot", "A plot") from error
 
 
 def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
@@ -27,7 +27,8 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     from matplotlib.figure import Figure
 
     plain = next(summary for summary in summaries if summary.draft_length == PLAIN)
-    drafted = [summary for summary in summaries if summary.draft_length != PLAIN]
+    drafted = [summary for summary in summaries if summary.draft_length > PLAIN]
+    chosen = [summary for summary in summaries if summary.draft_length == AUTO]
     lengths = [summary.draft_length for summary in drafted]
     figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -49,6 +50,14 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     right.axhline(value, color=_TARGET, linewidth=1.5, label="plain decoding")
     right.axhspan(low, high, color=_TARGET, alpha=0.15, linewidth=0)
     _points(right, lengths, [summary.token_rate for summary in drafted], "speculative decoding")
+    for summary in chosen:
+        right.axhline(
+            summary.token_rate[0],
+            color=_DRAFT,
+            linestyle="--",
+            linewidth=1.2,
+            label="γ chosen block by block",
+        )
     right.set_ylim(bottom=0)
     right.set_ylabel("tokens per second (prefill apart)")
     for axes in (left, right):

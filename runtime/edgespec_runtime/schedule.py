@@ -21,6 +21,9 @@ class Outcome:
 
 
 class Schedule(Protocol):
+    def begin(self) -> None:
+        """Called before every reply."""
+
     def draft_length(self, context: int, room: int) -> int:
         """γ of the next block, from 0 (a plain step) to `room`; `context`: tokens so far."""
 
@@ -36,6 +39,9 @@ class Fixed:
 
     def __init__(self, draft_length: int) -> None:
         self._length = draft_length
+
+    def begin(self) -> None:
+        pass
 
     def draft_length(self, context: int, room: int) -> int:
         return max(0, min(self._length, room))

@@ -1,0 +1,237 @@
+"""The same GGUF pair here and in llama.cpp, same threads, same prompts, in turns: plain decoding, prompt lookup, speculation.
+
+    python benchmarks/against_llamacpp.py BUNDLE [--precision q8_0] [--prompts 24] [--temperatures 0,1] [--binary PATH ...]
+
+    edgespec plain        our loop on the GGUF target
+    edgespec γ = n, auto  with the drafter, fixed draft lengths and the one chosen from measured costs
+    edgespec lookup       prompt lookup, no drafter model
+    llama.cpp loop        llama_decode and llama.cpp's own sampler, nothing between them
+    llama-cpp-python      Llama.generate, as its users call it
+    its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
+
+Tokens a second count from the first token on, so that reading the prompt is in none of them. PATH: llama-speculative-simple or
+llama-cli of a llama.cpp of yours; it is run on the same files and prompts, and its own figures are shown beside. Bars: plain
+decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %; the best speculation at least
+0.9x of the measured-cost limit τ / (γ·c_t + v(γ + 1)).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import llama_cpp
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.decoding import LOOKUP, DecodingOptions
+from edgespec_runtime.engine import default_threads
+from edgespec_runtime.engine_llamacpp import load_library
+from edgespec_runtime.loop import decode
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+from edgespec.files import write_json
+from edgespec.metrics import RawCounts, bootstrap, median
+from edgespec.progress import progress
+from edgespec.report import interval, table
+
+PLAIN_BAR, LIMIT_BAR, LOOP_BAR = 0.98, 0.9, 0.10
+LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
+
+Run = Callable[[Sequence[int], float], tuple[float, RawCounts | None]]
+"""(prompt ids, temperature) -> (tokens a second from the first token on, raw counts where there are some)."""
+
+
+class Timer:
+    """Tokens a second from the first on: what left with the first block belongs to the prompt."""
+
+    def __init__(self) -> None:
+        self.tokens, self._first, self._last, self._skipped = 0, 0.0, 0.0, 0
+
+    def add(self, count: int) -> None:
+        self._last = perf_counter()
+        if not self.tokens:
+            self._first, self._skipped = self._last, count
+        self.tokens += count
+
+    @property
+    def rate(self) -> float:
+        counted = self.tokens - self._skipped
+        return counted / (self._last - self._first) if counted else float("nan")
+
+
+def ours(pair: Pair, new: int, **options: Any) -> Run:
+    speculates = options.pop("speculates", True)
+
+    def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
+        how = DecodingOptions(max_new_tokens=new, temperature=temperature, **options)
+        for model in (pair.target, pair.draft):
+            if model is not None:
+                model.rewind(0)
+        counts, timer = RawCounts(), Timer()
+        draft = pair.draft if speculates else None
+        for block in decode(pair.target, draft, prompt, how, (), counts):
+            timer.add(len(block.tokens))
+        return timer.rate, counts
+
+    return run
+
+
+def native_loop(file: Path, context: int, threads: int, new: int, flash_attention: bool) -> Run:
+    """llama_decode of one token after the other, drawn by llama.cpp's sampler chain."""
+    lib = load_library()
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = lib.llama_model_load_from_file(str(file).encode(), params)
+    context_params = lib.llama_context_default_params()
+    context_params.n_ctx, context_params.n_batch, context_params.n_ubatch = context, 256, 256
+    context_params.n_threads = context_params.n_threads_batch = threads
+    context_params.flash_attn_type = int(flash_attention)
+    context_params.no_perf = True
+    session = lib.llama_init_from_model(model, context_params)
+
+    def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if temperature:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(0))
+        else:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
+        lib.llama_memory_clear(lib.llama_get_memory(session), True)
+        tokens = (lib.llama_token * len(prompt))(*prompt)
+        lib.llama_decode(session, lib.llama_batch_get_one(tokens, len(prompt)))
+        one, timer = (lib.llama_token * 1)(), Timer()
+        for _ in range(new):
+            one[0] = lib.llama_sampler_sample(chain, session, -1)
+            timer.add(1)
+            lib.llama_decode(session, lib.llama_batch_get_one(one, 1))
+        lib.llama_sampler_free(chain)
+        return timer.rate, None
+
+    return run
+
+
+def python_binding(
+    file: Path, context: int, threads: int, new: int, flash_attention: bool, lookup: bool
+) -> Run:
+    """Llama.generate; with `lookup` its own speculation, which proposes what followed the last n-gram."""
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if lookup else None
+    model = llama_cpp.Llama(
+        str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=256,
+        flash_attn=flash_attention, draft_model=draft, verbose=False,
+    )  # fmt: skip
+
+    def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
+        timer = Timer()
+        model.reset()
+        for _token in model.generate(
+            list(prompt), top_k=0, top_p=1.0, min_p=0.0, temp=temperature, repeat_penalty=1.0
+        ):
+            timer.add(1)
+            if timer.tokens == new:
+                break
+        return timer.rate, None
+
+    return run
+
+
+def binary(program: str, target: Path, drafter: Path, threads: int, new: int, prompts: Sequence[str]) -> str:
+    """What a llama.cpp program prints of its speed on the same pair, prompt by prompt; raw lines, not parsed further."""
+    lines = []
+    for prompt in prompts[:3]:
+        done = subprocess.run(
+            [program, "-m", target, "-md", drafter, "-t", str(threads), "-n", str(new), "--temp", "0", "-p", prompt],
+            capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        found = re.findall(
+            r".*(?:tokens per second|accept|speed|t/s).*", done.stdout + done.stderr, re.IGNORECASE
+        )
+        lines += [f"exit {done.returncode}", *found]
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--precision", default="q8_0")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--new", type=int, default=64, help="tokens of a reply")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--draft-lengths", default="1,2,3,4")
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument(
+        "--binary", action="append", default=[], help="llama.cpp program that takes -m, -md, -p"
+    )
+    parser.add_argument("--json", type=Path, help="write every run to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse()
+    options = LoadOptions(engine="llama.cpp", precision=given.precision, threads=given.threads)
+    pair = open_pair(given.bundle, options)
+    target: Any = pair.target.engine
+    file = pair.manifest.model_path("target", "llama.cpp", given.precision)
+    same = (file, target.context_length, given.threads, given.new, target.flash_attention)
+    lengths = [int(length) for length in given.draft_lengths.split(",")]
+    rivals: dict[str, Run] = {
+        "edgespec plain": ours(pair, given.new, speculates=False),
+        **{f"edgespec γ = {n}": ours(pair, given.new, draft_length=n) for n in lengths},
+        "edgespec lookup": ours(pair, given.new, speculates=False, drafter=LOOKUP, draft_length=LOOKED_UP),
+        "llama.cpp loop": native_loop(*same),
+        "llama-cpp-python": python_binding(*same, lookup=False),
+        "its prompt lookup": python_binding(*same, lookup=True),
+    }
+    prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
+    print(f"{file.name}, {given.threads} threads, {len(prompts)} prompts, {given.new} tokens\n")
+    report: dict[str, Any] = {}
+    for temperature in (float(value) for value in given.temperatures.split(",")):
+        rates: dict[str, list[float]] = {name: [] for name in rivals}
+        counts: dict[str, RawCounts] = {name: RawCounts() for name in rivals}
+        names = list(rivals)
+        for name in names:  # warm-up
+            rivals[name](prompts[0], temperature)
+        with progress(f"T = {temperature:g}", len(prompts), "prompt") as bar:
+            for index, prompt in enumerate(prompts):
+                turn = index % len(names)
+                for name in names[turn:] + names[:turn]:
+                    rate, counted = rivals[name](prompt, temperature)
+                    rates[name].append(rate)
+                    if counted is not None:
+                        counts[name].add(counted)
+                bar.update(1)
+        rows = []
+        for name in names:
+            ratios = [mine / plain for mine, plain in zip(rates[name], rates["llama.cpp loop"], strict=True)]
+            counted = counts[name]
+            models = counted.draft_seconds + counted.verify_seconds
+            rows.append(
+                (
+                    name,
+                    interval(*bootstrap(rates[name], median), digits=1),
+                    interval(*bootstrap(ratios, median)),
+                    f"{counted.block_efficiency:.2f}" if counted.drafted else "",
+                    f"{counted.acceptance_rate:.2f}" if counted.drafted else "",
+                    f"{counted.loop_seconds / models:.1%}" if models else "",
+                )
+            )
+        print(f"T = {temperature:g}")
+        print(table(("", "tok/s [95 %]", "x llama.cpp loop", "τ", "α", "loop adds"), rows), end="\n\n")
+        report[f"{temperature:g}"] = {
+            name: {"rates": rates[name], "counts": vars(counts[name])} for name in names
+        }
+    if given.json:
+        write_json(given.json, {"file": file.name, "threads": given.threads, "runs": report})
+    drafter = pair.manifest.model_path("drafter", "llama.cpp", given.precision)
+    texts = [chat[-1]["content"] for chat in pair.prompts()]
+    for program in given.binary:
+        print(program, binary(program, file, drafter, given.threads, given.new, texts), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
