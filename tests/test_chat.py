@@ -36,11 +36,13 @@ def new_chat(pair: Pair, **options: Any) -> Chat:
     for model in (pair.target, pair.draft):
         assert model is not None
         model.rewind(0)
-    return Chat(pair, Options(**{"bundle": "", "max_new_tokens": 12, **options}), interactive=False)
+    return Chat(
+        pair, Options(**{"bundle": "", "max_new_tokens": 12, "draft_length": 3, **options}), interactive=False
+    )
 
 
 def chat_process(bundle: Path, text: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), *flags]
+    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), "--draft-length", "3", *flags]
     return subprocess.run(
         command, input=text, capture_output=True, cwd=REPOSITORY, env={**os.environ, **PATHS}, check=False
     )
@@ -275,6 +277,7 @@ def test_chat_module_documents_its_settable_knobs() -> None:
             "top_k",
             "top_p",
             "draft_length",
+            "max_draft_length",
             "max_new_tokens",
             "seed",
             "rule",

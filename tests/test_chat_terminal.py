@@ -99,7 +99,7 @@ class Terminal:
 @pytest.fixture
 def terminal(bundle: Path) -> Iterator[Terminal]:
     pytest.importorskip("termios")
-    opened = Terminal("chat", str(bundle), "--max-new-tokens", "200", NO_COLOR="1")
+    opened = Terminal("chat", str(bundle), "--draft-length", "3", "--max-new-tokens", "200", NO_COLOR="1")
     yield opened
     opened.close()
 
@@ -143,7 +143,9 @@ def test_ctrl_c_or_ctrl_d_twice_at_the_prompt_leaves(terminal: Terminal, key: st
 
 
 def test_colours_only_where_they_are_wanted(bundle: Path, terminal: Terminal) -> None:
-    coloured = Terminal("chat", str(bundle), "--max-new-tokens", "20", "--colour", NO_COLOR="")
+    coloured = Terminal(
+        "chat", str(bundle), "--draft-length", "3", "--max-new-tokens", "20", "--colour", NO_COLOR=""
+    )
     try:
         coloured.wait_for("> ")
         coloured.send("Hello\n")

@@ -176,7 +176,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
         for model in (pair.target, pair.draft):
             assert model is not None
             model.rewind(0)
-        chat = Chat(pair, Options(bundle="", max_new_tokens=16), interactive=False)
+        chat = Chat(pair, Options(bundle="", max_new_tokens=16, draft_length=3), interactive=False)
         chat.reply("Hello")
         engine: Any = getattr(pair, role).engine
         if failing:
@@ -199,7 +199,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
 def test_an_error_in_mid_reply_stands_on_a_line_of_its_own(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = Chat(pair, Options(bundle="", max_new_tokens=40), interactive=False)
+    chat = Chat(pair, Options(bundle="", max_new_tokens=40, draft_length=3), interactive=False)
     chat.reply("Hello")
     whole = capsys.readouterr().out
     pair.target.rewind(0)
@@ -239,7 +239,7 @@ def test_a_drafter_of_another_vocabulary(strange: Path, capfd: pytest.CaptureFix
     opened = open_pair(strange, LoadOptions(threads=1))
     try:
         with pytest.raises(InputError, match="vocabulary has 400 tokens and the target's 512"):
-            Chat(opened, Options(bundle=""), interactive=False).reply("Hello")
+            Chat(opened, Options(bundle="", draft_length=3), interactive=False).reply("Hello")
     finally:
         opened.close()
     for flags in (["--no-draft"], ["--drafter", "lookup"]):  # without it the target can be used
@@ -288,7 +288,7 @@ def test_a_prompt_of_special_tokens_alone(
 
 
 def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(pair, Options(bundle="", max_new_tokens=6), interactive=False)
+    chat = Chat(pair, Options(bundle="", max_new_tokens=6, draft_length=3), interactive=False)
     for text in (SPECIALS[2], "", "   ", "".join(SPECIALS)):
         chat.handle(text)
     assert chat.replies == 2
@@ -296,7 +296,17 @@ def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.Cap
 
 
 def test_bytes_that_are_no_text_are_refused_and_the_lines_after_them_answered(bundle: Path) -> None:
-    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), "--max-new-tokens", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "edgespec",
+        "chat",
+        str(bundle),
+        "--draft-length",
+        "3",
+        "--max-new-tokens",
+        "4",
+    ]
     done = subprocess.run(
         command, input=b"\xff\xfe\nHello\n", capture_output=True, cwd=REPOSITORY, check=False
     )

@@ -5,8 +5,8 @@ Expected tokens per second of a draft of γ:
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1) + overhead)      a_i: acceptance at position i of the block
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
-is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted, or pay beyond doubt; and
-where none seems to pay, one that might is tried while it is affordable. So a reply is hardly slower than plain decoding.
+is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted, or pay beyond doubt;
+and where none seems to pay, one that might is tried while it is affordable. So a reply is hardly slower than plain decoding.
 Knows costs and counts; no engines, no tokens.
 """
 

@@ -33,7 +33,7 @@ from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_schedule import schedule_of
+from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.rules import rule_of
 from edgespec_runtime.schedule import Schedule
@@ -100,7 +100,7 @@ def runs_of(
     chosen = None
     if options.choose and isinstance(rule_of(options.rule), Rule):
         lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared)
-        chosen = schedule_of(pair, how[AUTO], lambda text: print(text, file=sys.stderr))
+        chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
     start = perf_counter()
     for index, prompt in enumerate(prompts):
         runs = []

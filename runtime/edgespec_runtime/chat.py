@@ -24,8 +24,7 @@ from edgespec_runtime.conversation import Conversation, keeping_system
 from edgespec_runtime.decoding import MODEL, DecodingOptions, plain
 from edgespec_runtime.drafters import drafter_of
 from edgespec_runtime.loop import check_vocabulary, decode
-from edgespec_runtime.pair_schedule import schedule_of
-from edgespec_runtime.schedule import Schedule
+from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.speed import plain_step_seconds
 from edgespec_runtime.terminal import Interrupt, Lines, dim, harmless, has_colour
 
@@ -71,7 +70,7 @@ class Chat:
         self.computed = 0
         self.leaving = False
         self._dim_notes = has_colour(sys.stderr)
-        self._schedules: dict[tuple[Any, ...], Schedule] = {}
+        self._schedules = Schedules(pair, self.note)
 
     def note(self, text: str) -> None:
         """One message beside the reply, on standard error."""
@@ -96,7 +95,7 @@ class Chat:
         draft = self.pair.draft if options.needs_model else None
         check_vocabulary(target, draft)
         context = target.engine.context_length
-        schedule = self._schedule(options)
+        schedule = self._schedules.of(options)
         prompt, dropped = self.conversation.fit(text, context - min(options.max_new_tokens, context // 4))
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
@@ -131,13 +130,6 @@ class Chat:
                 self.replies += 1
                 self._draws += 1
             self.note(self._stats(counts, finish, first_token))
-
-    def _schedule(self, options: Options) -> Schedule:
-        """What it learnt about the pair stays from reply to reply, for each choice of who drafts and how."""
-        how = (options.drafter, options.draft_length, options.max_draft_length, options.temperature)
-        if how not in self._schedules:
-            self._schedules[how] = schedule_of(self.pair, options, self.note)
-        return self._schedules[how]
 
     def _prefill(self, prompt: list[int], options: Options, interrupt: Interrupt) -> None:
         """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one."""

@@ -17,8 +17,8 @@ from edgespec.options import from_mapping, knob, to_mapping
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import keeping_system
 from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_schedule import schedule_of
+from edgespec_runtime.loop import check_prompt, decode
+from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.speed import dump, metrics_of
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -72,7 +72,8 @@ def run(given: dict[str, Any]) -> int:
         prompt = encode_prompt(pair, text, options.system, options.raw)
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
-        schedule = schedule_of(pair, decoding, lambda text: print(text, file=sys.stderr, flush=True))
+        check_prompt(pair.target, pair.draft, prompt, decoding)
+        schedule = Schedules(pair, lambda text: print(text, file=sys.stderr, flush=True)).of(decoding)
         counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
         try:
             stop = pair.tokenizer.stop_ids
@@ -95,7 +96,7 @@ def run(given: dict[str, Any]) -> int:
             "precision": pair.precision,
             "options": to_mapping(options),
             "counts": dump(counts),
-            "metrics": metrics_of(counts, pair.cost_ratios),
+            "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
         print(json.dumps(report, ensure_ascii=False, indent=2))
         return 0

@@ -51,7 +51,7 @@ def decode(
         InputError: the prompt is empty or leaves no room in the context, the drafter is of another vocabulary or missing.
         EdgespecError: an engine failed; its cache is empty then, and the next reply works if the engine does.
     """
-    _check(target, draft, prompt, options)
+    check_prompt(target, draft, prompt, options)
     limit = target.engine.context_length
     window = window_of(target, options)
     generator = np.random.default_rng(options.seed)
@@ -131,9 +131,10 @@ def decode(
         _settle(target, drafter, len(ids))
 
 
-def _check(
+def check_prompt(
     target: CachedEngine, draft: CachedEngine | None, prompt: Sequence[int], options: DecodingOptions
 ) -> None:
+    """Raise InputError for what `decode` cannot begin with; before anything is computed or measured."""
     limit = target.engine.context_length
     if not prompt:
         raise InputError("the prompt is empty; give at least one token")

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import Pair
 from edgespec_runtime.calibrate import QUICK, costs_of, load_costs
+from edgespec_runtime.costs import Costs
 from edgespec_runtime.decoding import NOBODY, DecodingOptions
 from edgespec_runtime.evaluated import expected_rate
 from edgespec_runtime.schedule import Fixed, Schedule
 
 
-def schedule_of(pair: Pair, options: DecodingOptions, note: Callable[[str], None]) -> Schedule:
-    """Costs that were measured earlier serve; else they are measured now, in a second or two, and `note` is told so."""
-    if options.draft_length is not None or options.drafter == NOBODY:
-        return Fixed(options.draft_length or 0)
-    if load_costs(pair, note) is None:
-        note(f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures more thoroughly)")
-    costs, _ = costs_of(pair, QUICK, note)
-    return Adaptive(
-        costs, expected_rate(pair.manifest.metrics, options.temperature), options.max_draft_length
-    )
+class Schedules:
+    """The schedules of a loaded pair, one for each choice of who drafts and how; what one learnt stays from reply to reply.
+
+    Costs that were measured earlier on this device serve; else they are measured when first needed, in a second or two, which
+    empties both caches, and `note` is told so.
+    """
+
+    def __init__(self, pair: Pair, note: Callable[[str], None]) -> None:
+        self._pair, self._note = pair, note
+        self._costs: Costs | None = None
+        self._made: dict[tuple[Any, ...], Schedule] = {}
+
+    def of(self, options: DecodingOptions) -> Schedule:
+        how = (options.drafter, options.draft_length, options.max_draft_length, options.temperature)
+        if how not in self._made:
+            self._made[how] = self._make(options)
+        return self._made[how]
+
+    def _make(self, options: DecodingOptions) -> Schedule:
+        if options.draft_length is not None or options.drafter == NOBODY:
+            return Fixed(options.draft_length or 0)
+        if self._costs is None:
+            self._costs = load_costs(self._pair, self._note)
+        if self._costs is None:
+            self._note(
+                f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
+            )
+            self._costs, _ = costs_of(self._pair, QUICK, self._note, fresh=True)
+        expected = expected_rate(self._pair.manifest.metrics, options.temperature)
+        return Adaptive(self._costs, expected, options.max_draft_length)

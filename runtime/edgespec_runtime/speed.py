@@ -36,15 +36,22 @@ def plain_step_seconds(target: CachedEngine, options: DecodingOptions) -> float 
     return median(times)
 
 
-def metrics_of(counts: RawCounts, cost_ratios: dict[str, float]) -> dict[str, float | None]:
-    """Metrics of a run: tokens per second, τ, α, mean γ, MBSU for each cost ratio (None where they mean nothing)."""
+def metrics_of(
+    counts: RawCounts, draft_length: int | None, cost_ratios: dict[str, float]
+) -> dict[str, float | None]:
+    """Metrics of a run: tokens per second, τ, α, mean γ, MBSU for each cost ratio (None where they mean nothing).
+
+    MBSU is that of `draft_length`, or of the mean γ where it was chosen block by block.
+    """
     values: dict[str, float | None] = {"tokens_per_second": counts.token_rate if counts.emitted else None}
     if counts.drafted:
         values["block_efficiency"] = counts.block_efficiency
         values["acceptance_rate"] = counts.acceptance_rate
         values["mean_draft_length"] = counts.mean_draft_length
         for name, ratio in cost_ratios.items():
-            values[f"mbsu_{name}"] = mbsu(counts.block_efficiency, counts.mean_draft_length, ratio)
+            values[f"mbsu_{name}"] = mbsu(
+                counts.block_efficiency, draft_length or counts.mean_draft_length, ratio
+            )
     return values
 
 

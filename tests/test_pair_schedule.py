@@ -1,0 +1,65 @@
+"""Which schedule a loaded pair gets: fixed, plain, or chosen from costs that were kept or are measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.adaptive import Adaptive
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.calibrate import store_costs
+from edgespec_runtime.costs import Costs
+from edgespec_runtime.decoding import DecodingOptions, plain
+from edgespec_runtime.evaluated import UNKNOWN, expected_rate
+from edgespec_runtime.pair_schedule import Schedules
+from edgespec_runtime.schedule import Fixed
+
+
+@pytest.fixture
+def pair(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """With a cache folder in which no costs are kept yet."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    loaded = open_pair(bundle, LoadOptions(threads=1))
+    yield loaded
+    loaded.close()
+
+
+def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
+    notes: list[str] = []
+    schedules = Schedules(pair, notes.append)
+    fixed, none = schedules.of(DecodingOptions(draft_length=5)), schedules.of(plain(DecodingOptions()))
+    assert isinstance(fixed, Fixed)
+    assert isinstance(none, Fixed)
+    assert (fixed.draft_length(10, 100), none.draft_length(10, 100)) == (5, 0)
+    assert notes == []
+
+
+def test_kept_costs_serve_without_measuring(pair: Pair) -> None:
+    """A drafter that costs nothing next to the target: the kept table says long drafts."""
+    store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
+    notes: list[str] = []
+    schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
+    assert isinstance(schedule, Adaptive)
+    assert schedule.draft_length(40, 100) == 6
+    assert notes == []
+
+
+def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair) -> None:
+    notes: list[str] = []
+    schedules = Schedules(pair, notes.append)
+    first = schedules.of(DecodingOptions())
+    assert isinstance(first, Adaptive)
+    assert schedules.of(DecodingOptions()) is first
+    assert schedules.of(DecodingOptions(temperature=1.0)) is not first
+    assert sum("measuring this machine" in note for note in notes) == 1
+
+
+def test_the_first_guess_is_the_evaluated_rate_nearest_in_temperature() -> None:
+    settings = [
+        {"metrics": {"alpha_empirical": [rate, 0, 1]}, "temperature": t, "top_p": 1.0, "drafter": "distilled"}
+        for t, rate in ((0.0, 0.7), (0.6, 0.5))
+    ]
+    metrics = {"settings": settings}
+    assert [expected_rate(metrics, t) for t in (0.0, 0.2, 0.5, 2.0)] == [0.7, 0.7, 0.5, 0.5]
+    assert expected_rate({}, 0.0) == UNKNOWN
