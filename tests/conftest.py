@@ -41,6 +41,29 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a tiny target and a noisy copy of it for both engines. Read-only."""
+    from edgespec_export.bundle import write_bundle
+    from edgespec_export.export import export_pair
+    from tiny_bundle import disturbed
+    from tiny_models import make_model_folder
+
+    from edgespec.recipe import ExportOptions
+
+    root = tmp_path_factory.mktemp("both")
+    target = make_model_folder(root / "target", context=128)
+    drafter = disturbed(target, root / "drafter", 0.07)
+    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
+    export_pair(root / "export", target, drafter, options)
+    write_bundle(
+        root / "bundle", root / "export", target, drafter, options, target_name="tiny", target_source="test",
+        prompts=[[{"role": "user", "content": "Hello"}]],
+        evaluation={}, verification={"files": []}, metrics={}, provenance={},
+    )  # fmt: skip
+    return root / "bundle"
+
+
+@pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A small random model folder of every family, with RoPE bases and embeddings that differ. Read-only."""
     from tiny_models import make_model_folder

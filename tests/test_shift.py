@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import export_pair
 from edgespec_runtime import loop
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.chat import Chat
@@ -24,14 +22,11 @@ from edgespec_runtime.session import CachedEngine, Window, most_kept
 from exact_law import distance, law_of, target_law
 from test_acceptance import WARPS
 from test_loop import Setup
-from tiny_bundle import disturbed
-from tiny_models import make_model_folder
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.cli import main
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
 
 V = 16
 DRAFTERS = (MODEL, LOOKUP, HYBRID)
@@ -185,22 +180,6 @@ def test_keeping_too_much_is_refused(keep: int, words: str) -> None:
 
 
 # On the real engines
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target and a noisy copy of it, exported for both engines and packed."""
-    root = tmp_path_factory.mktemp("shift")
-    target = make_model_folder(root / "target", context=128)
-    drafter = disturbed(target, root / "drafter", 0.07)
-    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
-    export_pair(root / "export", target, drafter, options)
-    write_bundle(
-        root / "bundle", root / "export", target, drafter, options, target_name="tiny", target_source="test",
-        prompts=[[{"role": "user", "content": "Hello"}]],
-        evaluation={}, verification={"files": []}, metrics={}, provenance={},
-    )  # fmt: skip
-    return root / "bundle"
 
 
 @pytest.fixture(scope="module", params=[("onnxruntime", "fp32"), ("llama.cpp", "q8_0")], ids=" ".join)
