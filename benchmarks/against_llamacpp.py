@@ -1,6 +1,7 @@
 """The same GGUF pair here and in llama.cpp, same threads, same prompts, in turns: plain decoding, prompt lookup, speculation.
 
     python benchmarks/against_llamacpp.py BUNDLE [--precision q8_0] [--prompts 24] [--temperatures 0,1] [--binary PATH ...]
+    python benchmarks/against_llamacpp.py BUNDLE --engine onnxruntime --precision fp32     # our rows alone, on that engine
 
     edgespec plain        our loop on the GGUF target
     edgespec γ = n, auto  with the drafter, fixed draft lengths and the one chosen from measured costs
@@ -9,10 +10,12 @@
     llama-cpp-python      Llama.generate, as its users call it
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
-Tokens a second count from the first token on, so that reading the prompt is in none of them. PATH: llama-speculative-simple or
-llama-cli of a llama.cpp of yours; it is run on the same files and prompts, and its own figures are shown beside. Bars: plain
-decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %; the best speculation at least
-0.9x of the measured-cost limit τ / (γ·c_t + v(γ + 1)).
+Tokens a second count from the first token on, so that reading the prompt is in none of them. "limit" is the measured-cost limit
+τ / (γ·c_t + v(γ + 1)), its costs measured apart before the runs, and "of limit" what of it was reached. The second table has the
+acceptance rate of true rejection sampling beside that of engines that match samples, same pair, T = 1. PATH:
+llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run on the same files and prompts, and its own figures are shown
+beside. Bars: plain decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %; speculation at
+least 0.9x of its limit.
 """
 
 from __future__ import annotations
@@ -27,19 +30,24 @@ from time import perf_counter
 from typing import Any
 
 import llama_cpp
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, open_pair
+from edgespec_runtime.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.costs import Costs
 from edgespec_runtime.decoding import LOOKUP, DecodingOptions
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.engine_llamacpp import load_library
 from edgespec_runtime.loop import decode
+from edgespec_runtime.pair_schedule import Schedules
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from edgespec.files import write_json
-from edgespec.metrics import RawCounts, bootstrap, median
+from edgespec.metrics import RawCounts, bootstrap, median, predicted_speedup, ratio_of_sums
 from edgespec.progress import progress
 from edgespec.report import interval, table
 
-PLAIN_BAR, LIMIT_BAR, LOOP_BAR = 0.98, 0.9, 0.10
+PLAIN, LOOP, CHOSEN = "edgespec plain", "llama.cpp loop", "edgespec γ chosen"
+RULES = ("lossless", "match-greedy", "match-sampled")
+MATCHED = 3  # γ of the acceptance table
 LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
 
 Run = Callable[[Sequence[int], float], tuple[float, RawCounts | None]]
@@ -64,8 +72,9 @@ class Timer:
         return counted / (self._last - self._first) if counted else float("nan")
 
 
-def ours(pair: Pair, new: int, **options: Any) -> Run:
-    speculates = options.pop("speculates", True)
+def ours(
+    pair: Pair, new: int, speculates: bool = True, schedules: Schedules | None = None, **options: Any
+) -> Run:
 
     def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
         how = DecodingOptions(max_new_tokens=new, temperature=temperature, **options)
@@ -74,7 +83,8 @@ def ours(pair: Pair, new: int, **options: Any) -> Run:
                 model.rewind(0)
         counts, timer = RawCounts(), Timer()
         draft = pair.draft if speculates else None
-        for block in decode(pair.target, draft, prompt, how, (), counts):
+        schedule = schedules.of(how) if schedules else None
+        for block in decode(pair.target, draft, prompt, how, (), counts, schedule):
             timer.add(len(block.tokens))
         return timer.rate, counts
 
@@ -157,6 +167,7 @@ def binary(program: str, target: Path, drafter: Path, threads: int, new: int, pr
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("bundle", type=Path)
+    parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, "onnxruntime"))
     parser.add_argument("--precision", default="q8_0")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--new", type=int, default=64, help="tokens of a reply")
@@ -170,24 +181,84 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> dict[str, Run]:
+    schedules = Schedules(pair, lambda text: print(text, file=sys.stderr))
+    rivals: dict[str, Run] = {
+        PLAIN: ours(pair, given.new, speculates=False),
+        **{f"edgespec γ = {n}": ours(pair, given.new, draft_length=n) for n in lengths},
+        CHOSEN: ours(pair, given.new, schedules=schedules),
+        "edgespec lookup": ours(pair, given.new, speculates=False, drafter=LOOKUP, draft_length=LOOKED_UP),
+    }
+    if pair.engine == LLAMACPP:
+        target: Any = pair.target.engine
+        file = pair.manifest.model_path("target", LLAMACPP, given.precision)
+        same = (file, target.context_length, given.threads, given.new, target.flash_attention)
+        rivals[LOOP] = native_loop(*same)
+        rivals["llama-cpp-python"] = python_binding(*same, lookup=False)
+        rivals["its prompt lookup"] = python_binding(*same, lookup=True)
+    return rivals
+
+
+def row_of(
+    name: str, rates: dict[str, list[float]], counts: RawCounts, costs: Costs, length: int | None
+) -> tuple[str, ...]:
+    """One rival: rate, against llama.cpp's loop, against plain decoding, τ, α, share of the limit, what the loop adds."""
+
+    def against(other: str) -> str:
+        if other not in rates or name == other:
+            return "1" if name == other else ""
+        return interval(
+            *bootstrap([mine / base for mine, base in zip(rates[name], rates[other], strict=True)], median)
+        )
+
+    models = counts.draft_seconds + counts.verify_seconds
+    limit, reached = "", ""
+    if length is not None and counts.drafted:
+        context = costs.contexts[0]
+        size = costs.v(length + 1, context)
+        bound = predicted_speedup(counts.block_efficiency, length, costs.c_t(context), size)
+        ratios = [mine / base / bound for mine, base in zip(rates[name], rates[PLAIN], strict=True)]
+        limit, reached = f"{bound:.2f}", interval(*bootstrap(ratios, median))
+    return (
+        name,
+        interval(*bootstrap(rates[name], median), digits=1),
+        against(LOOP),
+        against(PLAIN),
+        f"{counts.block_efficiency:.2f}" if counts.drafted else "",
+        f"{counts.acceptance_rate:.2f}" if counts.drafted else "",
+        limit,
+        reached,
+        f"{counts.loop_seconds / models:.1%}" if models else "",
+    )
+
+
+def acceptance_table(pair: Pair, prompts: Sequence[Sequence[int]], new: int) -> str:
+    """α and τ at T = 1 of rejection sampling and of matching a greedy or a sampled draft with the target's sample."""
+    rows = []
+    for rule in RULES:
+        found = []
+        for prompt in prompts:
+            _, counts = ours(pair, new, rule=rule, draft_length=MATCHED)(prompt, 1.0)
+            assert counts is not None
+            found.append(counts)
+        alpha = bootstrap(found, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)))
+        tau = bootstrap(found, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
+        rows.append((rule, interval(*alpha), interval(*tau)))
+    return table((f"T = 1, γ = {MATCHED}", "α [95 %]", "τ [95 %]"), rows)
+
+
 def main() -> int:
     given = parse()
-    options = LoadOptions(engine="llama.cpp", precision=given.precision, threads=given.threads)
+    options = LoadOptions(engine=given.engine, precision=given.precision, threads=given.threads)
     pair = open_pair(given.bundle, options)
-    target: Any = pair.target.engine
-    file = pair.manifest.model_path("target", "llama.cpp", given.precision)
-    same = (file, target.context_length, given.threads, given.new, target.flash_attention)
-    lengths = [int(length) for length in given.draft_lengths.split(",")]
-    rivals: dict[str, Run] = {
-        "edgespec plain": ours(pair, given.new, speculates=False),
-        **{f"edgespec γ = {n}": ours(pair, given.new, draft_length=n) for n in lengths},
-        "edgespec lookup": ours(pair, given.new, speculates=False, drafter=LOOKUP, draft_length=LOOKED_UP),
-        "llama.cpp loop": native_loop(*same),
-        "llama-cpp-python": python_binding(*same, lookup=False),
-        "its prompt lookup": python_binding(*same, lookup=True),
-    }
+    lengths = {f"edgespec γ = {n}": int(n) for n in given.draft_lengths.split(",")}
+    rivals = rivals_of(pair, given, list(lengths.values()))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
-    print(f"{file.name}, {given.threads} threads, {len(prompts)} prompts, {given.new} tokens\n")
+    middle = sum(map(len, prompts)) // len(prompts) + given.new // 2
+    costs = calibrate(pair.target, pair.draft, CalibrateOptions(seconds=10.0, contexts=(middle,)))
+    print(
+        f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts, {given.new} tokens\n"
+    )
     report: dict[str, Any] = {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
         rates: dict[str, list[float]] = {name: [] for name in rivals}
@@ -204,32 +275,20 @@ def main() -> int:
                     if counted is not None:
                         counts[name].add(counted)
                 bar.update(1)
-        rows = []
-        for name in names:
-            ratios = [mine / plain for mine, plain in zip(rates[name], rates["llama.cpp loop"], strict=True)]
-            counted = counts[name]
-            models = counted.draft_seconds + counted.verify_seconds
-            rows.append(
-                (
-                    name,
-                    interval(*bootstrap(rates[name], median), digits=1),
-                    interval(*bootstrap(ratios, median)),
-                    f"{counted.block_efficiency:.2f}" if counted.drafted else "",
-                    f"{counted.acceptance_rate:.2f}" if counted.drafted else "",
-                    f"{counted.loop_seconds / models:.1%}" if models else "",
-                )
-            )
-        print(f"T = {temperature:g}")
-        print(table(("", "tok/s [95 %]", "x llama.cpp loop", "τ", "α", "loop adds"), rows), end="\n\n")
+        rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in names]
+        headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
+        print(table((f"T = {temperature:g}", *headers), rows), end="\n\n")
         report[f"{temperature:g}"] = {
             name: {"rates": rates[name], "counts": vars(counts[name])} for name in names
         }
+    print(acceptance_table(pair, prompts, given.new))
     if given.json:
-        write_json(given.json, {"file": file.name, "threads": given.threads, "runs": report})
-    drafter = pair.manifest.model_path("drafter", "llama.cpp", given.precision)
-    texts = [chat[-1]["content"] for chat in pair.prompts()]
-    for program in given.binary:
-        print(program, binary(program, file, drafter, given.threads, given.new, texts), sep="\n")
+        write_json(given.json, {"engine": pair.engine, "precision": given.precision, "runs": report})
+    if given.binary:
+        files = [pair.manifest.model_path(role, LLAMACPP, given.precision) for role in ("target", "drafter")]
+        texts = [str(chat[-1]["content"]) for chat in pair.prompts()]
+        for program in given.binary:
+            print(program, binary(program, *files, given.threads, given.new, texts), sep="\n")
     return 0
 
 
