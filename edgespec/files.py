@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgespec.errors import InputError
+from edgespec.errors import EdgespecError, InputError
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_JSON_DEPTH = 64
 
 _NO_ROOM = {
     errno.ENOSPC: "no space left on the disk",
@@ -67,38 +70,135 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file of bounded size. Raises InputError that names the file."""
+def read_json(
+    path: Path,
+    *,
+    error: type[EdgespecError] = InputError,
+    limit: int = MAX_JSON_BYTES,
+    strict: bool = False,
+) -> Any:
+    """Parse a JSON file of at most `limit` bytes.
+
+    `strict` is for files from strangers: an object that names a key twice, NaN, Infinity and numbers beyond a float are refused
+    (readers differ on what they mean). Raises `error` naming the file, what was seen and what is wanted.
+    """
+    return parse_json(read_bounded(path, error=error, limit=limit), path, error=error, strict=strict)
+
+
+def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes. Raises `error`, and never waits at a FIFO or a device."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise InputError(f"{path} has {size} bytes; at most {MAX_JSON_BYTES} are read as JSON")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} is missing") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON: {error}") from error
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
+        if status.st_size > limit:
+            raise error(f"{path} has {status.st_size} bytes; at most {limit} are read: is it the right file?")
+        with open(path, "rb") as stream:
+            data = stream.read(limit + 1)
+    except FileNotFoundError as seen:
+        raise error(f"{path} is missing") from seen
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as seen:  # a loop of links is a RuntimeError, an odd name a ValueError
+        raise error(f"{path} cannot be read: {seen}") from seen
+    if len(data) > limit:
+        raise error(f"{path} grew beyond {limit} bytes while it was read; try again")
+    return data
+
+
+def parse_json(
+    data: bytes | str,
+    where: Path | str,
+    *,
+    error: type[EdgespecError] = InputError,
+    strict: bool = False,
+) -> Any:
+    """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        if strict:
+            value = json.loads(
+                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            )
+        else:
+            value = json.loads(text)
+    except (ValueError, RecursionError) as seen:  # a number of 5,000 digits is a ValueError
+        raise error(f"{where} is not valid JSON: {seen}") from seen
+    level, depth = [value], 0
+    while level := [
+        child
+        for one in level
+        if isinstance(one, dict | list)
+        for child in (one.values() if isinstance(one, dict) else one)
+    ]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise error(f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter")
+    return value
+
+
+def kind_of(mode: int) -> str:
+    """What a path is, in words, from its st_mode."""
+    kinds = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFLNK: "a link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} is there twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:80]} is beyond what a float holds")
+    return value
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Every line as one object. Raises InputError with the line number."""
+def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """Every line as one object; `limit`: most bytes of the file. Raises InputError with the line number."""
     rows = []
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
+        if limit is not None and status.st_size > limit:
+            raise InputError(f"{path} has {status.st_size} bytes; at most {limit} are read: split it")
         with open(path, encoding="utf-8") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
-                    row = json.loads(line)
+                    row = parse_json(line, f"{path}:{number}")
                     if not isinstance(row, dict):
                         raise InputError(f"{path}:{number} is not a JSON object")
                     rows.append(row)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}:{len(rows) + 1} is not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: after row {len(rows)} it is not UTF-8: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
     return rows
 
 

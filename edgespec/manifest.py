@@ -1,7 +1,8 @@
 """manifest.json of a bundle: what a pair is, which files it has, and proof that they are unchanged. Standard library only.
 
 A bundle comes from strangers: every path must stay inside it, every listed file must have its listed size and sha256, and a
-file that the manifest does not list is never opened.
+file that the manifest does not list is never opened (`check_folder` refuses folders that hold one). What the listed files hold
+is checked by those who read them.
 
     manifest.json
       schema_version    1
@@ -18,20 +19,31 @@ file that the manifest does not list is never opened.
 
 from __future__ import annotations
 
-import json
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.errors import BundleError, InputError, did_you_mean
-from edgespec.files import sha256_file, write_json
+from edgespec.files import kind_of, parse_json, read_bounded, sha256_file, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+MAX_FILES = 10_000
+MAX_VARIANTS = 64  # engines x precisions of one model
+MAX_TEXT = 4096  # characters of a name, a source or a reason
+MAX_BYTES = 2**50  # of one file; also parameters of one model
+MAX_VOCAB_SIZE = 2**24
+MAX_RATIO = 1e6
 ROLES = ("target", "drafter")
 AGAIN = "fetch or build the bundle again"
+# Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
+FORBIDDEN = frozenset('\\:*?"<>|')
+DEVICES = frozenset(
+    ["CON", "PRN", "AUX", "NUL", *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789")]
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,34 @@ class Manifest:
             for name, entry in self.files.items()
             if (name == path or name.startswith(path + "/")) and name != graph
         }
+
+    def cost_ratios(self, engine: str, precision: str) -> dict[str, float]:
+        """c by parameters and by bytes read for a token. Raises BundleError where the manifest has no such numbers."""
+        by_bytes = self.cost_ratio.get("bytes")
+        found = {
+            "parameters": self.cost_ratio.get("parameters"),
+            "bytes": by_bytes.get(f"{engine}/{precision}") if isinstance(by_bytes, dict) else None,
+        }
+        for name, seen in found.items():
+            if isinstance(seen, bool) or not isinstance(seen, int | float) or not 0 < seen < MAX_RATIO:
+                raise BundleError(
+                    f"{self.folder}: the cost ratio by {name} of {engine} {precision} is {_short(seen)}; "
+                    f"a number above 0 and below {MAX_RATIO:g} is wanted: {AGAIN}"
+                )
+        return {name: float(seen) for name, seen in found.items() if seen is not None}
+
+    def check_folder(self, name: str) -> None:
+        """Raise BundleError where a folder of the bundle holds what the manifest does not list.
+
+        Names that begin with a dot are let be: file managers leave them, and nothing of ours opens one.
+        """
+        assert self.folder is not None
+        folder = self.folder / name
+        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+            inside = f"{name}/{path.name}"
+            known = inside in self.files or any(listed.startswith(inside + "/") for listed in self.files)
+            if not known and not path.name.startswith("."):
+                raise BundleError(f"{path!s} is not among the manifest's files; delete it, or {AGAIN}")
 
     def pairs(self) -> list[tuple[str, str]]:
         """(engine, precision) of which both models are there, in the manifest's order."""
@@ -177,59 +217,68 @@ def _check_fast(model: BundleModel, role: str, manifest: Manifest, where: Path) 
 
 
 def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = True) -> Path:
-    """The path of one listed file after checking place, size and (unless told not to) sha256."""
+    """The path of one listed file after checking place, kind, size and (unless told not to) sha256."""
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
-    if not path.is_file():
-        raise BundleError(f"{path} is missing; the manifest wants {entry.bytes} bytes: {AGAIN}")
-    size = path.stat().st_size
-    if size != entry.bytes:
-        raise BundleError(
-            f"{path} has {size} bytes, the manifest wants {entry.bytes} (truncated or replaced); {AGAIN}"
-        )
-    if hashes and (seen := sha256_file(path)) != entry.sha256:
-        raise BundleError(f"{path} was altered: sha256 {seen}, the manifest wants {entry.sha256}; {AGAIN}")
+    try:
+        resolved = path.resolve()
+        if not resolved.is_relative_to(folder.resolve()):
+            raise BundleError(f"{path} is a link to {resolved}, outside the bundle; {AGAIN}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted: {AGAIN}")
+        if status.st_size != entry.bytes:
+            raise BundleError(
+                f"{path} has {status.st_size} bytes, the manifest wants {entry.bytes} (truncated or replaced); {AGAIN}"
+            )
+        if hashes and (seen := sha256_file(path)) != entry.sha256:
+            raise BundleError(
+                f"{path} was altered: sha256 {seen}, the manifest wants {entry.sha256}; {AGAIN}"
+            )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(f"{path} is missing; the manifest wants {entry.bytes} bytes: {AGAIN}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+        raise BundleError(f"{path} cannot be read ({error}); {AGAIN}") from error
     return path
 
 
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    try:
-        size = path.stat().st_size
-        if size > MAX_MANIFEST_BYTES:
-            raise BundleError(f"{path} has {size} bytes; at most {MAX_MANIFEST_BYTES} are read: {AGAIN}")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
+    if not path.exists():
         raise BundleError(
             f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise BundleError(f"{path} cannot be read as JSON ({error}); {AGAIN}") from error
+        )
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
+    data = read_bounded(path, error=BundleError, limit=MAX_MANIFEST_BYTES)
+    value = parse_json(data, path, error=BundleError, strict=True)
     if not isinstance(value, dict):
         raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
     version = value.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise BundleError(
-            f"{path} has schema version {version!r}; this edgespec reads {SCHEMA_VERSION}: "
+            f"{path} has schema version {repr(version)[:80]}; this edgespec reads {SCHEMA_VERSION}: "
             "update edgespec, or build the bundle again with this one"
         )
     return value
 
 
 def _parse(value: dict[str, Any], folder: Path) -> Manifest:
-    """Every field with its type; unknown fields are ignored."""
+    """Every field with its type and bounds; unknown fields are ignored, so that a later edgespec can add some."""
     where = folder / MANIFEST
     files = {}
-    for name, entry in _need(value, "files", dict, where).items():
+    listed = _need(value, "files", dict, where)
+    if len(listed) > MAX_FILES:
+        raise BundleError(f"{where} lists {len(listed)} files; at most {MAX_FILES} are wanted: {AGAIN}")
+    for name, entry in listed.items():
+        _safe(name, where)
         entry = _mapping(entry, f"files[{name!r}]", where)
         size = _need(entry, "bytes", int, where)
         digest = _need(entry, "sha256", str, where)
-        if size < 0 or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+        if not 0 <= size <= MAX_BYTES or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise BundleError(
-                f"{where}: files[{name!r}] has bytes {size} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
+                f"{where}: files[{name!r}] has bytes {_short(size)} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
             )
-        files[_safe(name, where)] = BundleFile(digest, size)
+        files[name] = BundleFile(digest, size)
     models: dict[str, BundleModel] = {}
     for role in ROLES:
         model = _need(value, role, dict, where)
@@ -237,7 +286,7 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
             name=_need(model, "name", str, where),
             source=_need(model, "source", str, where),
             shape=_need(model, "shape", dict, where),
-            parameters=_need(model, "parameters", int, where),
+            parameters=_between(_need(model, "parameters", int, where), "parameters", MAX_BYTES, where),
             files=_paths(_need(model, "files", dict, where), f"{role}.files", where),
             vocabulary=_safe(model["vocabulary"], where)
             if role == "drafter" and "vocabulary" in model
@@ -249,7 +298,7 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
         _need(default, key, str, where)
     pair = _need(value, "pair", dict, where)
     _need(pair, "tokenizer_sha256", str, where)
-    _need(pair, "vocab_size", int, where)
+    _between(_need(pair, "vocab_size", int, where), "vocab_size", MAX_VOCAB_SIZE, where)
     rest: dict[str, Any] = {
         key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")
     }
@@ -266,31 +315,58 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
 
 def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:
     """{engine: {precision: path}}."""
+    tables = {engine: _mapping(table, name, where) for engine, table in value.items()}
+    count = sum(map(len, tables.values()))
+    if max(count, len(tables)) > MAX_VARIANTS:
+        raise BundleError(f"{where}: {name} has {count} models; at most {MAX_VARIANTS} are wanted: {AGAIN}")
+    for key in (*tables, *(precision for table in tables.values() for precision in table)):
+        if len(key) > MAX_TEXT:
+            raise BundleError(f"{where}: {name} has a key of {len(key)} characters; {AGAIN}")
     return {
-        engine: {precision: _safe(path, where) for precision, path in _mapping(table, name, where).items()}
-        for engine, table in value.items()
+        engine: {precision: _safe(path, where) for precision, path in table.items()}
+        for engine, table in tables.items()
     }
 
 
 def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise BundleError(f"{where}: {name} is {str(value)[:80]!r}; an object is wanted: {AGAIN}")
+        raise BundleError(f"{where}: {name} is {_short(value)}; an object is wanted: {AGAIN}")
     return value
 
 
 def _need(value: Mapping[str, Any], key: str, kind: type[Any], where: Path) -> Any:
     seen = value.get(key)
     if not isinstance(seen, kind) or isinstance(seen, bool):
-        raise BundleError(f"{where}: {key!r} is {str(seen)[:80]!r}; {kind.__name__} is wanted: {AGAIN}")
+        raise BundleError(f"{where}: {key!r} is {_short(seen)}; {kind.__name__} is wanted: {AGAIN}")
+    if isinstance(seen, str) and len(seen) > MAX_TEXT:
+        raise BundleError(
+            f"{where}: {key!r} has {len(seen)} characters; at most {MAX_TEXT} are wanted: {AGAIN}"
+        )
     return seen
 
 
+def _between(seen: int, key: str, most: int, where: Path) -> int:
+    if not 1 <= seen <= most:
+        raise BundleError(f"{where}: {key!r} is {_short(seen)}; 1 to {most} is wanted: {AGAIN}")
+    return seen
+
+
+def _short(value: Any) -> str:
+    return repr(str(value)[:80])
+
+
 def _safe(name: Any, where: Path) -> str:
-    """A relative path below the bundle, spelt in one way only."""
+    """A relative path below the bundle, spelt in one way only, with names that every file system takes."""
     if not isinstance(name, str) or not name or len(name) > 1024:
         raise BundleError(f"{where}: {str(name)[:80]!r} is no file name; {AGAIN}")
     plain = PurePosixPath(name)
-    odd = "\\" in name or "\0" in name or PureWindowsPath(name).drive or plain.as_posix() != name
-    if odd or plain.is_absolute() or ".." in plain.parts or plain.parts == ():
+    if plain.is_absolute() or ".." in plain.parts or plain.parts == () or plain.as_posix() != name:
         raise BundleError(f"{where}: the path {name!r} leaves the bundle or is not plain; {AGAIN}")
+    for part in plain.parts:
+        odd = FORBIDDEN & set(part) or not part.isprintable() or part.endswith((".", " "))
+        if odd or part.split(".")[0].strip().upper() in DEVICES or len(part.encode("utf-8", "replace")) > 200:
+            raise BundleError(
+                f"{where}: the path {name[:200]!r} leaves the bundle or is not plain: {part[:80]!r} is no name that every "
+                f"file system takes; {AGAIN}"
+            )
     return name

@@ -182,7 +182,11 @@ class EvaluateOptions:
 @dataclass(frozen=True)
 class ExportOptions:
     onnx: tuple[str, ...] = knob(("fp32", "int4"), "ONNX precisions", choices=("fp32", "int4"))
-    gguf: tuple[str, ...] = knob(("f16", "q8_0"), "GGUF precisions", choices=("f16", "q8_0"))
+    gguf: tuple[str, ...] = knob(
+        ("f16", "q8_0"),
+        "GGUF precisions",
+        choices=("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
+    )
     verify_prompts: int = knob(8, "held-out prompts on which every file is held against torch", at_least=1)
     bundle_prompts: int = knob(64, "held-out prompts that travel in the bundle, for bench", at_least=1)
 

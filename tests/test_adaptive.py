@@ -121,6 +121,16 @@ def test_a_machine_twice_as_slow_as_calibrated_changes_nothing() -> None:
         assert mine <= 1.02 * slow
 
 
+def test_wrong_costs_of_one_size_are_found_out() -> None:
+    """Calibrated while passes of two looked cheap: what they really take is learnt, and plain steps are left to it."""
+    cheap, real = [1.0, 1.05, *STEEP[2:]], STEEP
+    machine = Machine(costs_of(real, 0.1), lambda _: 0.6)
+    schedule = Adaptive(costs_of(cheap, 0.1), 0.6)
+    taken, plain = seconds_of(machine, schedule), seconds_of(machine, Fixed(0))
+    assert schedule.draft_length(100, 100) == 0
+    assert sum(taken) <= 1.01 * sum(plain)
+
+
 def test_a_saw_tooth_is_used() -> None:
     """Four tokens cost less than two or three: drafts of three, and a single token is never padded to four."""
     schedule = Adaptive(costs_of(SAW, 0.02), 0.7)

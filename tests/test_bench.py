@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 from edgespec_runtime.bench import Options, runs_of
-from edgespec_runtime.bench_report import AUTO, PLAIN, Run, Summary, cost_table, speed_table, summarise, verdict
+from edgespec_runtime.bench_report import (
+    AUTO,
+    PLAIN,
+    Run,
+    Summary,
+    cost_table,
+    speed_table,
+    summarise,
+    verdict,
+)
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.plot import plot_bench
 
@@ -169,7 +178,12 @@ def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
 def test_the_order_of_runs_turns_from_prompt_to_prompt(measured: Path) -> None:
     runs = json.loads((measured / "bench.json").read_text())["runs"]
     orders = [[run["draft_length"] for run in runs[start : start + 4]] for start in range(0, len(runs), 4)]
-    assert orders[:4] == [[0, 1, 3, AUTO], [1, 3, AUTO, 0], [1, 3, AUTO, 0], [3, AUTO, 0, 1]]  # prompt 0 twice, prompt 1 twice
+    assert orders[:4] == [
+        [0, 1, 3, AUTO],
+        [1, 3, AUTO, 0],
+        [1, 3, AUTO, 0],
+        [3, AUTO, 0, 1],
+    ]  # prompt 0 twice, prompt 1 twice
 
 
 def test_the_plot_is_a_png_of_some_size(measured: Path) -> None:

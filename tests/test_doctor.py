@@ -241,7 +241,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from edgespec_export.to_onnx import export_onnx
 
     folder = tmp_path_factory.mktemp("both")
-    target = make_model_folder(folder / "target", hidden=256, head_dim=64, intermediate=512)
+    target = make_model_folder(folder / "target", hidden=256, head_dim=64, intermediate=576)
     drafter = disturbed(target, folder / "drafter", noise=0.07)
     for model in (target, drafter):
         export_onnx(model, folder / f"{model.name}-onnx", "fp32")

@@ -189,6 +189,49 @@ def test_a_drafters_vocabulary_is_one_of_the_files(folder: Path) -> None:
             open_manifest(folder)
 
 
+def test_a_graph_for_the_fast_mode_lies_beside_its_model(folder: Path) -> None:
+    """The field is optional, its file is checked like all others, and it shares a folder with the weights it needs."""
+    assert open_manifest(folder).fast_graph("target", "onnxruntime", "fp32") is None
+    assert "fast" not in read_json(folder / "manifest.json")["target"]  # as bundles without one always were
+    name = "target/onnx-fp32/model-fast.onnx"
+    (folder / name).write_bytes(b"graph")
+    before = read_json(folder / "manifest.json")
+
+    def tell(fast: Any) -> None:
+        write_json(folder / "manifest.json", before | {"target": before["target"] | {"fast": fast}})
+
+    tell({"onnxruntime": {"fp32": name}})
+    with pytest.raises(
+        BundleError, match=r"'target/onnx-fp32/model-fast\.onnx' for its fast mode, which is not"
+    ):
+        open_manifest(folder)  # it is not listed
+    manifest = open_listed(folder)
+    write_manifest(folder, replace(manifest, folder=None))
+    assert open_manifest(folder) == manifest
+    assert manifest.fast_graph("target", "onnxruntime", "fp32") == folder / name
+    assert manifest.fast_graph("drafter", "onnxruntime", "fp32") is None
+    exact, fast = (manifest.files_of("target", "onnxruntime", "fp32", fast=on) for on in (False, True))
+    assert set(exact) == {"target/onnx-fp32/model.onnx"}
+    assert set(fast) == {"target/onnx-fp32/model.onnx", name}
+    before = read_json(folder / "manifest.json")
+    for wrong, message in (
+        (
+            {"onnxruntime": {"fp32": "drafter/onnx-fp32/model.onnx"}},
+            "not among the files in 'target/onnx-fp32'",
+        ),
+        ({"onnxruntime": {"int4": name}}, "not among the files in None"),
+        ({"tvm": {"fp32": name}}, "not among the files in None"),
+        ({"onnxruntime": {"fp32": "../model.onnx"}}, "leaves the bundle"),
+        ({"onnxruntime": {"fp32": 3}}, "is no file name"),
+        ({"onnxruntime": [name]}, "an object is wanted"),
+        (None, "dict is wanted"),
+        ([name], "dict is wanted"),
+    ):
+        tell(wrong)
+        with pytest.raises(BundleError, match=message):
+            open_manifest(folder)
+
+
 def open_listed(folder: Path) -> Manifest:
     """The bundle's manifest with the drafter's vocabulary among its files."""
     value = read_json(folder / "manifest.json")

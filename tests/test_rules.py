@@ -8,7 +8,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, verify
 from edgespec_runtime.cascades import discrepancy, entropy, log_total, total_variation
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.lenient import excess, tuned_beta
@@ -22,29 +22,15 @@ from rule_laws import (
     Seen,
     bits,
     lossy_target,
+    model,
     seen,
     softmax,
     token_law,
 )
-from test_acceptance import WARPS, Law, Model, V, block_law, difference, spread
-from test_acceptance import model as fresh_model
+from test_acceptance import WARPS, Law, V, block_law, difference, spread
 
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
-
-
-def model(seed: int, known: tuple[int, ...] = tuple(range(V))) -> Model:
-    """Logits that depend on the prefix, -inf for tokens that are not `known`, computed once for each prefix."""
-    logits_of = fresh_model(seed)
-
-    @functools.cache
-    def logits(prefix: tuple[int, ...]) -> np.ndarray:
-        full = np.full(V, -np.inf, np.float32)
-        full[list(known)] = logits_of(prefix)[list(known)]
-        return full
-
-    return logits
-
 
 ONE_PASS = {name for name in RULES if not isinstance(rule_of(name), LoopRule)}
 PAIRS = [(model(seed), model(seed + 100)) for seed in range(6)] + [
@@ -111,7 +97,7 @@ class WarpedPlace(Place):
     raw_q = property(lambda self: self.q.dense(V))  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("text", ["chow:a=0.4", "diff:a=0.0", "token-v1:a=0.2", "token-v3:a=0.8"])
+@pytest.mark.parametrize("text", ["chow:a=0.4", "diff:a=0.05", "token-v1:a=0.2", "token-v3:a=0.8"])
 def test_the_enumeration_sees_a_decision_on_warped_distributions(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +307,23 @@ def test_discrepancy_of_a_token_that_the_target_excludes_in_float32(greedy: bool
     p, q = np.array([0, 0, 200, 0, 0], np.float32), np.array([50, 0, 0, 0, -np.inf], np.float32)
     place = Place(p, q, None, Warp(temperature=0.0 if greedy else 1.0))
     assert discrepancy(place) == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("text", "speaker"), [("chow:a=1", "drafter"), ("chow:a=0", "target"), ("lossy:a=0", "target")]
+)
+def test_the_token_after_a_whole_block_follows_the_rule(text: str, speaker: str, gamma: int) -> None:
+    """Algorithm 4, position γ; where the drafter said nothing about that place, the target speaks alone."""
+    p_rows = np.eye(V, dtype=np.float32)[[0, 1, 3]] * 9
+    q_rows = [row.copy() for row in np.eye(V, dtype=np.float32)[[0, 1, 4]] * 9]
+    p_rows, q_rows = p_rows[2 - gamma :], q_rows[2 - gamma :]
+    q = [warp(row, Warp()) for row in q_rows[:-1]]
+    draft = Draft([int(row.argmax()) for row in q_rows[:-1]], q, q_rows)
+    rule, generator = one_pass(text), np.random.default_rng(0)
+    assert verify(p_rows, draft, Warp(), rule, generator) == (gamma, 4 if speaker == "drafter" else 3)
+    silent = Draft(draft.tokens, q, q_rows[:-1])
+    assert verify(p_rows, silent, Warp(), rule, generator) == (gamma, 3)
 
 
 @pytest.mark.parametrize("p_how", WARPS)

@@ -48,7 +48,7 @@ SMALL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 256,
-    "intermediate_size": 512,
+    "intermediate_size": 576,
     "num_hidden_layers": 5,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

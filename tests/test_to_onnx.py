@@ -89,6 +89,9 @@ def test_what_cannot_be_exported_is_refused(
     narrow = make_model_folder(tmp_path / "narrow", head_dim=8)
     with pytest.raises(InputError, match=r"heads of 8.*multiple of 16"):
         export_onnx(narrow, tmp_path / "out", "fp32")
+    twins = make_model_folder(tmp_path / "twins", intermediate=512)
+    with pytest.raises(InputError, match=r"vocabulary of 512, and matrices in its layers have as many rows"):
+        export_onnx(twins, tmp_path / "out", "fp32")
     other = shutil.copytree(families["llama"], tmp_path / "other")
     write_json(other / "config.json", read_json(other / "config.json") | {"model_type": "gemma"})
     with pytest.raises(InputError, match=r"'gemma' model"):

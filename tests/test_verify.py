@@ -77,8 +77,13 @@ def test_good_files_pass(
         else:
             assert quantised["checked_with"] == TORCH_READ_BACK
             assert quantised["block_largest"] is None
+        assert checks[role, "fp32"]["fast"] is checks[role, "f16"]["fast"] is None
+        fast = [checks[role, "int4"]["fast"]] + [quantised["fast"]] * with_and_without_llama_cpp
+        assert all(1e-3 < mode["engine_relative"] < 0.1 for mode in fast)
+        assert all(mode["block_flips"] is not None for mode in fast)
     text = verification_table(tmp_path / "verify.json")
     assert text.count(" ok") == 8
+    assert text.count("in fast mode") == (4 if with_and_without_llama_cpp else 2)
     assert (TORCH_READ_BACK in text) is not with_and_without_llama_cpp
 
 
@@ -163,6 +168,24 @@ def test_accuracy_level_4_breaks_the_block_bound(
     onnx.save(model, file.path / "model.onnx")
     check = check_file(file, llama)
     assert any("engine difference" in reason for reason in check.broken)
+
+
+def test_a_wrong_fast_graph_is_caught(families: dict[str, Path], llama: Reference, tmp_path: Path) -> None:
+    """Its block difference has no bound, but a graph that reads the matrices of two layers the wrong way round does."""
+    file = exported(families["llama"], tmp_path, "int4")
+    assert file.fast_graph is not None
+    model = onnx.load(file.fast_graph, load_external_data=False)
+    names = [f"model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            for here, there in (names, names[::-1]):
+                if name.startswith(f"{here}.MatMul.weight"):
+                    node.input[place] = name.replace(here, there)
+    onnx.save(model, file.fast_graph)
+    check = check_file(file, llama)
+    assert check.fast is not None
+    assert len(check.broken) == 1
+    assert "in fast mode above 0.1" in check.broken[0]
 
 
 def test_a_changed_rope_table_is_caught(families: dict[str, Path], llama: Reference, tmp_path: Path) -> None:

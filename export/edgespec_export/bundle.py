@@ -76,6 +76,7 @@ def write_bundle(
                 shape.parameters,
                 _table(files, role, export_folder),
                 DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
+                _fast_table(files, role, export_folder),
             )
             for role, shape in shapes.items()
         }
@@ -172,6 +173,16 @@ def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[s
     for file in files:
         if file.role == role:
             engines.setdefault(file.engine, {})[file.precision] = file.path.relative_to(root).as_posix()
+    return engines
+
+
+def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
+    """The graphs for the fast mode that the export wrote beside the usual ones."""
+    engines: dict[str, dict[str, str]] = {}
+    for file in files:
+        graph = file.fast_graph
+        if file.role == role and graph is not None:
+            engines.setdefault(file.engine, {})[file.precision] = graph.relative_to(root).as_posix()
     return engines
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.files import read_json, write_json
 from edgespec.progress import progress
 from edgespec.recipe import ExportOptions
+from edgespec_export.to_onnx import FAST_GRAPH
 
 ROLES = ("target", "drafter")
 
@@ -26,6 +27,12 @@ class ExportedFile:
     engine: str
     precision: str
     path: Path
+
+    @property
+    def fast_graph(self) -> Path | None:
+        """Its graph for the fast mode, where the export wrote one (ONNX int4)."""
+        graph = self.path / FAST_GRAPH
+        return graph if self.engine == "onnxruntime" and graph.is_file() else None
 
 
 def exported_files(folder: Path, options: ExportOptions) -> list[ExportedFile]:

@@ -23,7 +23,7 @@ from edgespec.errors import EdgespecError, InputError, did_you_mean
 from edgespec.files import read_json, whole_folder, write_json
 from edgespec.shapes import ModelShape
 from edgespec_export.synthetic_gguf import family_of
-from edgespec_export.to_onnx import BLOCK_SIZE, HEAD_STEP, PRECISIONS, export_onnx
+from edgespec_export.to_onnx import BLOCK_SIZE, HEAD_STEP, PRECISIONS, check_widths, export_onnx
 
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
 DATA = "model.onnx.data"
@@ -59,7 +59,7 @@ def build_memory(shape: ModelShape) -> int:
 def write_onnx(shape: ModelShape, out_folder: Path, precision: str, seed: int = 0) -> None:
     """Write `out_folder`, whole or not at all: model.onnx, model.onnx.data, genai_config.json.
 
-    Raises InputError for an unknown precision or a head size that the engine does not take.
+    Raises InputError for an unknown precision and for widths that the engine or the exporter does not take.
     """
     _check(shape, precision)
     out_folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +86,7 @@ def _check(shape: ModelShape, precision: str) -> None:
             f"a model has heads of {shape.head_dim}, and ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}; "
             "choose --engine llama.cpp"
         )
+    check_widths(shape, "a model")
 
 
 def write_template(shape: ModelShape, folder: Path, seed: int) -> None:

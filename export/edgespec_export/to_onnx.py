@@ -2,7 +2,8 @@
 
 The graph comes from onnxruntime-genai's model builder, run in this process: GroupQueryAttention over one shared KV buffer, logits
 of every token. int4 is MatMulNBits in blocks of 32 with accuracy level 1 (float activations): the builder's default of 4 rounds
-activations to int8 and lets a block's logits drift from those of single steps. The output head is quantised too, and a tied
+activations to int8 and lets a block's logits drift from those of single steps. It is faster, so a second small
+graph has it, for those who prefer speed; both graphs read the same data file. The output head is quantised too, and a tied
 embedding shares its int4 table.
 """
 
@@ -22,7 +23,9 @@ from edgespec.files import read_json, whole_folder
 from edgespec.shapes import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ACCURACY_LEVEL = 1
+ACCURACY_LEVEL = 1  # float activations
+FAST_ACCURACY_LEVEL = 4  # int8 activations
+FAST_GRAPH = "model-fast.onnx"
 BLOCK_SIZE = 32
 HEAD_STEP = 16  # GroupQueryAttention on CPU
 PRECISIONS: dict[str, list[str]] = {
@@ -52,6 +55,8 @@ def _builder() -> Any:
 def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
     """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
 
+    int4 also gets model-fast.onnx, which differs from model.onnx in the accuracy level alone and has no weights of its own.
+
     What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
     or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the builder fails.
     """
@@ -74,8 +79,34 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
             if (model_folder / name).exists():
                 shutil.copyfile(model_folder / name, folder / name)
         _check_config(folder / "genai_config.json", config)
+        if precision == "int4":
+            write_fast_graph(folder)
     size = sum(file.stat().st_size for file in out_folder.iterdir())
     return {"bytes": size, "notes": []}
+
+
+def write_fast_graph(folder: Path) -> None:
+    """Write model-fast.onnx beside the model.onnx of an int4 folder: the same graph over the same data file, at accuracy level 4.
+
+    Raises EdgespecError where the graph has no matrix with an accuracy level to change.
+    """
+    import onnx
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    levels = [
+        attribute
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+        for attribute in node.attribute
+        if attribute.name == "accuracy_level"
+    ]
+    if not levels:
+        raise EdgespecError(
+            f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level; this onnxruntime-genai writes int4 otherwise"
+        )
+    for level in levels:
+        level.i = FAST_ACCURACY_LEVEL
+    onnx.save(model, folder / FAST_GRAPH)
 
 
 def _check_exportable(config: dict[str, Any], model_folder: Path) -> None:
@@ -83,11 +114,25 @@ def _check_exportable(config: dict[str, Any], model_folder: Path) -> None:
     if config.get("model_type") not in FAMILIES:
         kind = config.get("model_type")
         raise InputError(f"{model_folder} is a {kind!r} model; ONNX export knows {', '.join(FAMILIES)}")
-    head_dim = ModelShape.from_config(config).head_dim
-    if head_dim % HEAD_STEP:
+    shape = ModelShape.from_config(config)
+    if shape.head_dim % HEAD_STEP:
         raise InputError(
-            f"{model_folder} has heads of {head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
+            f"{model_folder} has heads of {shape.head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
             "leave ONNX out with --export.onnx '' or choose a model with other heads"
+        )
+    check_widths(shape, str(model_folder))
+
+
+def check_widths(shape: ModelShape, name: str) -> None:
+    """Refuse a layer with a matrix of as many rows as there are tokens: the builder takes each such for the output head.
+
+    Raises InputError.
+    """
+    inner = (shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+    if shape.vocab_size in inner:
+        raise InputError(
+            f"{name} has a vocabulary of {shape.vocab_size}, and matrices in its layers have as many rows; the ONNX model "
+            "builder would mistake one of them for the output head: choose another width, or llama.cpp alone"
         )
 
 

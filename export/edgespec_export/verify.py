@@ -4,6 +4,8 @@ Three questions, each with its own bound, because rounding a weight to 4 bits mo
   weights   the file's weights, read back, against the model's: a skipped permutation or swapped matrix shows here;
   engine    the engine's logits against torch with the file's own weights: a wrong graph or hyperparameter shows here;
   block     logits of four tokens fed at once against four single steps: what "lossless" rests on.
+The bounds hold for the exact mode. A file with a fast one (a second ONNX graph; llama.cpp without flash attention) is run in that
+too: its block difference is reported and not bounded, its distance from torch only as far as tells a wrong graph.
 The distance to the float model (largest and mean logit difference, top-1 agreement) is reported for all files; it is what the
 precision costs. Without llama.cpp a GGUF file is checked by its weights and hyperparameters, run in torch; the table says so.
 A drafter with a vocabulary subset is compared in its own numbers of the prompts' tokens.
@@ -35,6 +37,7 @@ from edgespec_export.readback import gguf_settings, gguf_weights, onnx_weights
 BLOCK = 4
 MAX_PROMPT = 128  # tokens of a prompt that are compared
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
+FLOAT_GGUF = frozenset({"f16"})  # no faster attention kernel than the one in use
 TORCH_READ_BACK = "weights read back in torch"
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +62,21 @@ BOUNDS = {
 }
 
 
+# Of the fast mode's engine difference. Measured: 5e-3 to 9e-3 on trained weights, up to 6e-2 on random ones (as Q8_0, whose
+# activations are int8 too), and several times this bound where the graph reads the wrong matrices.
+FAST_ENGINE = 1e-1
+
+
+@dataclass
+class FastCheck:
+    """What was measured on a file in its fast mode, in the words of FileCheck."""
+
+    engine_relative: float | None = None
+    block_largest: float | None = None
+    block_relative: float | None = None
+    block_flips: int | None = None
+
+
 @dataclass
 class FileCheck:
     """What was measured on one file. Logit differences are absolute unless named relative."""
@@ -77,6 +95,7 @@ class FileCheck:
     block_relative: float | None = None
     block_flips: int | None = None  # positions whose most likely token changes
     positions: int = 0
+    fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
     settings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -157,11 +176,16 @@ def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
     if file.engine == "llama.cpp":
         check.settings = gguf_settings(file.path, reference.shape)
     own = reference.run(weights) if weights else reference.logits
-    open_engine = _opener(file, 1 if reference.shape.parameters < SMALL else None)
+    threads = 1 if reference.shape.parameters < SMALL else None
+    open_engine = _opener(file, threads)
     if open_engine is None:
         check.checked_with, seen = TORCH_READ_BACK, own
     else:
         seen = _compare_engine(check, open_engine, own, reference)
+        open_fast = _fast_opener(file, threads)
+        if open_fast is not None:
+            check.fast = FastCheck()
+            _compare_engine(check.fast, open_fast, own, reference)
     difference = np.concatenate([np.abs(a - b) for a, b in zip(seen, reference.logits, strict=True)])
     agree = [a.argmax(1) == b.argmax(1) for a, b in zip(seen, reference.logits, strict=True)]
     check.largest, check.mean = float(difference.max()), float(difference.mean())
@@ -174,6 +198,16 @@ def _opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | N
     if file.engine == "onnxruntime":
         return lambda: OnnxRuntimeEngine(file.path, threads=threads)
     return (lambda: LlamaCppEngine(file.path, threads=threads)) if is_available() else None
+
+
+def _fast_opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
+    """The engine in the file's fast mode; None where it has none."""
+    if file.engine == "onnxruntime":
+        graph = file.fast_graph
+        return None if graph is None else lambda: OnnxRuntimeEngine(file.path, threads=threads, graph=graph)
+    if file.precision in FLOAT_GGUF:
+        return None
+    return lambda: LlamaCppEngine(file.path, threads=threads, flash_attention=False)
 
 
 def _compare_weights(
@@ -204,7 +238,7 @@ def _relative(difference: float, size: float) -> float:
 
 
 def _compare_engine(
-    check: FileCheck, open_engine: Callable[[], Engine], own: list[Array], reference: Reference
+    check: FileCheck | FastCheck, open_engine: Callable[[], Engine], own: list[Array], reference: Reference
 ) -> list[Array]:
     engine = open_engine()
     try:
@@ -247,20 +281,35 @@ def _judge(check: FileCheck, bounds: Bounds) -> None:
         if value is not None and not value <= bound:  # also catches NaN
             where = f" ({check.worst_weight})" if name == "weights" else ""
             check.broken.append(f"{name} difference {value:.2g} above {bound:g}{where}")
+    if check.fast is not None and not (check.fast.engine_relative or 0.0) <= FAST_ENGINE:
+        check.broken.append(
+            f"engine difference {check.fast.engine_relative:.2g} in fast mode above {FAST_ENGINE:g}"
+        )
     check.broken.extend(check.settings)
 
 
 def _cells(check: dict[str, Any]) -> Iterator[str]:
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1e}"
-
     yield f"{check['role']} {check['engine']} {check['precision']}"
     for name in ("weights_relative", "engine_relative", "block_relative", "largest", "mean"):
-        yield number(check[name])
+        yield _number(check[name])
     yield f"{check['top1']:.1%}"
     yield "-" if check["block_flips"] is None else f"{check['block_flips']}/{check['positions']}"
     yield check["checked_with"]
     yield "BROKEN" if check["broken"] else "ok"
+
+
+def _fast_cells(check: dict[str, Any]) -> Iterator[str]:
+    """The row of a file's fast mode, below its own."""
+    fast = check["fast"]
+    yield "  in fast mode"
+    yield from ("-", _number(fast["engine_relative"]), _number(fast["block_relative"]), "-", "-", "-")
+    yield f"{fast['block_flips']}/{check['positions']}"
+    yield check["checked_with"]
+    yield ""
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
 
 
 def verification_table(path: Path) -> str:
@@ -269,4 +318,9 @@ def verification_table(path: Path) -> str:
     checks = read_json(path).get("files")
     if not checks:
         raise EdgespecError(f"{path} lists no checked file; remove its folder and run the same command again")
-    return table(headers, [list(_cells(check)) for check in checks])
+    rows = [
+        list(cells)
+        for check in checks
+        for cells in ((_cells(check), _fast_cells(check)) if check.get("fast") else (_cells(check),))
+    ]
+    return table(headers, rows)

@@ -71,6 +71,7 @@ class Adaptive:
         self._tested = [0.0] * self._most
         self._accepted = [0.0] * self._most
         self._draft_ratio = self._verify_ratio = 1.0
+        self._size_ratio: dict[int, float] = {}  # of passes of one size, which need not all be off alike
         self._overhead = 0.0  # seconds of a block beside both models
         self._rows: dict[int, _Row] = {}
         self.begin()
@@ -99,7 +100,8 @@ class Adaptive:
         """Expected seconds of a block with a draft of `length`; 0: of a plain step."""
         row = self._row(context)
         drafting = length * self._draft_ratio * row.draft
-        return drafting + self._verify_ratio * row.verify[row.size[length]] + self._overhead
+        size = row.size[length]
+        return drafting + self._size_ratio.get(size, self._verify_ratio) * row.verify[size] + self._overhead
 
     def _row(self, context: int) -> _Row:
         bucket = context // BUCKET
@@ -145,8 +147,10 @@ class Adaptive:
             if expected:
                 self._draft_ratio += DRIFT * (_within(outcome.draft_seconds / expected) - self._draft_ratio)
         if outcome.size < len(self._row(context).verify):
-            expected = self._row(context).verify[outcome.size]
-            self._verify_ratio += DRIFT * (_within(outcome.verify_seconds / expected) - self._verify_ratio)
+            ratio = _within(outcome.verify_seconds / self._row(context).verify[outcome.size])
+            self._verify_ratio += DRIFT * (ratio - self._verify_ratio)
+            known = self._size_ratio.get(outcome.size, self._verify_ratio)
+            self._size_ratio[outcome.size] = known + DRIFT * (ratio - known)
         beside = outcome.seconds - outcome.draft_seconds - outcome.verify_seconds
         self._overhead += DRIFT * (beside - self._overhead)
 

@@ -125,7 +125,7 @@ def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
         "precision": pair.precision,
         "threads": options.threads or default_threads(),
         "cost_ratios": pair.cost_ratios,
-        "block_against_single_steps": pair.exactness(),
+        "exactness": asdict(pair.measured_exactness()),
         "options": to_mapping(options),
         "runs": [{**vars(run), "counts": dump(run.counts)} for run in runs],
         "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from edgespec.errors import BundleError, InputError, did_you_mean
 from edgespec.files import read_json
-from edgespec.manifest import Manifest, open_manifest
+from edgespec.manifest import ROLES, Manifest, open_manifest
 from edgespec.options import knob
 from edgespec_runtime.engine import Engine, default_threads
+from edgespec_runtime.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.session import CachedEngine
 from edgespec_runtime.tokenizer import ChatTokenizer, Message
@@ -18,6 +18,8 @@ from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary, read_vocabular
 
 ONNXRUNTIME = "onnxruntime"
 LLAMACPP = "llama.cpp"
+# ONNX precisions with a faster kernel, one that rounds activations; fp32 has one kernel only.
+ROUNDED = frozenset({"int4"})
 # A drafter this small gains nothing from a second thread (0.3M: 0.053 ms against 0.046 ms a token), and its waiting threads
 # would take the cores from the target's: at γ = 1 the pair ran at 0.57-0.91 of plain decoding with them, 0.79-0.86 without.
 ONE_THREAD_BELOW = 1_000_000
@@ -33,7 +35,14 @@ class LoadOptions:
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
     flash_attention: bool | None = knob(
-        None, "attention kernel of llama.cpp (default: on for quantised weights, where it makes blocks exact)"
+        None,
+        "attention kernel of llama.cpp, whatever the mode (default: on for quantised weights in exact mode, where it makes "
+        "blocks exact)",
+    )
+    mode: str = knob(
+        EXACT,
+        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie",
+        choices=MODES,
     )
 
 
@@ -41,7 +50,8 @@ class LoadOptions:
 class Pair:
     """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision.
 
-    `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them.
+    `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them. `mode` is the one
+    asked for; `exactness` says what came of it.
     """
 
     target: CachedEngine
@@ -52,6 +62,14 @@ class Pair:
     precision: str
     cost_ratios: dict[str, float]
     threads: int
+    mode: str = EXACT
+
+    @property
+    def fast_graph(self) -> bool:
+        """Whether the target runs from its graph of the fast mode; False where it has none."""
+        return (
+            self.mode == FAST and self.manifest.fast_graph("target", self.engine, self.precision) is not None
+        )
 
     @property
     def flash_attention(self) -> bool | None:
@@ -69,29 +87,38 @@ class Pair:
         assert self.manifest.folder is not None
         return read_chats(self.manifest.folder / "prompts.jsonl")
 
-    def exactness(self) -> str:
-        """How far a block's target logits are from those of single steps, as measured when the files were verified."""
+    def measured_exactness(self) -> Exactness:
+        """The mode, and how far a block's target logits were from those of single steps where the bundle was made."""
+        way = Way(
+            self.mode,
+            self.engine,
+            self.precision,
+            fast_graph=self.fast_graph,
+            flash_attention=self.flash_attention,
+            float_weights=getattr(self.target.engine, "float_weights", False),
+        )
         if self.manifest.folder is None or "verify.json" not in self.manifest.files:
-            return "not measured"
-        for check in read_json(self.manifest.folder / "verify.json").get("files", []):
-            if (check["role"], check["engine"], check["precision"]) == (
-                "target",
-                self.engine,
-                self.precision,
-            ):
-                if check.get("block_largest") is None:
-                    return f"not measured on {self.engine} (checked with: {check['checked_with']})"
-                return (
-                    f"largest logit difference {check['block_largest']:.1g}, "
-                    f"{check['block_flips']} of {check['positions']} argmaxes changed"
-                )
-        return "not measured"
+            return exactness_of(way, {})
+        verification = read_json(self.manifest.folder / "verify.json")
+        return exactness_of(way, verification if isinstance(verification, dict) else {})
+
+    def exactness(self) -> str:
+        """`measured_exactness` in words."""
+        return str(self.measured_exactness())
 
 
 def load_engine(
-    engine: str, path: Path, context: int | None, threads: int | None, flash_attention: bool | None = None
+    engine: str,
+    path: Path,
+    context: int | None,
+    threads: int | None,
+    flash_attention: bool | None = None,
+    graph: Path | None = None,
 ) -> Engine:
-    """One model file or folder on one engine. Raises InputError where flash attention is asked of one without that choice."""
+    """One model file or folder on one engine; `graph`: run this graph of an ONNX folder instead of its usual one.
+
+    Raises InputError where flash attention is asked of an engine without that choice.
+    """
     if engine == LLAMACPP:
         from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 
@@ -103,7 +130,28 @@ def load_engine(
         )
     from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
-    return OnnxRuntimeEngine(path, context_length=context, threads=threads)
+    return OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph)
+
+
+def load_model(
+    manifest: Manifest, role: str, engine: str, precision: str, options: LoadOptions, threads: int
+) -> Engine:
+    """One model of a bundle in the mode asked for. Raises InputError where its files have no graph for it.
+
+    A drafter with a fast graph runs from it in either mode: q is whatever its logits say, and the rule holds for every q.
+    """
+    path = manifest.model_path(role, engine, precision)
+    flash_attention, graph = options.flash_attention, None
+    if options.mode == FAST and engine == LLAMACPP and flash_attention is None:
+        flash_attention = False
+    if engine == ONNXRUNTIME and (options.mode == FAST or role == "drafter"):
+        graph = manifest.fast_graph(role, engine, precision)
+        if graph is None and options.mode == FAST and precision in ROUNDED:
+            raise InputError(
+                f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
+                f"build the bundle again, or leave --mode at {EXACT}"
+            )
+    return load_engine(engine, path, options.context, threads, flash_attention, graph)
 
 
 def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
@@ -157,18 +205,19 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     """
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
+    ratios = manifest.cost_ratios(engine, precision)
+    for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
+        manifest.check_folder(name)
     vocabulary = _drafters_vocabulary(manifest)
     threads = options.threads or default_threads()
 
     def load(role: str) -> CachedEngine:
         own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW else threads
-        path = manifest.model_path(role, engine, precision)
-        model = load_engine(engine, path, options.context, own_threads, options.flash_attention)
+        model = load_model(manifest, role, engine, precision, options, own_threads)
         if role == "drafter" and vocabulary is not None:
             model = SubsetEngine(model, vocabulary)
         return CachedEngine(model)
 
-    ratios: dict[str, Any] = manifest.cost_ratio
     return Pair(
         target=load("target"),
         draft=load("drafter") if with_draft else None,
@@ -176,6 +225,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         manifest=manifest,
         engine=engine,
         precision=precision,
-        cost_ratios={"parameters": ratios["parameters"], "bytes": ratios["bytes"][f"{engine}/{precision}"]},
+        cost_ratios=ratios,
         threads=threads,
+        mode=options.mode,
     )

@@ -242,13 +242,14 @@ def subject_of(pair: Pair) -> Subject:
     """What measurements of a loaded pair are measurements of."""
     manifest = pair.manifest
     roles = ("target",) if pair.draft is None else ("target", "drafter")
-    models = {}
+    models: dict[str, str] = {}
     for role in roles:
         model = getattr(manifest, role)
-        path = model.files[pair.engine][pair.precision]
-        for name, file in manifest.files.items():
-            if name == path or name.startswith(path + "/") or name == model.vocabulary:
-                models[name] = file.sha256
+        fast = pair.fast_graph or role == "drafter"  # a drafter runs from its fast graph in either mode
+        files = manifest.files_of(role, pair.engine, pair.precision, fast=fast)
+        models |= {name: file.sha256 for name, file in files.items()}
+        if model.vocabulary is not None:
+            models[model.vocabulary] = manifest.files[model.vocabulary].sha256
     return Subject(
         models=models,
         engine=pair.engine,

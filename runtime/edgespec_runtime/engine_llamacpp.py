@@ -17,6 +17,7 @@ import numpy as np
 
 from edgespec.errors import BundleError, EdgespecError, InputError, MissingExtra
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.safe_gguf import check_gguf
 
 BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
 FLOAT_FILE_TYPES = frozenset({0, 1, 32})  # llama_ftype: all F32, mostly F16, mostly BF16
@@ -63,7 +64,9 @@ class LlamaCppEngine:
 
     `flash_attention=None` chooses by the file: on for quantised weights, where it makes a block's logits equal those of single
     steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why). `threads=None` takes every core
-    this process may use. Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
+    this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not exact.
+
+    Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class LlamaCppEngine:
         self._batch: Any = None
         if not file.is_file():
             raise InputError(f"{file} is missing; give a GGUF file")
+        check_gguf(file)
         model_params = lib.llama_model_default_params()
         model_params.n_gpu_layers = 0
         _messages.clear()
@@ -98,8 +102,9 @@ class LlamaCppEngine:
         self.name = f"llama.cpp {file.name}"
         trained = int(lib.llama_model_n_ctx_train(self._model))
         self.context_length = min(context_length or trained, trained)
+        self.float_weights = int(lib.llama_model_ftype(self._model)) in FLOAT_FILE_TYPES
         if flash_attention is None:
-            flash_attention = int(lib.llama_model_ftype(self._model)) not in FLOAT_FILE_TYPES
+            flash_attention = not self.float_weights
             weights = "quantised" if flash_attention else "float"
             self.flash_attention_reason = f"{'on' if flash_attention else 'off'}: the weights are {weights}"
         else:
@@ -130,6 +135,10 @@ class LlamaCppEngine:
         np.ctypeslib.as_array(batch.n_seq_id, shape=(self.block_length,))[:] = 1
         for row in range(self.block_length):
             batch.seq_id[row][0] = 0
+        # As the package declares it, each call builds a pointer object, and numpy a type for its shape: 40 us a pass.
+        function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value
+        self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
+        self._buffer_address = 0
         self._steps = np.arange(self.block_length, dtype=np.int32)
         self.n_past = 0
 
@@ -158,7 +167,17 @@ class LlamaCppEngine:
                 f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}"
             )
         self.n_past += count
-        return np.ctypeslib.as_array(lib.llama_get_logits(self._context), shape=(count, self.vocab_size))
+        return self._rows(count)
+
+    def _rows(self, count: int) -> Logits:
+        """The first `count` rows of llama.cpp's output buffer, wrapped anew only where it has moved."""
+        address = self._logits_address(self._context)
+        if address != self._buffer_address:
+            size = self.block_length * self.vocab_size  # rows behind `count` need not exist; nobody gets to see them
+            values = (ctypes.c_float * size).from_address(address)
+            self._buffer = np.frombuffer(values, dtype=np.float32).reshape(self.block_length, self.vocab_size)
+            self._buffer_address = address
+        return self._buffer[:count]
 
     def rewind(self, n_past: int) -> None:
         """Forget all but the first `n_past` tokens."""

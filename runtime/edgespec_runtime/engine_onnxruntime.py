@@ -13,8 +13,9 @@ import numpy as np
 import onnxruntime as ort
 
 from edgespec.errors import BundleError
-from edgespec.files import read_json
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.safe_onnx import check_onnx
+from edgespec_runtime.safe_settings import OnnxSettings, read_settings
 
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
 
@@ -26,27 +27,26 @@ class OnnxRuntimeEngine:
         folder: the model folder.
         context_length: KV buffer length in tokens; default and upper bound: the model's own.
         threads: compute threads; default: the processors this process may use.
+        graph: a graph file in the folder to run instead of the one the settings name: same weights, other kernels.
 
     Raises:
         BundleError: the folder is not such a model.
     """
 
-    def __init__(self, folder: Path, context_length: int | None = None, threads: int | None = None) -> None:
-        config = read_json(folder / "genai_config.json").get("model", {})
-        try:
-            decoder = config["decoder"]
-            self.vocab_size = int(config["vocab_size"])
-            own_context = int(config["context_length"])
-            self._layers = int(decoder["num_hidden_layers"])
-            kv_shape = (1, int(decoder["num_key_value_heads"]), 0, int(decoder["head_size"]))
-            filename = str(decoder["filename"])
-            names_in, names_out = decoder["inputs"], decoder["outputs"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise BundleError(
-                f"{folder / 'genai_config.json'} has no usable {error}; export the model again"
-            ) from error
+    def __init__(
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        threads: int | None = None,
+        graph: Path | None = None,
+    ) -> None:
+        settings = read_settings(folder)
+        self.vocab_size = settings.vocab_size
+        own_context = settings.context_length
+        filename = settings.filename if graph is None else graph.name
         if Path(filename).name != filename or not (folder / filename).is_file():
             raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
+        check_onnx(folder / filename)
         self.name = f"onnxruntime {folder.name}"
         self.context_length = min(context_length or own_context, own_context)
         self.block_length = min(BLOCK_LENGTH, self.context_length)
@@ -56,25 +56,42 @@ class OnnxRuntimeEngine:
         options.intra_op_num_threads = threads or default_threads()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
-        self._session = ort.InferenceSession(
-            str(folder / filename), options, providers=["CPUExecutionProvider"]
-        )
+        try:
+            self._session = ort.InferenceSession(
+                str(folder / filename), options, providers=["CPUExecutionProvider"]
+            )
+            self._bind(settings)
+        # ONNX Runtime has an exception class for every status, with no base of their own
+        except Exception as error:
+            raise BundleError(
+                f"ONNX Runtime cannot run {folder / filename}: {str(error)[:300]}; "
+                "give a shorter --context where memory is short, else export the model again"
+            ) from error
+
+    def _bind(self, settings: OnnxSettings) -> None:
+        """Bind every tensor of the graph to memory of this object."""
         self._binding = self._session.io_binding()
 
         self._ids = np.zeros(self.block_length, dtype=np.int64)
         self._mask = np.ones(self.context_length, dtype=np.int64)
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
-        self._names = (names_in["input_ids"], names_in["attention_mask"], names_out["logits"])
+        self._names = (settings.ids, settings.mask, settings.logits)
         self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
-        kv_shape = (*kv_shape[:2], self.context_length, kv_shape[3])
+        kv_shape = (1, settings.kv_heads, self.context_length, settings.head_size)
         kinds = {value.name: value.type for value in self._session.get_inputs()}
+        shapes = {value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()}
+        _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
+        past_shape = shapes[settings.past_key % 0]
+        _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
+        _check_shape("head_size", settings.head_size, past_shape[-1])
         self._cache = []
-        for layer in range(self._layers):
-            for part in ("key", "value"):
-                past, present = (
-                    names_in[f"past_{part}_names"] % layer,
-                    names_out[f"present_{part}_names"] % layer,
-                )
+        names = (
+            (settings.past_key, settings.present_key),
+            (settings.past_value, settings.present_value),
+        )
+        for layer in range(settings.layers):
+            for before, after in names:
+                past, present = before % layer, after % layer
                 dtype = np.float16 if kinds[past] == "tensor(float16)" else np.float32
                 buffer = np.zeros(kv_shape, dtype=dtype)
                 self._cache.append(buffer)  # keeps the memory alive
@@ -103,3 +120,9 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         del self._binding, self._session
+
+
+def _check_shape(name: str, told: int, seen: int | str | None) -> None:
+    """The settings size the memory that the graph writes to, so both must say the same (a dimension without a number may)."""
+    if isinstance(seen, int) and seen != told:
+        raise ValueError(f"the settings say {name} {told} and the graph has {seen}")

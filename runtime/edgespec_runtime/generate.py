@@ -5,6 +5,7 @@ The prompt is an argument or comes from standard input.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -94,6 +95,7 @@ def run(given: dict[str, Any]) -> int:
             "prompt_tokens": len(prompt),
             "engine": pair.engine,
             "precision": pair.precision,
+            "exactness": dataclasses.asdict(pair.measured_exactness()),
             "options": to_mapping(options),
             "counts": dump(counts),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),

@@ -1,0 +1,299 @@
+"""The modes exact and fast: what runs, what was measured of it and what is said, on both engines and on older bundles."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from edgespec_export.bundle import write_bundle
+from edgespec_export.export import export_pair
+from edgespec_export.to_onnx import FAST_GRAPH, write_fast_graph
+from edgespec_export.verify import verify_pair
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.calibrate import block_difference, subject_of
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_runtime.exactness import EXACT, FAST, Exactness, Way, exactness_of
+from edgespec_runtime.session import CachedEngine
+from tiny_bundle import disturbed
+from tiny_models import make_model_folder
+
+from edgespec.cli import main
+from edgespec.errors import BundleError, EdgespecError, InputError
+from edgespec.files import read_json, write_json
+from edgespec.recipe import ExportOptions
+
+ROUNDING = 1e-4  # of a logit; what float sums in another order may differ by, several times over
+ROUNDED = 1e-2  # of a logit; what int8 activations and blocks summed in another way differ by at least, on these weights
+PROMPTS = [np.random.default_rng(seed).integers(4, 512, 128).tolist() for seed in range(4)]
+POSITIONS = sum(
+    len(prompt) for prompt in PROMPTS
+)  # rounding steps by block are rare: a few dozen tokens may show none
+CHATS = [[{"role": "user", "content": text}] for text in ("Hello", "What is a list?", "def f(x):")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle in all four precisions, exported, verified and written by the code that does it in earnest. Read-only."""
+    root = tmp_path_factory.mktemp("modes")
+    target = make_model_folder(root / "target", hidden=256, head_dim=64, intermediate=576)
+    drafter = disturbed(target, root / "drafter", noise=0.07)
+    export_pair(root / "export", target, drafter, ExportOptions())
+    verify_pair(root, root / "export", target, drafter, PROMPTS, ExportOptions())
+    write_bundle(
+        root / "bundle",
+        root / "export",
+        target,
+        drafter,
+        ExportOptions(),
+        target_name="tiny",
+        target_source="test",
+        prompts=CHATS,
+        evaluation={},
+        verification=read_json(root / "verify.json"),
+        metrics={},
+        provenance={},
+    )
+    return root / "bundle"
+
+
+@pytest.fixture
+def opened(made: Path) -> Iterator[Callable[..., Pair]]:
+    """Open the bundle with options; closed at the end."""
+    pairs: list[Pair] = []
+
+    def open_one(*named: str, **options: Any) -> Pair:
+        pairs.append(open_pair(made, LoadOptions(*named, threads=1, **options)))
+        return pairs[-1]
+
+    yield open_one
+    for pair in pairs:
+        pair.close()
+
+
+def logits(model: CachedEngine) -> np.ndarray:
+    """Of one prompt in single steps."""
+    model.rewind(0)
+    return np.concatenate([np.array(model.forward([token])) for token in PROMPTS[0]])
+
+
+@pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "int4"), ("llama.cpp", "q8_0")])
+def test_fast_blocks_differ_and_exact_ones_do_not(
+    opened: Callable[..., Pair], engine: str, precision: str
+) -> None:
+    """What this machine measures now, and what verify.json says, agree on which mode is which."""
+    exact, fast = (opened(engine, precision, mode=mode) for mode in (EXACT, FAST))
+    assert block_difference(exact.target, PROMPTS, POSITIONS).largest < ROUNDING
+    assert block_difference(fast.target, PROMPTS, POSITIONS).largest > ROUNDED
+    for pair, mode in ((exact, EXACT), (fast, FAST)):
+        said = pair.measured_exactness()
+        assert (said.mode, said.positions, said.remark) == (mode, POSITIONS, "")
+        assert said.largest is not None
+        assert (said.largest > ROUNDED) is (mode == FAST)
+        assert said.flips is not None
+        assert pair.exactness() == (
+            f"{mode} mode, largest logit difference {said.largest:.1g}, {said.flips} of {POSITIONS} argmaxes changed"
+        )
+    assert exact.measured_exactness().flips == 0
+
+
+def test_the_fast_graph_runs_on_the_same_weights(opened: Callable[..., Pair]) -> None:
+    exact, fast, floats = (
+        opened("onnxruntime", precision, mode=mode)
+        for precision, mode in (("int4", EXACT), ("int4", FAST), ("fp32", EXACT))
+    )
+    one, other, unrounded = (logits(pair.target) for pair in (exact, fast, floats))
+    moved = np.abs(one - other).mean()
+    assert 1e-4 < moved < 0.1 * np.abs(one - unrounded).mean()  # far less than int4 itself moves
+    assert (exact.fast_graph, fast.fast_graph, floats.fast_graph) == (False, True, False)
+    assert subject_of(exact) != subject_of(fast)  # measured costs of the one are not the other's
+
+
+def test_the_drafter_is_fast_in_either_mode(opened: Callable[..., Pair], made: Path) -> None:
+    """q is what the drafter's logits say, however it came to them; only the target's blocks must be exact."""
+    exact, fast = (opened("onnxruntime", "int4", mode=mode) for mode in (EXACT, FAST))
+    assert exact.draft is not None
+    assert fast.draft is not None
+    seen = logits(exact.draft)
+    assert np.array_equal(seen, logits(fast.draft))
+    usual = CachedEngine(OnnxRuntimeEngine(made / "drafter" / "onnx-int4", threads=1))
+    assert np.abs(seen - logits(usual)).mean() > 1e-4
+    usual.engine.close()
+    assert not np.array_equal(logits(exact.target), logits(fast.target))
+
+
+def test_only_the_accuracy_level_differs(made: Path) -> None:
+    folder = made / "target" / "onnx-int4"
+    exact, fast = (onnx.load(folder / name, load_external_data=False) for name in ("model.onnx", FAST_GRAPH))
+    levels = [
+        attribute
+        for node in fast.graph.node
+        for attribute in node.attribute
+        if attribute.name == "accuracy_level"
+    ]
+    assert {level.i for level in levels} == {4}
+    for level in levels:
+        level.i = 1
+    assert fast == exact
+    assert (folder / FAST_GRAPH).stat().st_size < 0.1 * (folder / "model.onnx.data").stat().st_size
+
+
+def test_a_graph_without_levels_is_not_written_again(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "target" / "onnx-fp32", tmp_path / "model")
+    with pytest.raises(EdgespecError, match="no MatMulNBits with an accuracy level"):
+        write_fast_graph(tmp_path / "model")
+    assert not (tmp_path / "model" / FAST_GRAPH).exists()
+
+
+def test_precisions_without_a_fast_way_say_so(opened: Callable[..., Pair]) -> None:
+    exact, fast = (opened("onnxruntime", "fp32", mode=mode) for mode in (EXACT, FAST))
+    assert np.array_equal(logits(exact.target), logits(fast.target))
+    assert fast.exactness().endswith(
+        f"0 of {POSITIONS} argmaxes changed (fp32 has no faster way on onnxruntime)"
+    )
+    floats = opened("llama.cpp", "f16")
+    assert "not promised: llama.cpp sums a block of float weights in another order" in floats.exactness()
+    assert (floats.measured_exactness().largest or 0.0) > 0.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "flash_attention", "says", "measured"),
+    [
+        (EXACT, False, "not exact: flash attention is off as asked", FAST),
+        (FAST, True, "flash attention is on as asked", EXACT),
+        (FAST, None, "", FAST),
+    ],
+)
+def test_the_kernel_asked_for_by_name_wins_and_a_contradiction_is_said(
+    opened: Callable[..., Pair], mode: str, flash_attention: bool | None, says: str, measured: str
+) -> None:
+    pair = opened("llama.cpp", "q8_0", mode=mode, flash_attention=flash_attention)
+    assert pair.flash_attention is (measured == EXACT)
+    assert says in pair.exactness()
+    assert (pair.measured_exactness().largest == 0.0) is (measured == EXACT)
+    assert pair.mode == mode
+
+
+def without_fast_graphs(made: Path, folder: Path) -> Path:
+    """The bundle as it was written before there was a fast mode."""
+    shutil.copytree(made, folder)
+    manifest = read_json(folder / "manifest.json")
+    for role in ("target", "drafter"):
+        del manifest[role]["fast"]
+        (folder / role / "onnx-int4" / FAST_GRAPH).unlink()
+        del manifest["files"][f"{role}/onnx-int4/{FAST_GRAPH}"]
+    checks = read_json(folder / "verify.json")
+    for check in checks["files"]:
+        del check["fast"]
+    rewrite(folder, "verify.json", checks)
+    written = read_json(folder / "manifest.json")["files"]["verify.json"]
+    write_json(folder / "manifest.json", manifest | {"files": manifest["files"] | {"verify.json": written}})
+    return folder
+
+
+def rewrite(folder: Path, name: str, value: Any) -> None:
+    """Replace a JSON file of a bundle and what its manifest says of it."""
+    from edgespec.manifest import describe_files
+
+    write_json(folder / name, value)
+    file = describe_files(folder)[name]
+    manifest = read_json(folder / "manifest.json")
+    manifest["files"][name] = {"sha256": file.sha256, "bytes": file.bytes}
+    write_json(folder / "manifest.json", manifest)
+
+
+def test_a_bundle_of_an_earlier_edgespec_opens(made: Path, tmp_path: Path) -> None:
+    old = without_fast_graphs(made, tmp_path / "old")
+    pair = open_pair(old, LoadOptions("onnxruntime", "int4", threads=1))
+    assert pair.exactness().startswith("exact mode, largest logit difference ")
+    pair.close()
+    with pytest.raises(
+        InputError,
+        match=r"mode is 'fast', and the bundle's int4 target has no graph .* build the bundle again",
+    ):
+        open_pair(old, LoadOptions("onnxruntime", "int4", mode=FAST))
+    pair = open_pair(old, LoadOptions("llama.cpp", "q8_0", threads=1, mode=FAST))
+    assert pair.flash_attention is False
+    assert pair.exactness() == "fast mode (not measured where the bundle was made)"
+    pair.close()
+
+
+def test_the_fast_graph_is_checked_like_every_file(made: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "bundle")
+    graph = folder / "target" / "onnx-int4" / FAST_GRAPH
+    data = bytearray(graph.read_bytes())
+    data[100] ^= 1
+    graph.write_bytes(bytes(data))
+    with pytest.raises(BundleError, match=r"model-fast\.onnx was altered"):
+        open_pair(folder, LoadOptions("onnxruntime", "int4"))
+
+
+def check(**more: Any) -> dict[str, Any]:
+    named = {"role": "target", "engine": "llama.cpp", "precision": "q8_0", "checked_with": "llama.cpp"}
+    return {**named, "positions": 10, "block_largest": 0.0, "block_flips": 0, **more}
+
+
+@pytest.mark.parametrize(
+    "verification",
+    [
+        {},
+        {"files": None},
+        {"files": [None, 7, "x", []]},
+        {"files": [check(role="drafter"), check(precision="f16")]},
+        {"files": [check(fast=None)]},
+        {"files": [check(fast=[1])]},
+        {"files": [check(fast={"block_largest": "much", "block_flips": 1})]},
+        {"files": [check(fast={"block_largest": 0.5, "block_flips": 1}, positions=None)]},
+    ],
+)
+def test_what_a_stranger_wrote_is_not_measured(verification: dict[str, Any]) -> None:
+    way = Way(FAST, "llama.cpp", "q8_0", flash_attention=False)
+    seen = exactness_of(way, verification)
+    assert (seen.largest, seen.flips, seen.positions) == (None, None, None)
+    assert str(seen) == "fast mode (not measured where the bundle was made)"
+
+
+def test_what_was_measured_is_that_of_what_runs() -> None:
+    verification = {"files": [check(fast={"block_largest": 0.25, "block_flips": 3})]}
+    way = {"engine": "llama.cpp", "precision": "q8_0"}
+    assert exactness_of(Way(FAST, flash_attention=False, **way), verification) == Exactness(
+        FAST, 0.25, 3, 10, ""
+    )
+    assert exactness_of(Way(EXACT, flash_attention=True, **way), verification).largest == 0.0
+    assert exactness_of(Way(EXACT, flash_attention=False, **way), verification).largest == 0.25
+    odd = exactness_of(Way(EXACT, flash_attention=True, **way), {"files": [check(block_largest=0.2)]})
+    assert odd.remark.startswith("not exact: a block of these weights")
+    absent = {
+        "files": [check(checked_with="weights read back in torch", block_largest=None, block_flips=None)]
+    }
+    assert str(exactness_of(Way(EXACT, flash_attention=True, **way), absent)) == (
+        "exact mode (not measured on llama.cpp; checked with: weights read back in torch)"
+    )
+    on = Way(EXACT, "llama.cpp", "f16", flash_attention=True, float_weights=True)
+    assert exactness_of(on, {"files": [check(precision="f16")]}).largest is None
+
+
+def test_the_mode_is_in_the_reports(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    int4 = ["--engine", "onnxruntime", "--precision", "int4", "--threads", "1"]
+    flags = [*int4, "--mode", "fast", "--max-prompts", "1", "--max-new-tokens", "4", "--draft-lengths", "2"]
+    assert main(["bench", str(made), *flags, "--json", str(tmp_path / "bench.json")]) == 0
+    assert "single steps: fast mode, largest logit difference " in capsys.readouterr().out
+    assert json.loads((tmp_path / "bench.json").read_text())["options"]["mode"] == FAST
+    told = tmp_path / "doctor.json"
+    flags = [*int4, "--seconds", "0.5", "--contexts", "16", "--json", str(told)]
+    assert main(["doctor", str(made), *flags]) == 0
+    report = json.loads(told.read_text())
+    ways = {(way["engine"], way["precision"], way["fast_graph"]) for way in report["others"]}
+    assert ("onnxruntime", "int4", True) in ways
+    assert ("onnxruntime", "int4", False) not in ways  # that is the chosen one
+    assert report["chosen"]["fast_graph"] is False
+    shown = capsys.readouterr().out
+    assert "onnxruntime int4, fast mode" in shown
+    assert "where the bundle was made: exact mode, largest" in shown
+    assert main(["bench", str(made), "--mode", "quick"]) == 2
+    assert "mode is 'quick'" in capsys.readouterr().err

@@ -1,0 +1,540 @@
+"""Trade-off curves: arms from rule names, what is made of known counts, and short studies of a real bundle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edgespec_runtime.bench_report import Run
+from edgespec_runtime.bundle import LoadOptions, load_engine, open_pair
+from edgespec_runtime.quality import common_prefix, rouge_2
+from edgespec_runtime.rules import RULES, rule_of
+from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.tradeoff import Answers, Options, Prompt, mean_log_probability
+from edgespec_runtime.tradeoff_arms import LARGE, SMALL, Arm, arms_of
+from edgespec_runtime.tradeoff_report import (
+    Study,
+    Summary,
+    Trial,
+    as_json,
+    best_table,
+    document,
+    from_json,
+    frontier,
+    points_table,
+    setting,
+    summarise,
+)
+from toy_engine import ToyEngine, random_model
+
+from edgespec.cli import main
+from edgespec.errors import InputError
+from edgespec.files import write_jsonl
+from edgespec.metrics import RawCounts
+
+
+def names(rules: str, alphas: tuple[float, ...] = (0.0, 0.5)) -> list[str]:
+    """Rules as the command line gives them: split at commas."""
+    return [arm.name for arm in arms_of(rules.split(","), alphas)[2:]]
+
+
+def test_a_rule_takes_every_alpha_and_the_ends_come_first() -> None:
+    arms = arms_of(["chow", "opt"], (0.0, 0.5))
+    assert arms[:2] == [LARGE, SMALL]
+    assert [(arm.curve, arm.value) for arm in arms[2:]] == [
+        ("chow", 0.0),
+        ("chow", 0.5),
+        ("opt", 0.0),
+        ("opt", 0.5),
+    ]
+    assert [arm.at for arm in arms] == ["", "", "a=0", "a=0.5", "a=0", "a=0.5"]
+
+
+def test_a_rule_without_a_or_with_its_own_is_one_point() -> None:
+    assert names("lossless,match-greedy") == ["lossless", "match-greedy"]
+    assert names("lenient-lin") == ["lenient-lin:epsilon=0.5"]
+    assert names("lenient-lin:epsilon=0.2,lenient-lin:epsilon=0.8") == [
+        "lenient-lin:epsilon=0.2",
+        "lenient-lin:epsilon=0.8",
+    ]
+    assert names("opt:a=-0.25") == ["opt:a=-0.25"]
+    assert {arm.curve for arm in arms_of(["opt", "opt:a=0.7"], (0.5,))[2:]} == {"opt"}
+    assert names("opt,opt:a=0.5,opt") == ["opt:a=0.0", "opt:a=0.5"]  # the same point is measured once
+
+
+def test_other_parameters_make_a_curve_of_their_own() -> None:
+    assert names("lossy,lossy:beta=2", (0.1,)) == ["lossy:a=0.1", "lossy:beta=2,a=0.1"]
+    assert names("bild:a_f=0.2,a=3,chow", (0.1,)) == ["bild:a_f=0.2,a=3.0", "chow:a=0.1"]
+    assert arms_of(["bild:a=3", "a_f=0.2"], ())[2] == Arm("bild:a_f=0.2,a=3.0", "bild:a_f=0.2", "a", 3.0)
+
+
+def test_every_rule_of_the_table_can_be_an_arm() -> None:
+    for arm in arms_of(list(RULES), (0.0, 0.9))[2:]:
+        rule_of(arm.name)
+        assert arm.name.startswith(arm.curve)
+
+
+@pytest.mark.parametrize(
+    ("rules", "alphas", "words"),
+    [
+        ("chw", (0.1,), "unknown acceptance rule 'chw'; did you mean 'chow'"),
+        (
+            "lossy",
+            (0.5, 1.0),
+            "a is 1.0; it must be below 1.*of --alphas, for lossy.*leave 1 out.*lossy:a=0.5",
+        ),
+        ("chow", (-0.5,), "a is -0.5; it must be at least 0.*for chow"),
+        ("chow:b=1", (0.5,), "unknown option 'rule chow.b'"),
+        ("beta=2", (0.5,), "unknown acceptance rule 'beta=2'"),
+        ("chow", (), "no point to measure"),
+        ("", (0.5,), "unknown acceptance rule ''"),
+    ],
+)
+def test_arms_that_cannot_be(rules: str, alphas: tuple[float, ...], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        arms_of(rules.split(","), alphas)
+
+
+HALF, FULL = Arm("chow:a=0.5", "chow", "a", 0.5), Arm("chow:a=1.0", "chow", "a", 1.0)
+
+
+def trial(
+    arm: Arm, prompt: int, seconds: float, score: float, *, emitted: int = 60, blocks: int = 60, kept: int = 0
+) -> Trial:
+    """`blocks` passes in `seconds`; where fewer passes than tokens, one draft token is tested in each and `kept` stay."""
+    tested = blocks if blocks < emitted else 0
+    counts = RawCounts(
+        blocks=blocks,
+        drafted=tested,
+        emitted=emitted,
+        tested=[tested],
+        accepted=[kept],
+        total_seconds=seconds,
+        prefill_seconds=100.0,  # is no part of any figure
+    )
+    return Trial(arm.name, Run(prompt, 0, 1, 10, 0.0, (1,) * emitted, counts), {"agreement": score})
+
+
+def study(trials: list[Trial], *arms: Arm, temperature: float = 0.0) -> Study:
+    options: dict[str, Any] = {"metric": ["agreement"], "temperature": temperature, "repeats": 1}
+    options |= {"top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "draft_length": 5}
+    about = {"title": "Known", "command": "edgespec tradeoff B", "date": "2026-01-01", "device": "a computer"}
+    about |= {"pair": "T with D", "engine": "none", "precision": "fp32", "threads": 1, "free_share": 1.0}
+    return Study(
+        {**about, "block_against_single_steps": "not measured", "options": options},
+        (LARGE, SMALL, *arms),
+        tuple(trials),
+    )
+
+
+def known() -> Study:
+    """Three prompts; the pair takes 0.5 and 0.2 of AR-large's time at 0.9 and 0.3 of its quality."""
+    trials = []
+    for prompt in range(3):
+        trials.append(trial(LARGE, prompt, 0.6, 1.0))
+        trials.append(trial(SMALL, prompt, 0.06, 0.1, emitted=30, blocks=30))
+        trials.append(trial(HALF, prompt, 0.3, 0.9, blocks=40, kept=20))
+        trials.append(trial(FULL, prompt, 0.12, 0.3, blocks=30, kept=30))
+    return study(trials, HALF, FULL)
+
+
+def test_summaries_of_known_counts() -> None:
+    large, small, half, full = summarise(known())
+    assert large.latency == pytest.approx((1.0, 1.0, 1.0))
+    assert (large.passes, small.passes) == (1.0, 0.0)  # the drafter's own passes are none of the target's
+    assert small.latency[0] == pytest.approx((0.06 / 30) / (0.6 / 60))
+    assert half.latency == pytest.approx((0.5, 0.5, 0.5))
+    assert half.passes == pytest.approx(40 / 60)
+    assert (half.rejection_rate, full.rejection_rate) == (pytest.approx(0.5), 0.0)
+    assert large.rejection_rate is None
+    assert small.rejection_rate is None
+    assert half.quality["agreement"] == pytest.approx((0.9, 0.9, 0.9))
+    assert half.behind["agreement"] == pytest.approx((-0.1, -0.1, -0.1))
+    assert (small.reply_tokens, half.reply_tokens) == (30.0, 60.0)
+
+
+def test_a_cascade_that_tests_no_drafts_has_no_rejection_rate() -> None:
+    cascade = Arm("token-cascade:a=0.5", "token-cascade", "a", 0.5)
+    trials = [trial(arm, 0, 0.6, 1.0, blocks=40, kept=40) for arm in (LARGE, SMALL, cascade, HALF)]
+    rates = [summary.rejection_rate for summary in summarise(study(trials, cascade, HALF))]
+    assert rates == [None, None, None, 0.0]
+
+
+def test_latency_is_of_sums_and_paired_by_prompt() -> None:
+    """A rule that is fast on two prompts of three costs its mean; a prompt ten times slower for both changes no ratio."""
+    trials = [trial(LARGE, prompt, 0.6, 1.0) for prompt in range(3)] + [
+        trial(SMALL, prompt, 0.1, 0.1) for prompt in range(3)
+    ]
+    mixed = [trial(HALF, prompt, seconds, 0.9, blocks=40) for prompt, seconds in enumerate((0.06, 0.06, 0.6))]
+    value, low, high = summarise(study(trials + mixed, HALF))[2].latency
+    assert value == pytest.approx(0.4)  # the median over prompts would be 0.1
+    assert low == pytest.approx(0.1)  # three times a fast prompt: one resample in four
+    assert high >= 0.7  # twice the slow one
+    trials = []
+    for prompt, slow in enumerate((1, 1, 10)):
+        trials += [trial(arm, prompt, 0.6 * slow, 1.0) for arm in (LARGE, SMALL)]
+        trials.append(trial(HALF, prompt, 0.3 * slow, 0.9))
+    assert summarise(study(trials, HALF))[2].latency == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_repeats_of_a_prompt_are_one_item() -> None:
+    trials = [trial(arm, prompt, 0.6, 1.0) for arm in (LARGE, SMALL) for prompt in (0, 0, 1, 1)]
+    trials += [trial(HALF, prompt, 0.3, score) for prompt, score in ((0, 0.2), (0, 0.6), (1, 0.4), (1, 0.4))]
+    half = summarise(study(trials, HALF))[2]
+    assert half.quality["agreement"] == pytest.approx((0.4, 0.4, 0.4))
+    assert half.reply_tokens == 60.0
+    assert half.latency == pytest.approx((0.5, 0.5, 0.5))
+    trials = [trial(arm, 0, 0.6, 1.0) for arm in (LARGE, SMALL) for _ in range(3)]
+    trials += [trial(HALF, 0, seconds, 0.4) for seconds in (0.3, 9.0, 0.3)]
+    assert summarise(study(trials, HALF))[2].latency[0] == pytest.approx(
+        0.5
+    )  # one hiccup of three is left out
+
+
+def test_the_frontier_leaves_out_what_is_beaten() -> None:
+    summaries = summarise(known())
+    assert [s.arm.name for s in frontier(summaries, "agreement")] == [FULL.name, HALF.name, LARGE.name]
+    # AR-small takes as long as FULL (0.2) and is worse
+
+    def point(arm: Arm, latency: float, score: float) -> Summary:
+        return Summary(arm, {"agreement": (score,) * 3}, {}, (latency,) * 3, 1.0, None, 1.0)
+
+    even = [point(LARGE, 1.0, 1.0), point(HALF, 1.0, 1.0), point(FULL, 1.0, 0.9), point(SMALL, 1.1, 1.0)]
+    assert [s.arm for s in frontier(even, "agreement")] == [LARGE, HALF]  # equals do not beat each other
+
+
+def test_the_best_of_each_rule() -> None:
+    trials = list(known().trials)
+    line = best_table(known(), summarise(known()), "agreement").splitlines()[2]
+    assert line.split() == ["chow", "none", "0.900", "(a=0.5)"]
+    good = [Trial(t.arm, t.run, {"agreement": 1.0}) if t.arm == HALF.name else t for t in trials]
+    again = study(good, HALF, FULL)
+    line = best_table(again, summarise(again), "agreement").splitlines()[2]
+    assert line.split() == ["chow", "2.00x", "(a=0.5)", "1.000", "(a=0.5)"]
+    even = [Trial(t.arm, t.run, {"agreement": 1.0}) for t in trials]
+    again = study(even, HALF, FULL)
+    line = best_table(again, summarise(again), "agreement").splitlines()[2]
+    assert line.split() == ["chow", "5.00x", "(a=1)", "1.000", "(a=1)"]  # of equals the fastest
+    unclear = [trial(arm, prompt, 0.6, 0.5) for arm in (LARGE, SMALL) for prompt in range(3)]
+    unclear += [trial(HALF, prompt, 0.3, score, blocks=40) for prompt, score in enumerate((0.2, 0.9, 0.3))]
+    again = study(unclear, HALF)
+    line = best_table(again, summarise(again), "agreement").splitlines()[2]
+    assert line.split()[1] == "2.00x"  # lower by 0.03, and three prompts cannot tell
+    slow = [trial(LARGE, 0, 0.1, 1.0), trial(SMALL, 0, 0.1, 0.1), trial(HALF, 0, 0.2, 0.9, blocks=40)]
+    again = study(slow, HALF)
+    assert best_table(again, summarise(again), "agreement").splitlines()[2].split() == [
+        "chow",
+        "none",
+        "none",
+    ]
+
+
+def test_the_table_of_points() -> None:
+    lines = points_table(known(), summarise(known())).splitlines()
+    assert lines[2].split() == ["AR-large", "1.000", "1", "1.000", "60.0"]
+    assert lines[4].split() == [
+        *("chow", "a=0.5", "0.900", "-0.100", "[-0.100,", "-0.100]"),
+        *("0.50", "[0.50,", "0.50]", "0.667", "0.500", "60.0"),
+    ]
+    sampled = study(list(known().trials), HALF, FULL, temperature=1.0)
+    assert "| log p (nats) |" in points_table(sampled, summarise(sampled), markdown=True)
+
+
+def test_json_and_back() -> None:
+    written = json.loads(json.dumps(as_json(known(), summarise(known()))))
+    again = from_json(written, "file.json")
+    assert again == known()
+    assert summarise(again) == summarise(known())
+    for broken in ({**written, "schema": 99}, [], {"schema": 1, "runs": []}):
+        with pytest.raises(InputError, match=r"file.json is no trade-off study of schema 1"):
+            from_json(broken, "file.json")
+
+
+def test_a_study_beside_other_programs_says_so() -> None:
+    assert "Other programs" not in setting(known())
+    busy = known()
+    busy.about["free_share"] = 0.52
+    assert "left 52% of the processors" in setting(busy)
+
+
+def test_a_document_links_its_pictures() -> None:
+    page = document([(known(), summarise(known()), "a.png"), (known(), summarise(known()), "")])
+    assert page.count("## Known") == 2
+    assert page.count("![Quality against latency and rejection rate: Known](a.png)") == 1
+    assert page.count("| chow     | a=0.5 |") == 2
+    assert "    edgespec tradeoff B\n" in page
+
+
+def test_the_log_probability_of_a_reply_is_that_of_its_steps() -> None:
+    """Against the chain rule by single prefixes; passes of 3 do not end with the reply, the cache begins in the middle."""
+    logits_of = random_model(3, 7)
+    prompt, reply = [1, 2, 3], (4, 0, 6, 6, 5, 1, 2)
+    wanted = 0.0
+    for place, token in enumerate(reply):
+        logits = logits_of((*prompt, *reply[:place])).astype(np.float64)
+        wanted += logits[token] - np.log(np.exp(logits).sum())
+    engine = ToyEngine(logits_of, 7, block_length=3)
+    model = CachedEngine(engine)
+    model.prefill([1, 2, 3, 4, 6, 6])
+    assert mean_log_probability(model, prompt, reply) == pytest.approx(wanted / len(reply), abs=1e-5)
+    assert max(engine.passes) <= 3
+    assert mean_log_probability(model, prompt, reply[:1]) == pytest.approx(
+        float(logits_of((1, 2, 3))[4] - np.log(np.exp(logits_of((1, 2, 3)).astype(np.float64)).sum())),
+        abs=1e-5,
+    )
+
+
+SHORT = ["--max-new-tokens", "16", "--max-prompts", "4", "--draft-length", "3"]
+
+
+@pytest.fixture(scope="module")
+def measured(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A greedy study and a sampled one: JSON files, a picture, a page."""
+    folder = tmp_path_factory.mktemp("tradeoff")
+    files = ["--json", str(folder / "greedy.json"), "--plot", str(folder / "greedy.png")]
+    rules = ["--rules", "lossless,chow,token-cascade:a=1,sequence-cascade:a=1", "--alphas", "0,0.5,1"]
+    page = ["--markdown", str(folder / "page.md"), "--title", "Tiny"]
+    assert main(["tradeoff", str(bundle), *SHORT, *rules, *files, *page]) == 0
+    sampled = ["--temperature", "1", "--repeats", "2", "--json", str(folder / "sampled.json")]
+    assert main(["tradeoff", str(bundle), *SHORT, "--rules", "lossless,opt:a=0.1", *sampled]) == 0
+    return folder
+
+
+def runs_by_arm(file: Path) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in json.loads(file.read_text())["runs"]:
+        found.setdefault(run["arm"], []).append(run)
+    return {arm: sorted(runs, key=lambda run: run["prompt"]) for arm, runs in found.items()}
+
+
+def replies(runs: list[dict[str, Any]]) -> list[list[int]]:
+    return [run["reply"] for run in runs]
+
+
+def test_the_curves_end_where_the_models_alone_are(measured: Path) -> None:
+    """Greedy: lossless and chow at a = 0 write what the target writes; what trusts the drafter fully, what the drafter writes."""
+    found = runs_by_arm(measured / "greedy.json")
+    large, small = replies(found["AR-large"]), replies(found["AR-small"])
+    assert large != small
+    assert replies(found["lossless"]) == replies(found["chow:a=0.0"]) == large
+    for name in ("chow:a=1.0", "sequence-cascade:a=1.0"):
+        assert replies(found[name]) == small
+    ten = [reply[:10] for reply in small]  # token-cascade asks the target after ten tokens in a row
+    assert [reply[:10] for reply in replies(found["token-cascade:a=1.0"])] == ten
+    for run, own in zip(found["chow:a=0.5"], large, strict=True):
+        assert run["scores"]["agreement"] == common_prefix(run["reply"], own)
+    summaries = {s["arm"]["name"]: s for s in json.loads((measured / "greedy.json").read_text())["summaries"]}
+    assert summaries["lossless"]["quality"]["agreement"] == [1.0, 1.0, 1.0]
+    assert summaries["chow:a=1.0"]["rejection_rate"] == 0.0
+    assert summaries["AR-small"]["quality"]["agreement"][0] < 1.0
+    assert summaries["token-cascade:a=1.0"]["rejection_rate"] is None
+    assert summaries["AR-small"]["passes"] == summaries["sequence-cascade:a=1.0"]["passes"] == 0.0
+    assert 0 < summaries["chow:a=1.0"]["passes"] < summaries["lossless"]["passes"] < 1
+
+
+def test_raw_counts_are_kept_and_the_order_turns(measured: Path) -> None:
+    found = json.loads((measured / "greedy.json").read_text())
+    order = [arm["name"] for arm in found["arms"]]
+    assert len(found["runs"]) == 4 * len(order)
+    for run in found["runs"]:
+        assert RawCounts(**run["counts"]).emitted == len(run["reply"]) <= 16
+    for prompt in range(4):
+        ran = [run["arm"] for run in found["runs"] if run["prompt"] == prompt]
+        assert ran == order[prompt:] + order[:prompt]
+
+
+def test_sampled_replies_are_scored_under_the_target(measured: Path, bundle: Path) -> None:
+    found = runs_by_arm(measured / "sampled.json")
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        chats = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
+        for run in found["AR-small"]:
+            wanted = mean_log_probability(pair.target, chats[run["prompt"]], run["reply"])
+            assert run["scores"]["agreement"] == pytest.approx(wanted, abs=1e-4)
+    finally:
+        pair.close()
+    first, again = (run["reply"] for run in found["AR-large"][:2])
+    assert (found["AR-large"][0]["prompt"], found["AR-large"][1]["prompt"]) == (0, 0)
+    assert first != again  # each repeat has its own seed
+
+
+def test_every_prompt_has_random_numbers_of_its_own(bundle: Path, tmp_path: Path) -> None:
+    """The same prompt five times: with one seed for all, its sampled replies would be the same (else they are equal by chance
+    with a probability far below 1e-6: a random model's replies of 16 tokens)."""
+    file = prompts_file(tmp_path / "p.jsonl", [None] * 5)
+    flags = [
+        "--prompts",
+        str(file),
+        "--temperature",
+        "1",
+        "--rules",
+        "lossless",
+        "--json",
+        str(tmp_path / "t.json"),
+    ]
+    assert main(["tradeoff", str(bundle), "--max-new-tokens", "16", *flags]) == 0
+    for runs in runs_by_arm(tmp_path / "t.json").values():
+        assert len({tuple(run["reply"]) for run in runs}) == 5
+
+
+def test_picture_and_page(measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (measured / "greedy.png").read_bytes().startswith(b"\x89PNG")
+    page = (measured / "page.md").read_text()
+    assert "## Tiny" in page
+    assert "](greedy.png)" in page
+    assert "| chow" in page
+    both = f"{measured / 'greedy.json'},{measured / 'sampled.json'}"
+    files = ["--plot", str(tmp_path / "docs" / "t.png"), "--markdown", str(tmp_path / "page.md")]
+    assert main(["tradeoff", "--render", both, *files]) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "](docs/t-greedy.png)" in page
+    assert "](docs/t-sampled.png)" in page
+    assert "## Tiny" in page
+    assert "## prompts" in page
+    assert {path.name for path in (tmp_path / "docs").iterdir()} == {"t-greedy.png", "t-sampled.png"}
+    assert "log p (nats)" in capsys.readouterr().out
+    one = json.loads((measured / "greedy.json").read_text())["summaries"][3]
+    assert f"{one['quality']['agreement'][0]:.3f}" in page
+
+
+def prompts_file(path: Path, references: list[Any]) -> Path:
+    rows = [{"instruction": "Count: 1 2 3", **({} if r is None else {"reference": r})} for r in references]
+    write_jsonl(path, rows)
+    return path
+
+
+def test_scores_against_references(bundle: Path, tmp_path: Path) -> None:
+    file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", "the number is 7", "no 4 5 6"])
+    flags = ["--prompts", str(file), "--metric", "rouge-2,exact-match", "--rules", "lossless"]
+    assert main(["tradeoff", str(bundle), *SHORT, *flags, "--json", str(tmp_path / "t.json")]) == 0
+    pair = open_pair(bundle, LoadOptions())
+    references = [json.loads(line)["reference"] for line in file.read_text().splitlines()]
+    try:
+        for run in json.loads((tmp_path / "t.json").read_text())["runs"]:
+            said = pair.tokenizer.decode(run["reply"])
+            assert run["scores"]["rouge-2"] == rouge_2(said, references[run["prompt"]])
+            assert run["scores"]["exact-match"] in (0.0, 1.0)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize(
+    ("references", "metric", "words"),
+    [
+        (["#### 1", None], "exact-match", "row 2 has no 'reference', and exact-match compares with it"),
+        ([None], "rouge-2", "row 1 has no 'reference'"),
+        (["1", "many"], "exact-match", "row 2 has the reference 'many', which holds no number"),
+        ([72], "rouge-2", "row 1 has the reference 72; it must be a string"),
+    ],
+)
+def test_prompts_that_a_metric_cannot_use(
+    tmp_path: Path, references: list[Any], metric: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = prompts_file(tmp_path / "p.jsonl", references)
+    flags = ["--prompts", str(file), "--metric", metric]
+    assert main(["tradeoff", "no-such-bundle", *flags]) == 2  # refused before the bundle is looked at
+    assert words in capsys.readouterr().err
+
+
+def test_rows_behind_the_last_prompt_are_not_checked(
+    tmp_path: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = prompts_file(tmp_path / "p.jsonl", ["#### 1", None])
+    flags = ["--prompts", str(file), "--metric", "exact-match", "--max-prompts", "1", "--rules", "lossless"]
+    assert main(["tradeoff", str(bundle), "--max-new-tokens", "4", *flags]) == 0
+    assert "1 prompt, up to 4 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["B", "--metric", "rouge-2"], "the bundle's own prompts have none; give --prompts FILE"),
+        (["B", "--metric", "bleu"], "metric is 'bleu'"),
+        (["B", "--rules", "optt"], "did you mean 'opt'"),
+        (["B", "--alphas", "nan"], "alphas is nan"),
+        (["B", "--alphas", "2", "--rules", "chow"], "leave 2 out"),
+        (["B", "--draft-length", "0"], "draft_length is 0"),
+        (["B"], "B"),
+        ([], "give either a BUNDLE to measure, or --render"),
+        (["B", "--render", "x.json"], "give either a BUNDLE to measure, or --render"),
+        (["--render", "x.json"], "x.json is missing"),
+    ],
+)
+def test_bad_flags(
+    flags: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tradeoff", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_prompt_too_long_for_the_pair(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tradeoff", str(bundle), *SHORT, "--context", "16"]) == 2
+    assert "load the bundle with a longer --context" in capsys.readouterr().err
+
+
+def test_a_reply_ends_where_the_context_does(bundle: Path, tmp_path: Path) -> None:
+    pair = open_pair(bundle, LoadOptions())
+    longest = max(len(pair.tokenizer.encode_chat(chat)) for chat in pair.prompts())
+    pair.close()
+    flags = ["--context", str(longest + 4), "--rules", "lossless,opt,token-cascade", "--alphas", "0.5"]
+    found = ["--json", str(tmp_path / "t.json"), "--max-new-tokens", "64"]
+    assert main(["tradeoff", str(bundle), *flags, *found]) == 0
+    for run in json.loads((tmp_path / "t.json").read_text())["runs"]:
+        assert 1 <= len(run["reply"]) <= longest + 4 - run["prompt_tokens"]
+
+
+def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> None:
+    """A drafter with room for more: its reply alone must not be longer than what the target can score."""
+    pair = open_pair(bundle, LoadOptions(context=64))
+    roomy = load_engine("onnxruntime", bundle / "drafter" / "onnx-fp32", 256, 1)
+    assert pair.draft is not None
+    pair.draft.engine.close()
+    pair = replace(pair, draft=CachedEngine(roomy))
+    try:
+        ids = pair.tokenizer.encode_chat(pair.prompts()[0])
+        answers = Answers(pair, [LARGE, SMALL], Options(bundle="", max_new_tokens=100, temperature=1.0))
+        for arm in (LARGE, SMALL):
+            assert 1 <= len(answers.run(arm, ids, (0, 0)).reply) <= 64 - len(ids)
+        with pytest.raises(
+            InputError, match=r"prompt 1 has .* and the shorter context of both models holds 64"
+        ):
+            answers.encode([Prompt([{"role": "user", "content": "word " * 64}])])
+    finally:
+        pair.close()
+
+
+def test_no_time_still_gives_three_prompts(bundle: Path, tmp_path: Path) -> None:
+    flags = [
+        "--seconds",
+        "0",
+        "--rules",
+        "lossless",
+        "--max-new-tokens",
+        "4",
+        "--json",
+        str(tmp_path / "t.json"),
+    ]
+    assert main(["tradeoff", str(bundle), *flags]) == 0
+    assert {run["prompt"] for run in json.loads((tmp_path / "t.json").read_text())["runs"]} == {0, 1, 2}
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert main(["tradeoff", str(bundle), *SHORT, "--plot", str(tmp_path / "p.png")]) == 2
+    assert (
+        "A plot needs matplotlib, which is not installed: pip install 'edgespec[plot]'"
+        in capsys.readouterr().err
+    )
