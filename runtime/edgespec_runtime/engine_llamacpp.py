@@ -136,7 +136,7 @@ class LlamaCppEngine:
         for row in range(self.block_length):
             batch.seq_id[row][0] = 0
         # As the package declares it, each call builds a pointer object, and numpy a type for its shape: 40 us a pass.
-        function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value
+        function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value or 0
         self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
         self._buffer_address = 0
         self._steps = np.arange(self.block_length, dtype=np.int32)
@@ -175,7 +175,7 @@ class LlamaCppEngine:
         if address != self._buffer_address:
             size = self.block_length * self.vocab_size  # rows behind `count` need not exist; nobody gets to see them
             values = (ctypes.c_float * size).from_address(address)
-            self._buffer = np.frombuffer(values, dtype=np.float32).reshape(self.block_length, self.vocab_size)
+            self._buffer: Logits = np.ctypeslib.as_array(values).reshape(self.block_length, self.vocab_size)
             self._buffer_address = address
         return self._buffer[:count]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from edgespec.errors import InputError
 from edgespec_runtime.rules import RULES, SEQUENCE_CASCADE, TOKEN_CASCADE, rule_of
@@ -76,7 +77,8 @@ def _points(rule: str, alphas: Sequence[float]) -> Iterator[Arm]:
     if not parameter:
         yield Arm(rule, curve)
     elif parameter != SWEPT or SWEPT in given:
-        value = float(given[parameter] if parameter in given else defaults[parameter])
+        chosen: Any = given[parameter] if parameter in given else defaults[parameter]
+        value = float(chosen)
         yield Arm(_at(curve, parameter, value), curve, parameter, value)
     else:
         for value in alphas:

@@ -122,7 +122,7 @@ def _summary(arm: Arm, cells: Sequence[_Cell], large: Sequence[_Cell], metrics: 
         },
         latency=bootstrap(times, _relative_latency),
         passes=0.0 if arm == SMALL else total.blocks / total.emitted,
-        rejection_rate=1 - total.acceptance_rate if arm.tests_drafts and sum(total.tested) else None,
+        rejection_rate=1 - total.acceptance_rate if arm.tests_drafts and sum(total.tested) > 0 else None,
         reply_tokens=total.emitted / sum(cell.repeats for cell in cells),
     )
 
