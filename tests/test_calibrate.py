@@ -414,7 +414,10 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_real_pair_is_measured_once_and_kept(bundle: Path) -> None:
+def test_a_real_pair_is_measured_once_and_kept(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # no costs of other tests
     notes: list[str] = []
     how = CalibrateOptions(seconds=0.3, contexts=(16, 64))
     pair = open_pair(bundle, LoadOptions())

@@ -306,7 +306,17 @@ def test_plain_decoding_with_any_options_asks_nobody() -> None:
 def test_the_bench_compares_every_drafter_with_plain_decoding(
     bundle: Path, tmp_path: Path, drafter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--max-prompts", "3", "--max-new-tokens", "24", "--draft-lengths", "2", "--seconds", "0"]
+    flags = [
+        "--max-prompts",
+        "3",
+        "--max-new-tokens",
+        "24",
+        "--draft-lengths",
+        "2",
+        "--no-choose",
+        "--seconds",
+        "0",
+    ]
     file = tmp_path / "bench.json"
     assert main(["bench", str(bundle), "--drafter", drafter, "--json", str(file), *flags]) == 0
     runs = read_json(file)["runs"]

@@ -13,7 +13,7 @@ from edgespec_runtime.costs import Costs
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.evaluated import UNKNOWN, expected_rate
 from edgespec_runtime.pair_schedule import Schedules
-from edgespec_runtime.schedule import Fixed
+from edgespec_runtime.schedule import Fixed, Outcome
 
 
 @pytest.fixture
@@ -41,6 +41,8 @@ def test_kept_costs_serve_without_measuring(pair: Pair) -> None:
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
+    assert schedule.draft_length(40, 100) == 0  # a plain step first, by which gains are measured
+    schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
     assert notes == []
 

@@ -28,6 +28,7 @@ CURIOSITY, CAUTION = 3.0, 1.0  # standard deviations above and below
 ALLOWED_STEPS = 0.7  # what speculation may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 BUCKET = 64  # tokens of context that share a row of costs: interpolating anew for every block would cost as much as sampling
+REFRESH = 40  # blocks after which a plain step shows again what it takes: all gains are measured by it
 DRIFT = 0.1  # weight of a block's time in the running ratio of measured to calibrated seconds
 
 
@@ -72,6 +73,8 @@ class Adaptive:
         self._accepted = [0.0] * self._most
         self._draft_ratio = self._verify_ratio = 1.0
         self._size_ratio: dict[int, float] = {}  # of passes of one size, which need not all be off alike
+        self._seen: dict[int, int] = {}  # passes of each size
+        self._since_plain = REFRESH
         self._overhead = 0.0  # seconds of a block beside both models
         self._rows: dict[int, _Row] = {}
         self.begin()
@@ -115,6 +118,8 @@ class Adaptive:
         return self._rows[bucket]
 
     def draft_length(self, context: int, room: int) -> int:
+        if self._since_plain >= REFRESH:
+            return 0
         step = self.seconds(0, context)
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         estimates, doubt = self.acceptance(), self._doubt()
@@ -149,8 +154,10 @@ class Adaptive:
         if outcome.size < len(self._row(context).verify):
             ratio = _within(outcome.verify_seconds / self._row(context).verify[outcome.size])
             self._verify_ratio += DRIFT * (ratio - self._verify_ratio)
+            self._seen[outcome.size] = seen = self._seen.get(outcome.size, 0) + 1
             known = self._size_ratio.get(outcome.size, self._verify_ratio)
-            self._size_ratio[outcome.size] = known + DRIFT * (ratio - known)
+            self._size_ratio[outcome.size] = known + max(DRIFT, 1.0 / (seen + 1)) * (ratio - known)
+        self._since_plain = 0 if outcome.size == 1 else self._since_plain + 1
         beside = outcome.seconds - outcome.draft_seconds - outcome.verify_seconds
         self._overhead += DRIFT * (beside - self._overhead)
 

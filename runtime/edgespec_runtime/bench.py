@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -105,10 +105,14 @@ def runs_of(
     for index, prompt in enumerate(prompts):
         runs = []
         for repeat in range(options.repeats):
+            seed = (
+                options.seed + index * options.repeats + repeat
+            )  # prompts that share one are not independent
             turn = (index + repeat) % len(lengths)
             for length in lengths[turn:] + lengths[:turn]:
                 schedule = chosen if length == AUTO else None
-                runs.append(measure(pair, prompt, how[length], length, (index, repeat), schedule))
+                seeded = replace(how[length], seed=seed)
+                runs.append(measure(pair, prompt, seeded, length, (index, repeat), schedule))
         done = index + 1
         affordable = int(options.seconds / ((perf_counter() - start) / done))
         planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
