@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -75,12 +76,19 @@ def make_model_folder(
     context: int = 256,
     vocab_size: int = 512,
     dtype: torch.dtype = torch.float32,
+    **settings: Any,
 ) -> Path:
-    """A random model whose logits spread like a trained one's (weights wider than the default initialisation)."""
+    """A random model whose logits spread like a trained one's (weights wider than the default initialisation).
+
+    `settings` are the family's own, as its config class names them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_level_tokenizer(vocab_size)
+    if "rope_parameters" not in settings:
+        settings["rope_theta"] = theta
     config = AutoConfig.for_model(
         family,
+        **settings,
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -90,7 +98,6 @@ def make_model_folder(
         head_dim=head_dim,
         max_position_embeddings=context,
         rms_norm_eps=1e-6,
-        rope_theta=theta,
         tie_word_embeddings=tied,
         bos_token_id=0,
         eos_token_id=2,
@@ -105,7 +112,8 @@ def make_model_folder(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     saved = json.loads((folder / "config.json").read_text())
-    saved["rope_theta"] = theta
+    if "rope_parameters" not in settings or "rope_theta" in settings["rope_parameters"]:
+        saved["rope_theta"] = theta  # as folders of transformers before 5 have it
     (folder / "config.json").write_text(json.dumps(saved, indent=2))
     save_tokenizer(folder, tokenizer)
     return folder

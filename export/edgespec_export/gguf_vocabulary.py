@@ -10,6 +10,7 @@ split text: edgespec gives it token ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from edgespec_runtime.vocabulary import Vocabulary as Subset
 from edgespec_runtime.vocabulary import vocabulary_of
 from gguf import GGUFWriter
 from gguf.constants import TokenType
+from tokenizers import Tokenizer
 
 from edgespec.errors import InputError
 from edgespec.files import read_json
@@ -26,6 +28,12 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _CONTRACTIONS + r"|\p{N}" + _REST
 _LLAMA3 = _CONTRACTIONS + r"|\p{N}{1,3}" + _REST
+# words end where lower case meets upper case; @ is what may follow a word
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@"
+_REST_WITH_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = _WORDS.replace("@", "") + r"|\p{N}" + _REST_WITH_SLASH
+_GPT_4O = _WORDS.replace("@", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?") + r"|\p{N}{1,3}" + _REST_WITH_SLASH
 
 # The steps of a tokenizer.json pre_tokenizer -> llama.cpp's name for the same splitting.
 PRE_TOKENIZERS = {
@@ -33,9 +41,15 @@ PRE_TOKENIZERS = {
     ("single digits", "bytes with regex"): "smollm",
     (f"split {_QWEN2}", "bytes"): "qwen2",
     (f"split {_LLAMA3}", "bytes"): "llama-bpe",
+    (f"split {_TEKKEN}", "bytes"): "tekken",
+    (f"split {_GPT_4O}", "bytes"): "gpt-4o",
 }
 _ROLES = ("bos", "eos", "unk", "pad")
 _ADDED_SCORE = -1000.0
+_BPE = 2  # TrainerSpec.ModelType of a SentencePiece model
+_SPACE = "▁"  # SentencePiece's mark of a space
+# llama.cpp names these where special tokens swallow white space, and fails to load a file that lacks one
+_STRIPPERS = frozenset({"<unk>", "<s>", "</s>", "<|endoftext|>"})
 
 
 @dataclass
@@ -53,6 +67,7 @@ class Vocabulary:
     add_eos: bool = False
     add_space_prefix: bool = False
     chat_template: str | None = None
+    strips_right: bool = False  # special tokens swallow the white space after them, as Phi-3's do
 
     def write(self, writer: GGUFWriter) -> None:
         writer.add_tokenizer_model(self.model)
@@ -99,18 +114,27 @@ def _restricted(whole: Vocabulary, subset: Subset) -> Vocabulary:
 
 
 def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: int) -> Vocabulary:
-    path = model_folder / "tokenizer.json"
+    path, model_file = model_folder / "tokenizer.json", model_folder / "tokenizer.model"
+    settings_file = model_folder / "tokenizer_config.json"
+    settings = read_json(settings_file) if settings_file.exists() else {}
+    if not path.exists() and model_file.exists():
+        vocabulary = _sentencepiece_model(model_file, settings, vocab_size)
+        _add_roles(vocabulary, model_folder, settings, config)
+        return vocabulary
     spec = read_json(path)
     if _is_byte_level(spec):
         vocabulary = _byte_level(spec, path, vocab_size)
     elif spec["model"].get("type") == "BPE" and spec["model"].get("byte_fallback"):
-        vocabulary = _sentencepiece(spec, path, vocab_size, model_folder / "tokenizer.model")
+        vocabulary = _sentencepiece(spec, path, vocab_size, model_file)
     else:
         raise InputError(
             f"{path} is a {spec['model'].get('type')} tokenizer; GGUF export knows byte-level BPE and SentencePiece BPE with "
             "byte fallback: leave GGUF out with --export.gguf ''"
         )
-    _add_roles(vocabulary, model_folder, config)
+    _add_roles(vocabulary, model_folder, settings, config)
+    encoded = Tokenizer.from_file(str(path)).encode("a").ids
+    vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
+    vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
     return vocabulary
 
 
@@ -170,19 +194,85 @@ def _table(spec: dict[str, Any], path: Path, vocab_size: int) -> tuple[list[str]
     """Token texts and types by id; rows of the embedding that no token uses are marked unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [int(TokenType.UNUSED)] * vocab_size
-    entries = [(text, index, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
-    entries += [
-        (added["content"], added["id"], TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
-        for added in spec.get("added_tokens", ())
-    ]
-    largest = max(index for _, index, _ in entries)
-    if largest >= vocab_size:
-        raise InputError(
-            f"{path} has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}"
-        )
-    for text, index, kind in entries:
-        tokens[index], types[index] = text, int(kind)
+    added = spec.get("added_tokens", ())
+    entries = [(index, text, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
+    for index, text, kind in [*entries, *(_added(token["id"], token) for token in added)]:
+        _place(tokens, types, path, index, text, kind)
     return tokens, types
+
+
+def _place(tokens: list[str], types: list[int], path: Path, index: int, text: str, kind: TokenType) -> None:
+    if index >= len(tokens):
+        raise InputError(f"{path} has token id {index}, but the model's vocabulary ends at {len(tokens) - 1}")
+    tokens[index], types[index] = text, int(kind)
+
+
+def _added(index: int, token: Mapping[str, Any]) -> tuple[int, str, TokenType]:
+    """Id, text and type of an added token. Special ones are control tokens; the others are found in any text."""
+    return (
+        index,
+        token["content"],
+        TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED,
+    )
+
+
+def _swallows(tokens: Iterable[str], added: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether added tokens take the white space to their right, in a vocabulary llama.cpp can do that for."""
+    return any(token.get("rstrip") for token in added) and set(tokens) >= _STRIPPERS
+
+
+def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
+    """A tokenizer.model alone, and the tokens that tokenizer_config.json adds to it."""
+    model = _read_model(model_file)
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [int(TokenType.UNUSED)] * vocab_size
+    scores = [_ADDED_SCORE] * vocab_size
+    for index, piece in enumerate(model.pieces):  # its types have the numbers of GGUF's
+        _place(tokens, types, model_file, index, piece.piece, TokenType(piece.type))
+        scores[index] = piece.score
+    unknown = [index for index, kind in enumerate(types) if kind == TokenType.UNKNOWN]
+    added = settings.get("added_tokens_decoder", {})
+    for index, token in added.items():
+        _place(tokens, types, model_file, *_added(int(index), token))
+    for index in unknown:
+        types[index] = int(TokenType.UNKNOWN)
+    _plain_spaces(tokens, types)
+    return Vocabulary(
+        "llama",
+        "default",
+        tokens,
+        types,
+        scores=scores,
+        add_bos=bool(settings.get("add_bos_token", True)),
+        add_eos=bool(settings.get("add_eos_token", False)),
+        add_space_prefix=bool(model.normalizer_spec.add_dummy_prefix),
+        strips_right=_swallows(tokens, added.values()),
+    )
+
+
+def _read_model(model_file: Path) -> Any:
+    """The parsed protobuf message of a tokenizer.model."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto()
+    try:
+        model.ParseFromString(model_file.read_bytes())
+    except DecodeError as error:
+        raise InputError(f"{model_file} is no SentencePiece model ({error}); fetch it again") from error
+    if model.trainer_spec.model_type != _BPE:
+        raise InputError(
+            f"{model_file} is not a BPE model; llama.cpp splits text as SentencePiece's BPE does: leave GGUF out with "
+            "--export.gguf ''"
+        )
+    return model
+
+
+def _plain_spaces(tokens: list[str], types: list[int]) -> None:
+    """llama.cpp looks for added tokens in the text as it is, before spaces are marked."""
+    for index, kind in enumerate(types):
+        if kind == TokenType.USER_DEFINED:
+            tokens[index] = tokens[index].replace(_SPACE, " ")
 
 
 def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
@@ -196,23 +286,27 @@ def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file
     scores = (
         _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
     )
+    _plain_spaces(tokens, types)
     prefix = any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for part in ("normalizer", "pre_tokenizer")
         for step in _steps(spec.get(part))
     )
-    return Vocabulary("llama", "default", tokens, types, scores=scores, add_space_prefix=prefix)
+    return Vocabulary(
+        "llama",
+        "default",
+        tokens,
+        types,
+        scores=scores,
+        add_space_prefix=prefix,
+        strips_right=_swallows(tokens, spec.get("added_tokens", ())),
+    )
 
 
 def _scores_of_model(model_file: Path, tokens: list[str]) -> list[float]:
     """Scores of the SentencePiece model's pieces; tokens added later get a score below all of them."""
-    from sentencepiece import SentencePieceProcessor
-
-    pieces = SentencePieceProcessor(model_file=str(model_file))
-    known = {
-        pieces.id_to_piece(index): float(pieces.get_score(index)) for index in range(pieces.get_piece_size())
-    }
+    known = {piece.piece: float(piece.score) for piece in _read_model(model_file).pieces}
     return [known.get(text, _ADDED_SCORE) for text in tokens]
 
 
@@ -244,11 +338,10 @@ def _scores_of_merges(spec: dict[str, Any], path: Path, tokens: list[str]) -> li
     return [-float(rank[text]) if text in rank else _ADDED_SCORE for text in tokens]
 
 
-def _add_roles(vocabulary: Vocabulary, model_folder: Path, config: dict[str, Any]) -> None:
-    from tokenizers import Tokenizer
-
-    settings_file = model_folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
+def _add_roles(
+    vocabulary: Vocabulary, model_folder: Path, settings: Mapping[str, Any], config: Mapping[str, Any]
+) -> None:
+    """Special ids by their texts in tokenizer_config.json, else by their numbers in config.json; and the chat template."""
     ids = {text: index for index, text in enumerate(vocabulary.tokens)}
     for role in _ROLES:
         named = settings.get(f"{role}_token")
@@ -258,9 +351,6 @@ def _add_roles(vocabulary: Vocabulary, model_folder: Path, config: dict[str, Any
             index = index[0]
         if index is not None and 0 <= index < len(vocabulary.tokens):
             vocabulary.special_ids[role] = int(index)
-    encoded = Tokenizer.from_file(str(model_folder / "tokenizer.json")).encode("a").ids
-    vocabulary.add_bos = bool(encoded) and encoded[0] == vocabulary.special_ids.get("bos")
-    vocabulary.add_eos = len(encoded) > 1 and encoded[-1] == vocabulary.special_ids.get("eos")
     template_file = model_folder / "chat_template.jinja"
     template = (
         template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")

@@ -30,21 +30,37 @@ _GGUF_PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_PARTS = _GGUF_PARTS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI_PARTS = _GGUF_PARTS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_PARTS = {"gemma2": _GEMMA_PARTS, "gemma3": _GEMMA_PARTS, "phi3": _PHI_PARTS}
+_ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:
-    """(name, tensor) of a GGUF file, one at a time; q and k of the "llama" architecture are back in rotate-halves order."""
+    """(name, tensor) of a GGUF file, one at a time; q and k of the "llama" architecture are back in rotate-halves order.
+
+    Norms of the Gemma architectures lose the 1 that a GGUF file adds to them; RoPE factors are left out, being no weights.
+    """
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(file)
-    paired = gguf_field(reader, "general.architecture") == "llama"
+    architecture = gguf_field(reader, "general.architecture")
+    paired, parts = architecture == "llama", _PARTS.get(architecture, _GGUF_PARTS)
     for tensor in reader.tensors:
+        if tensor.name in _ROPE_TABLES:
+            continue
         match = _GGUF_NAME.fullmatch(tensor.name)
         layer, part, kind = match.groups() if match else (None, tensor.name, "")
         whole = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        if parts is _GEMMA_PARTS and part.endswith("norm"):
+            whole = whole - np.float32(1.0)
         if layer is None:
             yield f"{_GGUF_WHOLE.get(part, part)}.{kind}", whole
             continue
@@ -52,7 +68,7 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
             heads = shape.heads if part == "attn_q" else shape.kv_heads
             pairs = whole.reshape(heads, -1, 2, *whole.shape[1:])  # [heads, d/2, the two halves, ...]
             whole = np.moveaxis(pairs, 2, 1).reshape(whole.shape)
-        yield f"model.layers.{layer}.{_GGUF_PARTS.get(part, part)}.{kind}", whole
+        yield f"model.layers.{layer}.{parts.get(part, part)}.{kind}", whole
 
 
 def gguf_field(reader: Any, name: str) -> Any:

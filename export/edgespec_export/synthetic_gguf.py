@@ -18,7 +18,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizatio
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import whole_file
 from edgespec.shapes import ModelShape
-from edgespec_export.to_gguf import FAMILIES, _write_shape
+from edgespec_export.gguf_families import FAMILIES, write_hyperparameters
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
@@ -64,7 +64,8 @@ def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0)
     family = FAMILIES[family_of(shape)]
     tensors = list(_tensors(shape, precision))
     writer = GGUFWriter(None, family.name)
-    _write_shape(writer, shape, {"model_type": family.name}, [])
+    writer.add_name(family.name)
+    write_hyperparameters(writer, family, shape, {"model_type": family.name}, [])
     writer.add_file_type(PRECISIONS[precision][1])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_tokenizer_model("no_vocab")

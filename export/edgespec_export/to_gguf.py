@@ -1,178 +1,201 @@
-"""A model folder as a GGUF file that llama.cpp runs: F16 or Q8_0. Knows families by a table; tensors stream one by one.
+"""A model folder as a GGUF file that llama.cpp runs. Knows checkpoints and the order of a file; others know families and types.
 
-llama.cpp's "llama" architecture rotates neighbouring pairs of a head (GPT-J order) where Hugging Face rotates halves (NeoX
-order), so the rows of q and k are permuted; the Qwen architectures rotate halves and keep them.
+Weights are read from the safetensors files in pieces of a few rows, changed, rounded and written: memory holds a piece, not a
+matrix, a shard or the model. (Mapped files would count against the memory of the process and crowd out others.)
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGUFWriter, get_tensor_name_map
-from gguf.constants import (
-    GGML_QUANT_VERSION,
-    MODEL_ARCH,
-    GGMLQuantizationType,
-    LlamaFileType,
-    RopeScalingType,
-)
-from gguf.quants import quantize
-from safetensors import safe_open
+from gguf.constants import GGML_QUANT_VERSION
+from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import read_json, whole_file
 from edgespec.shapes import ModelShape
+from edgespec_export.gguf_families import Family, completed, family_of, write_hyperparameters
 from edgespec_export.gguf_vocabulary import read_vocabulary
+from edgespec_export.quantize import PRECISIONS, Precision, bytes_of, kind_of, packed, quantize_file
 
 logging.getLogger("gguf").setLevel(logging.WARNING)
 
-
-@dataclass(frozen=True)
-class Family:
-    """How one Hugging Face model_type is written."""
-
-    architecture: MODEL_ARCH
-    name: str
-    permute_qk: bool
+Array = np.ndarray[Any, Any]
+PIECE = 2**22  # weights converted at once: 16 MiB as float32
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_LARGEST_HEADER = 2**27  # bytes; a header of a hundred thousand tensors is a tenth of it
 
 
-FAMILIES = {
-    "llama": Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True),
-    "mistral": Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True),
-    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2", permute_qk=False),
-    "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3", permute_qk=False),
-}
-PRECISIONS = {
-    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
-    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
-}
-Q8_0_BLOCK = 32  # weights that share a scale; a row must be a whole number of blocks
-
-
-def permute_qk(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+def permute_qk(weight: Array, heads: int) -> Array:
     """Reorder the rows [heads * d, ...] of q or k from rotate-halves to rotate-neighbours (a weight or a bias)."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
 
+@dataclass(frozen=True)
+class _Stored:
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # of the tensor's bytes in the file
+
+
 class Checkpoint:
-    """The safetensors files of a model folder: names and shapes at once, one tensor in memory at a time."""
+    """The safetensors files of a model folder: names and shapes at once, rows when asked for.
+
+    Raises InputError where there are none, or where a header is no safetensors header.
+    """
 
     def __init__(self, folder: Path) -> None:
         single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if single.exists():
-            names = [single]
+            files = [single]
         elif index.exists():
-            names = sorted({folder / name for name in read_json(index)["weight_map"].values()})
+            files = sorted({folder / name for name in read_json(index)["weight_map"].values()})
         else:
             raise InputError(
                 f"{folder} has no model.safetensors; save the model with save_pretrained (pickle files are not read)"
             )
-        self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        self._stored = {name: tensor for file in files for name, tensor in _header(file)}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._where[name].get_slice(name).get_shape())
+        return self._stored[name].shape
 
-    def read(self, name: str) -> np.ndarray[Any, Any]:
-        """The tensor as float32."""
-        whole: np.ndarray[Any, Any] = self._where[name].get_tensor(name).float().numpy()
-        return whole
+    def pieces(self, name: str, multiple: int = 1) -> Iterator[Array]:
+        """The tensor as float32 in pieces of rows (a vector: whole), each a multiple of `multiple` rows but the last."""
+        stored = self._stored[name]
+        rows, width = stored.shape[0], int(np.prod(stored.shape[1:]))
+        step = rows if len(stored.shape) == 1 else max(1, PIECE // (width * multiple)) * multiple
+        dtype = _DTYPES[stored.dtype]
+        with open(stored.file, "rb") as stream:
+            stream.seek(stored.start)
+            for first in range(0, rows, step):
+                count = min(step, rows - first)
+                raw = np.fromfile(stream, dtype=dtype, count=count * width)
+                if raw.size < count * width:
+                    raise InputError(f"{stored.file} ends within {name}; fetch the model again")
+                floats = (
+                    (raw.astype(np.uint32) << 16).view(np.float32)  # BF16 is the upper half of a float32
+                    if stored.dtype == "BF16"
+                    else raw.astype(np.float32, copy=False)
+                )
+                yield floats.reshape(count, *stored.shape[1:])
+
+
+def _header(file: Path) -> Iterator[tuple[str, _Stored]]:
+    """Names and places of a safetensors file: 8 bytes of header length, the header in JSON, the data."""
+    if not file.is_file():
+        raise InputError(f"{file} is missing, but the index names it; fetch the model again")
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        text = stream.read(length) if length <= _LARGEST_HEADER else b""
+    try:
+        table = json.loads(text)
+        table.pop("__metadata__", None)
+        for name, entry in table.items():
+            if entry["dtype"] in _DTYPES:
+                start = 8 + length + int(entry["data_offsets"][0])
+                yield name, _Stored(file, entry["dtype"], tuple(entry["shape"]), start)
+            elif not name.endswith("rotary_emb.inv_freq"):
+                raise InputError(
+                    f"{file}: tensor {name} is {entry['dtype']}; GGUF export reads {', '.join(_DTYPES)}"
+                )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} is no safetensors file ({error}); fetch the model again") from error
 
 
 def export_gguf(model_folder: Path, out_file: Path, precision: str) -> dict[str, Any]:
     """Write `out_file` (whole or not at all) and return {"bytes", "notes"}.
 
-    Norms, biases and other one-dimensional tensors are F32; a matrix whose rows are no multiple of 32 stays F16 in Q8_0 files,
-    said in a note. Raises InputError for an unknown precision or family, a RoPE variant or a tokenizer llama.cpp would read
+    Norms, biases and other one-dimensional tensors are F32; a matrix whose rows are no whole number of blocks stays F16 (in the K
+    types it becomes what llama.cpp falls back to), said in a note. For a K type a temporary F16 file lies beside `out_file` while
+    llama.cpp works. Raises InputError for an unknown precision or family, a RoPE variant or a tokenizer llama.cpp would read
     differently.
     """
     if precision not in PRECISIONS:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
-    config = read_json(model_folder / "config.json")
-    family = _family(config, model_folder)
-    shape = ModelShape.from_config(config)
-    checkpoint = Checkpoint(model_folder)
+    wanted = PRECISIONS[precision]
     notes: list[str] = []
-    writer = GGUFWriter(None, family.name)
-    _write_shape(writer, shape, config, notes)
-    writer.add_file_type(PRECISIONS[precision][1])
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    read_vocabulary(model_folder, config).write(writer)
-    plan = _plan(checkpoint, family, shape, precision, model_folder)
-    for entry in plan:
-        writer.add_tensor_info(
-            entry.name, entry.shape, np.dtype(np.float32), entry.nbytes, raw_dtype=entry.kind
-        )
-    kept = [
-        entry.name for entry in plan if len(entry.shape) > 1 and entry.kind is not PRECISIONS[precision][0]
-    ]
-    if kept:
-        notes.append(
-            f"{len(kept)} matrices stay F16 because their rows are no multiple of {Q8_0_BLOCK} ({kept[0]} ...)"
-        )
     with whole_file(out_file) as temporary:
-        try:
-            writer.write_header_to_file(temporary)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for entry in plan:
-                weight = checkpoint.read(entry.source)
-                if entry.permute_heads:
-                    weight = permute_qk(weight, entry.permute_heads)
-                writer.write_tensor_data(quantize(weight, entry.kind))
-        finally:
-            writer.close()
+        if wanted.by_llama_cpp:
+            floats = temporary.with_suffix(".f16.tmp")  # a killed run's is swept up as `temporary` is
+            try:
+                _write(model_folder, floats, PRECISIONS["f16"], notes)
+                notes += quantize_file(floats, temporary, wanted)
+            finally:
+                floats.unlink(missing_ok=True)
+        else:
+            _write(model_folder, temporary, wanted, notes)
     return {"bytes": out_file.stat().st_size, "notes": notes}
 
 
-def _family(config: dict[str, Any], model_folder: Path) -> Family:
-    kind = config.get("model_type", "")
-    if kind not in FAMILIES:
-        raise InputError(f"{model_folder} is a {kind!r} model; GGUF export knows {', '.join(FAMILIES)}")
-    if config.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-        raise InputError(
-            f"{model_folder} has partial_rotary_factor {config['partial_rotary_factor']}; GGUF export needs 1.0"
-        )
-    return FAMILIES[kind]
-
-
-def _write_shape(writer: GGUFWriter, shape: ModelShape, config: dict[str, Any], notes: list[str]) -> None:
-    context = shape.context_length
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    if window and window < context:
+def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]) -> None:
+    config = read_json(model_folder / "config.json")
+    family = family_of(config, model_folder)
+    config = completed(config, family)
+    shape = ModelShape.from_config(config)
+    checkpoint = Checkpoint(model_folder)
+    vocabulary = read_vocabulary(model_folder, config)
+    writer = GGUFWriter(None, family.name)
+    writer.add_name(_model_name(config, strips_right=vocabulary.strips_right))
+    computed = write_hyperparameters(writer, family, shape, config, notes)
+    writer.add_file_type(precision.file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    vocabulary.write(writer)
+    plan = _plan(checkpoint, family, shape, precision, model_folder)
+    for name, vector in computed.items():
+        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes, raw_dtype=Kind.F32)
+    for entry in plan:
+        size = bytes_of(entry.shape, entry.kind)
+        writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), size, raw_dtype=entry.kind)
+    kept = [
+        entry.name for entry in plan if entry.kind is Kind.F16 and precision.kind not in (Kind.F16, Kind.F32)
+    ]
+    if kept:
         notes.append(
-            f"the context is cut from {context} to the sliding window of {window}: llama.cpp attends in full"
+            f"{len(kept)} matrices stay F16 because their rows are no multiple of 32 ({kept[0]} ...)"
         )
-        context = int(window)
-    writer.add_name(str(config.get("_name_or_path") or config["model_type"]))
-    writer.add_context_length(context)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
-    writer.add_vocab_size(shape.vocab_size)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(shape.rope_theta)
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    elif kind != "default":
-        raise InputError(f"RoPE scaling {kind!r} is not exported to GGUF yet; known: default, linear")
+    try:
+        writer.write_header_to_file(out)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        stream: BinaryIO = writer.fout[0]
+        for vector in computed.values():
+            _append(writer, stream, iter([vector]))
+        for entry in plan:
+            _append(writer, stream, _rounded(checkpoint, entry))
+    finally:
+        writer.close()
+
+
+def _model_name(config: dict[str, Any], *, strips_right: bool) -> str:
+    """The model's name; llama.cpp lets special tokens swallow the white space after them where it holds "phi-3" or "phi3"."""
+    name = str(config.get("_name_or_path") or config["model_type"])
+    if strips_right:
+        return name if re.search(r"phi-?3", name, re.IGNORECASE) else f"Phi-3 {name}"
+    return re.sub(r"phi-?3", "Phi 3", name, flags=re.IGNORECASE)
+
+
+def _append(writer: GGUFWriter, stream: BinaryIO, pieces: Iterator[Array]) -> None:
+    """One tensor at the next aligned place: what the writer's write_tensor_data does, which wants it whole."""
+    writer.write_padding(stream, stream.tell())
+    size = 0
+    for piece in pieces:
+        piece.tofile(stream)
+        size += piece.nbytes
+    writer.write_padding(stream, size)
 
 
 @dataclass(frozen=True)
@@ -180,22 +203,26 @@ class _Entry:
     source: str
     name: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
-    permute_heads: int  # 0: as it is
+    kind: Kind
+    head_rows: int  # rows of one head where q or k is permuted; 0: as it is
+    offset: float  # added to every weight
 
-    @property
-    def nbytes(self) -> int:
-        size = int(np.prod(self.shape))
-        if self.kind is GGMLQuantizationType.Q8_0:
-            return size // Q8_0_BLOCK * (Q8_0_BLOCK + 2)
-        return size * (4 if self.kind is GGMLQuantizationType.F32 else 2)
+
+def _rounded(checkpoint: Checkpoint, entry: _Entry) -> Iterator[Array]:
+    for piece in checkpoint.pieces(entry.source, multiple=entry.head_rows or 1):
+        if entry.head_rows:
+            piece = permute_qk(piece, len(piece) // entry.head_rows)
+        if entry.offset:
+            piece = piece + np.float32(entry.offset)
+        yield packed(piece, entry.kind)
 
 
 def _plan(
-    checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: str, folder: Path
+    checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: Precision, folder: Path
 ) -> list[_Entry]:
     """What is written, in order: GGUF name, shape, type and source of every tensor."""
     names = get_tensor_name_map(family.architecture, shape.layers)
+    head = "token_embd.weight" if shape.tied else "output.weight"
     entries = []
     for source in checkpoint:
         if source.endswith("rotary_emb.inv_freq") or (shape.tied and source == "lm_head.weight"):
@@ -206,14 +233,11 @@ def _plan(
                 f"{folder}: tensor {source} has no name in the GGUF architecture {family.name!r}"
             )
         size = checkpoint.shape(source)
-        kind = GGMLQuantizationType.F32 if len(size) == 1 else PRECISIONS[precision][0]
-        if kind is GGMLQuantizationType.Q8_0 and size[-1] % Q8_0_BLOCK:
-            kind = GGMLQuantizationType.F16
-        heads = {".q_proj": shape.heads, ".k_proj": shape.kv_heads} if family.permute_qk else {}
-        permute = next((count for part, count in heads.items() if part in source), 0)
-        entries.append(_Entry(source, name, size, kind, permute))
-    found = {entry.name for entry in entries}
-    needed = {"token_embd.weight", "output_norm.weight"} | (set() if shape.tied else {"output.weight"})
-    if needed - found:
-        raise InputError(f"{folder}: the checkpoint lacks {', '.join(sorted(needed - found))}")
+        kind = kind_of(size, precision, head=name == head)
+        permuted = family.permute_qk and (".q_proj." in source or ".k_proj." in source)
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        entries.append(_Entry(source, name, size, kind, shape.head_dim * permuted, offset))
+    missing = {"token_embd.weight", "output_norm.weight", head} - {entry.name for entry in entries}
+    if missing:
+        raise InputError(f"{folder}: the checkpoint lacks {', '.join(sorted(missing))}")
     return entries

@@ -37,7 +37,7 @@ from edgespec_export.readback import gguf_settings, gguf_weights, onnx_weights
 BLOCK = 4
 MAX_PROMPT = 128  # tokens of a prompt that are compared
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
-FLOAT_GGUF = frozenset({"f16"})  # no faster attention kernel than the one in use
+FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
 TORCH_READ_BACK = "weights read back in torch"
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +59,14 @@ BOUNDS = {
     "f16": Bounds(weights=1e-3, engine=3e-3, block=3e-3),
     "q8_0": Bounds(weights=2e-2, engine=5e-2, block=1e-4),
     "int4": Bounds(weights=2e-1, engine=1e-4, block=1e-4),
+    # weights 0 / 2e-3 / 1e-1 / 7e-2 / 4e-2 / 2e-2; engine 1e-3 (keys and values are F16) / 1e-2 / 4e-2 to 5e-2
+    "f32": Bounds(weights=1e-7, engine=3e-3, block=3e-3),
+    "bf16": Bounds(weights=5e-3, engine=3e-2, block=1e-2),
+    "q4_0": Bounds(weights=2e-1, engine=1e-1, block=1e-4),
+    # llama.cpp multiplies Q4_K blocks of four tokens with another kernel than single ones where it repacks them: 8e-3
+    "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=3e-2),
+    "q5_k_m": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
+    "q6_k": Bounds(weights=4e-2, engine=1e-1, block=1e-4),
 }
 
 

@@ -1,0 +1,299 @@
+"""The families GGUF export knows, as a table, and the hyperparameters llama.cpp reads for each. Knows no tensors' contents.
+
+A family is one entry of FAMILIES: its llama.cpp architecture, what is done to its weights on the way, and which of its settings
+llama.cpp has a place for. A setting llama.cpp would compute otherwise than torch is refused, or, where a shorter context makes
+both alike, the context is cut and a note says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import MODEL_ARCH, RopeScalingType
+
+from edgespec.errors import InputError
+from edgespec.shapes import ModelShape
+
+Vector = np.ndarray[Any, np.dtype[np.float32]]
+
+SILU, GELU = "silu", "gelu_pytorch_tanh"
+_EVERYWHERE = ("default", "linear", "dynamic")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one Hugging Face model_type is written.
+
+    `permute_qk`: llama.cpp rotates neighbouring pairs of a head (GPT-J order) where Hugging Face rotates halves (NeoX order), so
+    the rows of q and k are reordered. `norm_offset` is added to the weights of norms (Gemma stores them around 0).
+    `window_period`: 0 where llama.cpp attends in full; else every period-th layer does and the others slide. `window_theta`:
+    the sliding layers' RoPE base where it is their own. `defaults`: what a config.json of the family may leave out.
+    """
+
+    architecture: MODEL_ARCH
+    name: str
+    permute_qk: bool = False
+    norm_offset: float = 0.0
+    activation: str = SILU
+    rope_types: tuple[str, ...] = _EVERYWHERE
+    partial_rotary: bool = False
+    soft_caps: bool = False
+    window_period: int = 0
+    window_theta: bool = False
+    untied: bool = True
+    full_width_heads: bool = False  # heads * head_dim must be the hidden size
+    large_scale_layers: int = 0  # with as many layers the attention's scale is that of hidden / heads
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAMA = Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True, rope_types=(*_EVERYWHERE, "llama3"))
+_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "hidden_activation": GELU}
+FAMILIES = {
+    "llama": _LLAMA,  # also TinyLlama and SmolLM
+    "mistral": _LLAMA,
+    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2"),
+    "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3"),
+    "gemma2": Family(
+        MODEL_ARCH.GEMMA2,
+        "gemma2",
+        norm_offset=1.0,
+        activation=GELU,
+        soft_caps=True,
+        window_period=2,
+        untied=False,
+        large_scale_layers=46,
+        defaults=_GEMMA_DEFAULTS,
+    ),
+    "gemma3_text": Family(
+        MODEL_ARCH.GEMMA3,
+        "gemma3",
+        norm_offset=1.0,
+        activation=GELU,
+        window_period=6,
+        window_theta=True,
+        large_scale_layers=62,
+        defaults=_GEMMA_DEFAULTS,
+    ),
+    "phi3": Family(
+        MODEL_ARCH.PHI3,
+        "phi3",
+        rope_types=("default", "longrope"),
+        partial_rotary=True,
+        full_width_heads=True,
+    ),
+}
+_OLD_ROPE_NAMES = {"su": "longrope"}
+
+
+def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The table's entry for a config.json. Raises InputError naming what is known."""
+    kind = config.get("model_type", "")
+    if kind not in FAMILIES:
+        hint = (
+            "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)"
+            if kind == "gemma3"
+            else ""
+        )
+        raise InputError(f"{where} is a {kind!r} model; GGUF export knows {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[kind]
+
+
+def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The config with the family's defaults where it is silent."""
+    return {**family.defaults, **config}
+
+
+def write_hyperparameters(
+    writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
+) -> dict[str, Vector]:
+    """Write what llama.cpp reads beside the weights; return the tensors that belong to it (RoPE factors), by name.
+
+    `config` is a config.json made complete by `completed`. Raises InputError for a setting llama.cpp has no place for.
+    """
+    _check(family, shape, config)
+    writer.add_embedding_length(shape.hidden)
+    writer.add_block_count(shape.layers)
+    writer.add_feed_forward_length(shape.intermediate)
+    writer.add_head_count(shape.heads)
+    writer.add_head_count_kv(shape.kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(shape.rms_norm_eps)
+    writer.add_vocab_size(shape.vocab_size)
+    if family.soft_caps:
+        writer.add_attn_logit_softcapping(float(config["attn_logit_softcapping"]))
+        writer.add_final_logit_softcapping(float(config["final_logit_softcapping"]))
+    writer.add_context_length(_write_window(writer, family, shape, config, notes))
+    return _write_rope(writer, family, shape, config, notes)
+
+
+def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
+    def refuse(what: str, wanted: str) -> None:
+        raise InputError(
+            f"the model has {what}, and llama.cpp's {family.name!r} needs {wanted}; "
+            "leave GGUF out with --export.gguf ''"
+        )
+
+    activation = config.get("hidden_activation") or config.get("hidden_act") or family.activation
+    if activation != family.activation:
+        refuse(f"the activation {activation!r}", repr(family.activation))
+    if not shape.tied and not family.untied:
+        refuse("an output head of its own", "one tied to the embedding")
+    if family.full_width_heads and shape.heads * shape.head_dim != shape.hidden:
+        refuse(
+            f"{shape.heads} heads of {shape.head_dim}", f"heads that make up the hidden size {shape.hidden}"
+        )
+    caps = {name: config.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    for name, value in caps.items():
+        if family.soft_caps and not value:
+            refuse(f"no {name}", "one")
+        if not family.soft_caps and value:
+            refuse(f"{name} {value}", "none")
+    scalar = config.get("query_pre_attn_scalar")
+    wide = family.large_scale_layers == shape.layers
+    wanted = shape.hidden // shape.heads if wide else shape.head_dim
+    if scalar is not None and scalar != wanted:
+        refuse(f"query_pre_attn_scalar {scalar}", f"{wanted}")
+    if config.get("use_bidirectional_attention"):
+        refuse("attention in both directions", "causal attention")
+
+
+def _write_window(
+    writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
+) -> int:
+    """Write the sliding window; return the context length in which llama.cpp attends as torch does."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    if not family.window_period:
+        if not window or window >= shape.context_length:
+            return shape.context_length
+        notes.append(
+            f"the context is cut from {shape.context_length} to the sliding window of {window}: llama.cpp attends in full"
+        )
+        return int(window)
+    period = _period(family, shape, config)
+    if not window or not period:
+        raise InputError(
+            f"llama.cpp's {family.name!r} needs a sliding window in all layers but every n-th; the model has "
+            f"sliding_window {window} and layer_types {config.get('layer_types')}; leave GGUF out with --export.gguf ''"
+        )
+    writer.add_sliding_window(int(window))
+    if period != family.window_period:
+        writer.add_sliding_window_pattern(period)
+    return shape.context_length
+
+
+def _period(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> int:
+    """p where exactly the layers p-1, 2p-1 ... attend in full; 0 where no p does."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return int(config.get("sliding_window_pattern") or family.window_period)
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
+    period = full[0] + 1 if full else shape.layers + 1
+    return period if full == list(range(period - 1, shape.layers, period)) and period > 1 else 0
+
+
+def _write_rope(
+    writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
+) -> dict[str, Vector]:
+    rope, local = _rope_parameters(config, shape)
+    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    if partial != 1.0 and not family.partial_rotary:
+        raise InputError(
+            f"the model has partial_rotary_factor {partial}; llama.cpp's {family.name!r} needs 1.0"
+        )
+    rotated = int(shape.head_dim * partial)
+    theta = float(rope["rope_theta"])
+    writer.add_rope_dimension_count(rotated)
+    writer.add_rope_freq_base(theta)
+    if family.window_theta:
+        writer.add_rope_freq_base_swa(float(local.get("rope_theta") or 10000.0))
+    kind = rope["rope_type"]
+    if kind not in family.rope_types:
+        raise InputError(
+            f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.name!r}; known: {', '.join(family.rope_types)}"
+        )
+    if kind == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    if kind == "dynamic":
+        notes.append(
+            f"the RoPE base grows beyond {shape.context_length} tokens in torch and not in llama.cpp: the context ends there"
+        )
+    if kind == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(rope, theta, rotated)}
+    return _write_longrope(writer, rope, shape, config, rotated, notes) if kind == "longrope" else {}
+
+
+def _rope_parameters(
+    config: Mapping[str, Any], shape: ModelShape
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """RoPE of the layers that attend in full, with rope_type and rope_theta, and of those that slide; old and new spellings."""
+    spelled = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = config.get("rope_parameters") or {}
+    local: Mapping[str, Any] = {"rope_theta": config.get("rope_local_base_freq")}
+    theta = shape.rope_theta
+    if isinstance(nested.get("full_attention"), Mapping):  # one table for each kind of layer
+        spelled, local = nested["full_attention"], nested.get("sliding_attention") or local
+        theta = float(spelled.get("rope_theta") or theta)
+    elif config.get("model_type") == "gemma3_text" and not config.get("rope_theta"):
+        theta = float(nested.get("rope_theta") or 1e6)
+    if local.get("rope_type", "default") != "default":
+        raise InputError(
+            f"RoPE scaling {local['rope_type']!r} of sliding layers is not known; known: default"
+        )
+    kind = spelled.get("rope_type") or spelled.get("type") or "default"
+    return {**spelled, "rope_theta": theta, "rope_type": _OLD_ROPE_NAMES.get(kind, kind)}, local
+
+
+def _llama3_factors(rope: Mapping[str, Any], theta: float, rotated: int) -> Vector:
+    """[rotated / 2] divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between (Llama 3.1).
+
+    The blend of the frequencies is linear in (original context / wavelength), so the divisor is its inverse.
+    """
+    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(rope["original_max_position_embeddings"])
+    turns = original * theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return (1.0 / (share + (1.0 - share) / factor)).astype(np.float32)
+
+
+def _write_longrope(
+    writer: GGUFWriter,
+    rope: Mapping[str, Any],
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    rotated: int,
+    notes: list[str],
+) -> dict[str, Vector]:
+    """Phi-3's two lists of divisors, and the factor on cos and sin, √(1 + ln(factor) / ln(original context)) (LongRoPE)."""
+    original = int(
+        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 0
+    )
+    if original < 2:
+        raise InputError("longrope needs original_max_position_embeddings in config.json; it is not there")
+    factor = float(rope.get("factor") or shape.context_length / original)
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(original)
+    writer.add_rope_scaling_attn_factors(float(scale))
+    notes.append(
+        f"llama.cpp takes the long RoPE factors where the context it is opened with is above {original} tokens, torch where the "
+        "text is"
+    )
+    tensors = {}
+    for length in ("long", "short"):
+        factors = np.asarray(rope[f"{length}_factor"], dtype=np.float32)
+        if factors.shape != (rotated // 2,):
+            raise InputError(
+                f"{length}_factor has {factors.size} values instead of {rotated // 2}; correct config.json"
+            )
+        tensors[f"rope_factors_{length}.weight"] = factors
+    return tensors

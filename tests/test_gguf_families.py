@@ -1,0 +1,245 @@
+"""Every family of the GGUF table in llama.cpp against torch: F32 weights, F32 cache, flash attention off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from edgespec_export.gguf_families import FAMILIES
+from edgespec_export.readback import gguf_field, gguf_weights
+from edgespec_export.to_gguf import export_gguf
+from edgespec_runtime.engine_llamacpp import LlamaCppEngine, load_library
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model_folder, torch_logits
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from edgespec.errors import InputError
+from edgespec.files import read_json, write_json
+from edgespec.shapes import ModelShape
+
+TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
+BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8
+GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3
+F32_CACHE = 0  # ggml_type
+SLIDING = {"sliding_window": 24}  # shorter than the tokens, so that a wrong window shows
+GEMMA = {**SLIDING, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
+LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
+FULL = {"rope_type": "default", "rope_theta": 1e6}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": np.linspace(1, 1.5, 8).tolist(),
+    "long_factor": np.linspace(1, 6, 8).tolist(),
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+PHI = {"head_dim": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"theta": 50000.0}),
+    "llama untied": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}}),
+    "mistral": ("mistral", {}),
+    "mistral untied": ("mistral", {"tied": False}),
+    "qwen2": ("qwen2", {"theta": 1e6, "head_dim": 16}),
+    "qwen2 untied": ("qwen2", {"theta": 1e6, "head_dim": 16, "tied": False}),
+    "qwen3": ("qwen3", {"theta": 1e6}),
+    "qwen3 untied": ("qwen3", {"theta": 1e6, "tied": False}),
+    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "layers": 7, "rope_parameters": {"full_attention": FULL, "sliding_attention": LOCAL}},
+    ),
+    "gemma3 untied": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layers": 4,
+            "tied": False,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": LOCAL,
+            },
+        },
+    ),
+    "phi3": ("phi3", {**PHI, "tied": False}),
+    "phi3 tied": ("phi3", {**PHI, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            **PHI,
+            "context": 512,
+            "tied": False,
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 256,
+        },
+    ),
+}
+
+
+def float_engine(file: Path, monkeypatch: pytest.MonkeyPatch, context: int | None = None) -> LlamaCppEngine:
+    """llama.cpp with keys and values in F32; the engine's own cache is F16."""
+    library = load_library()
+    defaults = library.llama_context_default_params
+
+    def with_float_cache() -> Any:
+        params = defaults()
+        params.type_k = params.type_v = F32_CACHE
+        return params
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "llama_context_default_params", with_float_cache)
+        return LlamaCppEngine(file, context, threads=1, flash_attention=False)
+
+
+def float_logits(
+    file: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch, context: int | None = None
+) -> np.ndarray:
+    """[n, V] logits of llama.cpp in F32."""
+    engine = float_engine(file, monkeypatch, context)
+    step = engine.block_length
+    logits = [np.array(engine.forward(tokens[i : i + step])) for i in range(0, len(tokens), step)]
+    engine.close()
+    return np.concatenate(logits)
+
+
+def with_wide_gates(folder: Path) -> Path:
+    """Gates so large that GELU is 0 or its input, which llama.cpp's table of F16 numbers (used in F32 files too) keeps exact."""
+    weights = load_file(folder / "model.safetensors")
+    wide = {name: value * 1e5 if ".gate_proj." in name else value for name, value in weights.items()}
+    save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_torch(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma twice: within what llama.cpp's rounded GELU costs, and within BOUND where that rounding plays no part."""
+    family, settings = CASES[case]
+    folder = make_model_folder(tmp_path / "model", family, seed=len(case), **settings)
+
+    def difference() -> float:
+        export_gguf(folder, tmp_path / "model.gguf", "f32")
+        logits = float_logits(tmp_path / "model.gguf", TOKENS, monkeypatch, 256)
+        return float(np.abs(logits - torch_logits(folder, TOKENS).numpy()).max())
+
+    if family.startswith("gemma"):
+        assert difference() < GELU_BOUND
+        with_wide_gates(folder)
+    assert difference() < BOUND
+
+
+def test_long_texts_take_the_long_rope_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch goes by the text's length, llama.cpp by the context's: both long here, and short in the case above."""
+    folder = make_model_folder(tmp_path / "model", "phi3", **CASES["phi3 longrope"][1])
+    note = export_gguf(folder, tmp_path / "model.gguf", "f32")["notes"][0]
+    assert "above 256 tokens" in note
+    tokens = np.random.default_rng(1).integers(4, 512, 300).tolist()
+    reference = torch_logits(folder, tokens).numpy()
+    assert np.abs(float_logits(tmp_path / "model.gguf", tokens, monkeypatch) - reference).max() < BOUND
+    short = float_logits(tmp_path / "model.gguf", TOKENS, monkeypatch, 256)
+    assert np.abs(float_logits(tmp_path / "model.gguf", TOKENS, monkeypatch) - short).max() > 0.1
+
+
+@pytest.mark.parametrize("case", ["llama untied", "qwen3", "gemma2", "gemma3", "phi3 longrope"])
+def test_weights_read_back_are_those_of_the_checkpoint(case: str, tmp_path: Path) -> None:
+    """What `verify` compares: names, order of rows and Gemma's norms as torch has them."""
+    family, settings = CASES[case]
+    folder = make_model_folder(tmp_path / "model", family, **settings)
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
+    found = dict(gguf_weights(tmp_path / "model.gguf", shape))
+    stored = load_file(folder / "model.safetensors")
+    assert set(found) == set(stored)
+    for name, weights in found.items():
+        assert np.abs(weights - stored[name].numpy()).max() < 1e-6, name  # 1 + w - 1 rounds
+
+
+def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
+    family, settings = CASES["gemma3 untied"]
+    folder = make_model_folder(tmp_path / "model", family, **settings)
+    export_gguf(folder, tmp_path / "model.gguf", "f16")
+    reader = GGUFReader(tmp_path / "model.gguf")
+    wanted = {
+        "general.architecture": "gemma3",
+        "gemma3.attention.sliding_window": 24,
+        "gemma3.attention.sliding_window_pattern": 2,
+        "gemma3.rope.freq_base": 1e6,
+        "gemma3.rope.freq_base_swa": 1e4,
+        "gemma3.rope.scaling.factor": 8.0,
+    }
+    assert {name: gguf_field(reader, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"model_type": "gemma"}, "'gemma' model; GGUF export knows llama, mistral, .*phi3"),
+        ("llama", {"model_type": "gemma3"}, "save the text model alone"),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu', and llama.cpp's 'llama' needs 'silu'"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' has no .*default, linear"),
+        ("qwen2", {"rope_scaling": LLAMA3}, "'llama3' has no counterpart in llama.cpp's 'qwen2'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ("gemma2", {"attn_logit_softcapping": None}, "no attn_logit_softcapping"),
+        ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar 144, and .* needs 32"),
+        ("gemma2", {"tie_word_embeddings": False}, "an output head of its own"),
+        ("gemma2", {"sliding_window": None}, "needs a sliding window"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "needs a sliding window"),
+        ("phi3", {"head_dim": 32}, "4 heads of 32"),
+        ("phi3", {"rope_scaling": {**LONG, "long_factor": [1.0]}}, "long_factor has 1 values instead of 8"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    family: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = make_model_folder(tmp_path / "model", family, **CASES[family][1])
+    write_json(folder / "config.json", read_json(folder / "config.json") | change)
+    with pytest.raises(InputError, match=message):
+        export_gguf(folder, tmp_path / "model.gguf", "f32")
+    assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_every_family_of_the_table_is_tried() -> None:
+    assert {family for family, _ in CASES.values()} == set(FAMILIES)
+
+
+def test_greedy_text_of_a_trained_model_is_that_of_torch(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 prompts, 40 tokens each, F32 weights and cache."""
+    folder = shared / "models" / "stories260K"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    starts = ("Once, {} went to the park.", "The {} was very sad.", "One day, a {} saw a big tree and")
+    names = ["Lily", "Tim", "Ben", "Tom", "Sue", "Max", "Mia", "Anna", "Jack", "Sam", "dog", "cat", "bird"]
+    names += ["fish", "boy", "girl", "bear"]
+    prompts = [tokenizer.encode(start.format(name)).ids for start in starts for name in names][:50]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    engine = float_engine(tmp_path / "model.gguf", monkeypatch)
+    for prompt in prompts:
+        reference = model.generate(
+            torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        engine.rewind(0)
+        written: list[int] = []
+        feed = prompt
+        while len(written) < len(reference):
+            written.append(int(engine.forward(feed)[-1].argmax()))
+            feed = written[-1:]
+        assert written == reference, tokenizer.decode(prompt)
+    engine.close()
