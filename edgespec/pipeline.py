@@ -136,6 +136,11 @@ class Build:
         print(describe(target_shape, shape), flush=True)
 
         def plan(place: Path) -> dict[str, Any]:
+            from edgespec_recipes.prompts import read_prompts
+
+            # what cannot be read is said now, and not after hours of pretraining
+            read_prompts(self.recipe.generate.instructions, "seed")
+            read_prompts(self.recipe.evaluate.prompts_file, "heldout")
             found = {
                 "target": asdict(target_shape),
                 "drafter": asdict(shape),
