@@ -173,7 +173,9 @@ class LlamaCppEngine:
         """The first `count` rows of llama.cpp's output buffer, wrapped anew only where it has moved."""
         address = self._logits_address(self._context)
         if address != self._buffer_address:
-            size = self.block_length * self.vocab_size  # rows behind `count` need not exist; nobody gets to see them
+            size = (
+                self.block_length * self.vocab_size
+            )  # rows behind `count` need not exist; nobody gets to see them
             values = (ctypes.c_float * size).from_address(address)
             self._buffer: Logits = np.ctypeslib.as_array(values).reshape(self.block_length, self.vocab_size)
             self._buffer_address = address

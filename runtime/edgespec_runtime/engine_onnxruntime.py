@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from edgespec.errors import BundleError
+from edgespec.errors import BundleError, EdgespecError
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.safe_onnx import check_onnx
 from edgespec_runtime.safe_settings import OnnxSettings, read_settings
@@ -79,7 +79,9 @@ class OnnxRuntimeEngine:
         self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
         kv_shape = (1, settings.kv_heads, self.context_length, settings.head_size)
         kinds = {value.name: value.type for value in self._session.get_inputs()}
-        shapes = {value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()}
+        shapes = {
+            value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()
+        }
         _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
         past_shape = shapes[settings.past_key % 0]
         _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
@@ -110,7 +112,12 @@ class OnnxRuntimeEngine:
         check_room(self, count)
         self._ids[:count] = tokens
         self._bind_tokens(count)
-        self._session.run_with_iobinding(self._binding)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise EdgespecError(
+                f"ONNX Runtime failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
+            ) from error
         self.n_past += count
         return self._logits[:count]
 

@@ -10,6 +10,7 @@ from edgespec.files import read_jsonl
 from edgespec_runtime.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
+MAX_PROMPT_BYTES = 64 * 1024 * 1024
 
 
 def read_chats(path: Path) -> list[list[Message]]:
@@ -17,7 +18,10 @@ def read_chats(path: Path) -> list[list[Message]]:
 
     Raises InputError naming file and row: no such file, a row of another shape, a conversation that does not end with the user.
     """
-    chats = [_messages(row, f"{path}: row {number}") for number, row in enumerate(read_jsonl(path), 1)]
+    chats = [
+        _messages(row, f"{path}: row {number}")
+        for number, row in enumerate(read_jsonl(path, limit=MAX_PROMPT_BYTES), 1)
+    ]
     if not chats:
         raise InputError(f"{path} holds no prompts; give rows with 'messages' or 'instruction'")
     return chats
@@ -38,7 +42,7 @@ def _messages(row: dict[str, Any], where: str) -> list[Message]:
             and isinstance(message.get("content"), str)
         ):
             raise InputError(
-                f"{where} has the message {message!r}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
+                f"{where} has the message {repr(message)[:200]}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
             )
     if messages[-1]["role"] != "user":
         raise InputError(

@@ -1,26 +1,26 @@
 """Text to token ids and back, and the chat template. Works on the tokenizer files of a bundle; no transformers.
 
-A chat template is a stranger's program, so it runs in Jinja's immutable sandbox, on a template of bounded size.
+The folder may come from a stranger: every file is read with a bound, and the template runs in `safe_template`'s sandbox.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json
+from edgespec.files import read_bounded, read_json
+from edgespec_runtime.safe_template import MAX_TEMPLATE_CHARACTERS, SafeTemplate
 
-MAX_TEMPLATE_CHARACTERS = 64 * 1024
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
+MAX_VOCAB_SIZE = 2**24
+MAX_SPECIAL = 1024
+AGAIN = "fetch or build the bundle again"
 Message = dict[str, str]
 
 
@@ -33,17 +33,23 @@ class ChatTokenizer:
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
+        data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise BundleError(f"{path} is not a readable tokenizer: {error}") from error
-        config = read_json(folder / "tokenizer_config.json")
+            self._tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # the tokenizers library raises bare Exception, and its panics are none at all
+        except BaseException as error:
+            raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
+        config = _object(folder / "tokenizer_config.json")
         template_file = folder / "chat_template.jinja"
-        template = (
-            template_file.read_text(encoding="utf-8")
-            if template_file.is_file()
-            else config.get("chat_template")
-        )
+        template = config.get("chat_template")
+        if template_file.exists():
+            raw = read_bounded(template_file, error=BundleError, limit=4 * MAX_TEMPLATE_CHARACTERS)
+            try:
+                template = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise BundleError(f"{template_file} is not UTF-8 text ({error}); {AGAIN}") from error
         if not isinstance(template, str) or not template:
             raise InputError(
                 f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json"
@@ -55,32 +61,28 @@ class ChatTokenizer:
         self._special = {
             name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
         }
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
         try:
-            self._template = environment.from_string(template)
+            self._template = SafeTemplate(template)
         except TemplateError as error:
             raise InputError(f"the chat template in {folder} is not valid Jinja: {error}") from error
         self.stop_ids = self._stop_ids(folder)
 
     def _stop_ids(self, folder: Path) -> frozenset[int]:
-        generation = folder / "generation_config.json"
-        ids = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        where = folder / "generation_config.json"
+        ids = _object(where).get("eos_token_id") if where.exists() else None
         if ids is None:
             ids = (
                 self._tokenizer.token_to_id(self._special["eos_token"])
                 if self._special["eos_token"]
                 else None
             )
-        if ids is None:
-            return frozenset()
-        return frozenset(ids if isinstance(ids, list) else [ids])
+        found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for token in found:
+            if type(token) is not int or not 0 <= token < MAX_VOCAB_SIZE:
+                raise BundleError(
+                    f"{where} has the eos_token_id {str(token)[:80]!r}; a token id is wanted: {AGAIN}"
+                )
+        return frozenset(found)
 
     @property
     def vocab_size(self) -> int:
@@ -91,10 +93,13 @@ class ChatTokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The chat as the target reads it, up to where the reply begins. Raises InputError with the template's words."""
+        """The chat as the target reads it, up to where the reply begins.
+
+        Raises InputError with the template's words where it refuses the messages, BundleError where it passes a bound.
+        """
         try:
             return self._template.render(
-                messages=list(messages), add_generation_prompt=True, tools=None, **self._special
+                {"messages": list(messages), "add_generation_prompt": True, "tools": None, **self._special}
             )
         except TemplateError as error:
             raise InputError(f"the chat template refuses these messages: {error}") from error
@@ -133,9 +138,14 @@ class TextStream:
         return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._length :]
 
 
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path, error=BundleError, limit=MAX_TOKENIZER_BYTES, strict=True)
+    if not isinstance(value, dict):
+        raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
+    return value
+
+
 def _text(token: Any) -> str:
-    return str(token.get("content", "")) if isinstance(token, dict) else (token or "")
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
+    """The text of a special token, which a tokenizer config gives as such or as an object; anything else is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and len(text) <= MAX_SPECIAL else ""

@@ -1,0 +1,202 @@
+"""Model files from strangers: ONNX graphs, their settings and GGUF headers that would open or allocate what they must not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from altered_bundle import LLAMACPP, ONNX, OPTIONS, change, refused, secret
+from edgespec_runtime.bundle import open_pair
+from edgespec_runtime.safe_onnx import check_onnx
+
+from edgespec.errors import BundleError, EdgespecError
+from edgespec.files import read_json
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def gguf(both: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(both, tmp_path / "bundle"))
+
+
+# ONNX
+
+
+def graph(copy: Path, alter: Callable[[onnx.ModelProto], Any]) -> None:
+    model = onnx.load(copy / ONNX / "model.onnx", load_external_data=False)
+    alter(model)
+    change(copy, f"{ONNX}/model.onnx", model.SerializeToString())
+
+
+def external(model: onnx.ModelProto) -> onnx.TensorProto:
+    return next(one for one in model.graph.initializer if one.external_data)
+
+
+def told(model: onnx.ModelProto, key: str, value: str) -> None:
+    for entry in external(model).external_data:
+        if entry.key == key:
+            entry.value = value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("location", "../../outside/secret", "the name of a file beside it is wanted"),
+        ("location", "/etc/passwd", "the name of a file beside it is wanted"),
+        ("location", "..\\secret", "the name of a file beside it is wanted"),
+        ("location", "C:secret", "the name of a file beside it is wanted"),
+        ("location", ".hidden", "the name of a file beside it is wanted"),
+        ("location", "a\nb", "the name of a file beside it is wanted"),
+        ("location", "absent", "is missing or no regular file"),
+        ("location", "", "the name of a file beside it is wanted"),
+        ("offset", "999999999999", "bytes at 999999999999 of 'model.onnx.data', which has"),
+        ("length", "999999999999", "reads 999999999999 bytes"),
+        ("offset", "-8", "a whole number is wanted"),
+    ],
+)
+def test_external_data_outside_its_file_or_folder(copy: Path, key: str, value: str, words: str) -> None:
+    secret(copy)
+    graph(copy, lambda model: told(model, key, value))
+    refused(copy, words)
+
+
+def test_external_data_hidden_in_the_graph_or_through_a_link(copy: Path) -> None:
+    outside = secret(copy)
+
+    def attribute(model: onnx.ModelProto) -> None:
+        tensor = onnx.TensorProto(name="t", data_type=1, dims=[1], data_location=1)
+        tensor.external_data.add(key="location", value="../../outside/secret")
+        inner = onnx.helper.make_graph(
+            [onnx.helper.make_node("Constant", [], ["c"], value=tensor)], "g", [], []
+        )
+        model.graph.node.append(
+            onnx.helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner)
+        )
+
+    before = (copy / ONNX / "model.onnx").read_bytes()
+    graph(copy, attribute)
+    refused(copy, "the name of a file beside it is wanted")
+    (copy / ONNX / "model.onnx").write_bytes(before)
+    graph(copy, lambda model: external(model).external_data.add(key="location", value="/etc/passwd"))
+    refused(copy, "gives a tensor's 'location' twice")
+    (copy / ONNX / "model.onnx").write_bytes(before)
+    (copy / ONNX / "model.onnx.data").unlink()
+    (copy / ONNX / "model.onnx.data").symlink_to(outside / "secret")
+    with pytest.raises(BundleError, match=r"a link to .* outside its folder"):
+        check_onnx(copy / ONNX / "model.onnx")
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x00", b"\xff" * 40, b"\x3a\xff\xff\xff\xff\x0f", b"\x3b" * 9, b"not a model"]
+)
+def test_files_that_are_no_graph(copy: Path, data: bytes) -> None:
+    change(copy, f"{ONNX}/model.onnx", data)
+    refused(copy, "fetch or build the bundle again")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("vocab_size",), 10**12, "no usable 'vocab_size': it is '1000000000000'"),
+        (("vocab_size",), 100, "the settings say vocab_size 100 and the graph has 512"),
+        (("vocab_size",), True, "no usable 'vocab_size'"),
+        (("context_length",), 0, "no usable 'context_length'"),
+        (("decoder", "num_key_value_heads"), 1, "the settings say num_key_value_heads 1"),
+        (("decoder", "num_hidden_layers"), 9, "cannot run"),
+        (("decoder", "filename"), "../../drafter/onnx-fp32/model.onnx", "has no model file"),
+        (("decoder", "inputs", "past_key_names"), "%999999999d", "a name with one %d"),
+        (("decoder", "outputs", "logits"), "nowhere", "cannot run"),
+    ],
+)
+def test_settings_that_lie_about_the_graph(
+    copy: Path, place: tuple[str, ...], value: Any, words: str
+) -> None:
+    name = f"{ONNX}/genai_config.json"
+    config = read_json(copy / name)
+    inner = config["model"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    change(copy, name, json.dumps(config))
+    refused(copy, words)
+
+
+def test_a_head_size_that_lies_is_noticed_by_the_first_pass(copy: Path) -> None:
+    """The graph leaves this dimension open; ONNX Runtime compares it with the memory it is given before it writes."""
+    name = f"{ONNX}/genai_config.json"
+    config = read_json(copy / name)
+    config["model"]["decoder"]["head_size"] = 16
+    change(copy, name, json.dumps(config))
+    pair = open_pair(copy, OPTIONS)
+    with pytest.raises(EdgespecError, match="ONNX Runtime failed on 3 tokens after 0"):
+        pair.target.engine.forward([1, 2, 3])
+
+
+# GGUF
+
+
+def header(*parts: bytes | int | str, tensors: int = 0, pairs: int = 0) -> bytes:
+    """Bytes, 64-bit numbers and strings after the head of a GGUF file."""
+    body = b"GGUF" + struct.pack("<IQQ", 3, tensors, pairs)
+    for part in parts:
+        if isinstance(part, int):
+            body += struct.pack("<Q", part)
+        else:
+            raw = part.encode() if isinstance(part, str) else part
+            body += struct.pack("<Q", len(raw)) + raw if isinstance(part, str) else raw
+    return body + bytes(64)
+
+
+KIND = [struct.pack("<I", kind) for kind in range(13)]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"GGUF", "has 4 bytes"),
+        (b"GGML" + bytes(60), "begins with b'GGML'"),
+        (b"GGUF" + struct.pack("<I", 1) + bytes(60), "has GGUF version 1"),
+        (header(tensors=2**63), "has 9223372036854775808 tensors; 0 to 65536"),
+        (header(pairs=2**40), "has 1099511627776 key/value pairs"),
+        (header(2**62, pairs=1), "has 4611686018427387904 bytes in a key"),
+        (header(1000, pairs=1), "is cut short"),
+        (header("k", KIND[8], 2**40, pairs=1), "bytes in the value of 'k'"),
+        (header("k", KIND[9], KIND[4], 2**63, pairs=1), "items of 'k'"),
+        (header("k", KIND[9], KIND[10], 2**23, pairs=1), "is cut short"),
+        (header("k", KIND[9], KIND[8], 2**23, pairs=1), "has a string of 0 bytes|at most"),
+        (header("k", KIND[9], KIND[9], 2, pairs=1), "an array of type 9"),
+        (header("k", struct.pack("<I", 99), pairs=1), "a value of type 99"),
+        (header("k", KIND[0], b"\1", "k", KIND[0], b"\1", pairs=2), "has the key 'k' twice"),
+        (header("general.alignment", KIND[4], bytes(4), pairs=1), "has the alignment 0"),
+        (header("split.count", KIND[2], b"\3\0", pairs=1), "is part of 3 files"),
+        (header("t", struct.pack("<I", 9), tensors=1), "has 9 dimensions of 't'"),
+        (header("t", KIND[1], 0, KIND[0], 0, tensors=1), "has 0 rows of 't'"),
+        (header("t", KIND[1], 2**50, KIND[0], 0, tensors=1), "rows of 't'"),
+        (header("t", KIND[1], 4, struct.pack("<I", 77), 0, tensors=1), "of type 77"),
+        (header("t", KIND[1], 4, KIND[0], 3, tensors=1), "at offset 3"),
+        (header("t", KIND[1], 33, KIND[8], 0, tensors=1), "in rows of 33"),
+        (header("t", KIND[1], 4, KIND[0], 2**40, tensors=1), "an end within its"),
+        (header("t", KIND[2], 2**39, 2**39, KIND[0], 0, tensors=1), "an end within its"),
+        (header("x" * 64, tensors=1), "bytes in a tensor's name"),
+    ],
+)
+def test_gguf_headers_that_cannot_be(gguf: Path, data: bytes, words: str) -> None:
+    name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
+    change(gguf, name, data)
+    refused(gguf, words, LLAMACPP)
+
+
+def test_a_gguf_file_whose_tensors_were_cut_off(gguf: Path) -> None:
+    name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
+    change(gguf, name, (gguf / name).read_bytes()[:-4096])
+    refused(gguf, "an end within its", LLAMACPP)

@@ -1,0 +1,132 @@
+"""A chat template from a stranger: what never ends, fills memory or reaches for Python is stopped; all else still renders."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from altered_bundle import HELLO, change, refused
+from edgespec_runtime.template_limits import MAX_SECONDS
+from edgespec_runtime.tokenizer import ChatTokenizer
+
+from edgespec.errors import BundleError, EdgespecError
+from edgespec.manifest import open_manifest
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps' worth of work"),
+        ("{{ 'x' * 10**9 }}", "would make a value of 1000000000"),
+        ("{{ 'x'|center(10**9) }}", "a number beyond 1000000"),
+        ("{{ '%1000000000d' % 1 }}", "formats with"),
+        ("{{ '{:1000000000}'.format(1) }}", "formats with"),
+        ("{{ messages|tojson(indent=10**6) }}", "indents JSON by"),
+        ("{% set a = 'a'|center(900000) %}{{ a.replace(' ', a) }}", "would make a value of 810000000000"),
+        ("{% set n = namespace(x='a') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "would make"),
+        (
+            "{% set n = namespace(x='a') %}{% for a in range(99) %}{% set x %}{{ n.x }}{{ n.x }}{% endset %}"
+            "{% set n.x = x %}{% endfor %}",
+            "it wrote",
+        ),
+        ("{% set n = namespace(x=[1]) %}{% for a in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}", "it made"),
+        ("{% set n = namespace(x=()) %}{% for a in range(99) %}{% set n.x = (n.x,) %}{% endfor %}", "nested deeper than 32"),
+        ("{% set n = namespace() %}{% set n.x = n %}{{ n }}", "it used a Namespace as text"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "breaks down \\(RecursionError"),
+        ("{% macro m(n) %}{{ n }}{{ n }}{% endmacro %}{{" + "m(" * 50 + "'x'" + ")" * 50 + "}}", "it wrote"),
+        ("{% macro m() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call m() %}" * 18 + "{% endcall %}" * 18, "stopped"),
+        ("{% set a = range(99999)|list %}" + "{% set b = 'q' in a %}" * 2000, "stopped"),
+        ("{% for a in range(99999) %}" + "y" * 60_000 + "{% endfor %}", "it wrote"),
+        ("{{ 1 / 0 }}", "breaks down \\(ZeroDivisionError"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ strftime_now('%999999999Y') }}", "asks for the date"),
+    ],
+)  # fmt: skip
+def test_templates_that_would_not_end_or_fill_memory(copy: Path, template: str, words: str) -> None:
+    change(copy, "tokenizer/chat_template.jinja", template)
+    tokenizer = open_tokenizer(copy)
+    begun = time.monotonic()
+    with pytest.raises(BundleError, match=words):
+        tokenizer.render(HELLO)
+    assert time.monotonic() - begun < 10 * MAX_SECONDS  # not a timing: a bound that is missing takes hours
+
+
+@pytest.mark.parametrize(
+    "template", ["{{" + "(" * 2000 + "1" + ")" * 2000 + "}}", "{{" + "not " * 9000 + "1}}"]
+)
+def test_templates_too_deep_to_compile(copy: Path, template: str) -> None:
+    change(copy, "tokenizer/chat_template.jinja", template)
+    refused(copy, "cannot be compiled")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "messages.__class__.__mro__[1].__subclasses__()",
+        "raise_exception.__globals__['__builtins__']",
+        "namespace.__init__.__globals__['os'].popen('id').read()",
+        "self._TemplateReference__context.environment",
+        "'{0.__class__.__mro__}'.format(messages)",
+        "['{0.__class__}']|map('format', 1)|list",
+        "messages|attr('__class__')",
+        "messages[0].update(role='x')",
+        "messages.append(1)",
+        "cycler(1).__init__.__globals__",
+        "(1).__class__.__base__",
+        "lipsum(n=10**6)",
+        "metered_text.__self__",
+        "environment.globals",
+    ],
+)
+def test_a_template_reaches_nothing_of_python(copy: Path, expression: str) -> None:
+    """It is refused, or what it wrote is empty; in no case does it name a class, a module or an address."""
+    change(copy, "tokenizer/chat_template.jinja", "{{ " + expression + " }}")
+    messages = [dict(message) for message in HELLO]
+    try:
+        text = open_tokenizer(copy).render(messages)
+    except EdgespecError:
+        text = ""
+    assert text == ""
+    assert messages == HELLO
+
+
+def open_tokenizer(folder: Path) -> ChatTokenizer:
+    open_manifest(folder)
+    return ChatTokenizer(folder / "tokenizer")
+
+
+def test_templates_in_use_still_render(copy: Path) -> None:
+    """The forms that published templates are written in, with what Jinja's plain sandbox makes of them."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    template = (
+        "{% set ns = namespace(found=false, text='') %}{% for m in messages[::-1] %}"
+        "{% set ns.found = true %}{% set ns.text = ns.text + m.content %}{% endfor %}{{ ns.text if ns.found }}"
+        "{{ messages|map(attribute='role')|join(',') }}"
+        "{{ messages|selectattr('role', 'eq', 'user')|list|length }}"
+        "{% macro say(m, ns) %}<{{ m['content'].split('l')[-1] ~ ns.text }}>"
+        "{% endmacro %}{% for m in messages %}{{ loop.index0 }}{{ say(m, ns) }}{% if not loop.last %},{% endif %}{% endfor %}"
+        "{% for k, v in {'a': [1, 2.5, none]}.items() %}{{ k }}={{ v|string }}{% endfor %}{{ '%s-%02d' % ('a', 3) }}"
+        "{{ '{} {x}'.format(1, x=2) }}{{ tools is none and x is not defined }}{{ 7 // 2 - 1 * 2 ** 3 % 5 }}"
+        "{{ 'a  b'|trim|upper }}"
+        "{% set block %}{{ bos_token }}!{% endset %}{{ block|replace('!', '?') }}{{ messages[0]|items|list|length }}"
+    )
+    change(copy, "tokenizer/chat_template.jinja", template)
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": "all well"},
+        {"role": "user", "content": "<b> 'quoted'"},
+    ]
+    tokenizer = open_tokenizer(copy)
+    special = {name: tokenizer._special[name] for name in tokenizer._special}
+    wanted = plain.render(messages=messages, add_generation_prompt=True, tools=None, **special)
+    assert tokenizer.render(messages) == wanted
+    assert "all well" in wanted

@@ -1,0 +1,224 @@
+"""Bundles from strangers: a real bundle is built, one thing in it is made to harm, its hashes are made to fit, and it is refused.
+
+The manifest of every altered bundle is honest about the altered file, so the checksum is not what refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from altered_bundle import HELLO, LLAMACPP, ONNX, OPTIONS, change, change_manifest, refused, secret
+from edgespec_runtime.bundle import open_pair
+
+from edgespec.errors import BundleError
+from edgespec.files import read_json
+from edgespec.manifest import check_file, open_manifest
+
+
+@pytest.fixture
+def copy(bundle: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle, tmp_path / "bundle"))
+
+
+def test_the_untouched_bundles_open(copy: Path, both: Path) -> None:
+    for folder, options in ((copy, OPTIONS), (both, OPTIONS), (both, LLAMACPP)):
+        pair = open_pair(folder, options)
+        assert pair.target.engine.forward(pair.tokenizer.encode_chat(HELLO)).shape[1] == 512
+        pair.close()
+
+
+# every byte counts
+
+
+def test_a_thousand_flipped_bytes_are_all_noticed(bundle: Path, tmp_path: Path) -> None:
+    """All files, the larger ones oftener; the manifest itself has no checksum, and is not among them."""
+    folder = Path(shutil.copytree(bundle, tmp_path / "flipped"))
+    manifest, generator = open_manifest(folder), random.Random(5)
+    names = sorted(manifest.files)
+    touched = set()
+    for number in range(1000):
+        name = names[number % len(names)] if number < 200 else generator.choice(names)
+        position, mask = generator.randrange(manifest.files[name].bytes), 1 << generator.randrange(8)
+        with open(folder / name, "r+b") as stream:
+            stream.seek(position)
+            byte = stream.read(1)[0]
+            stream.seek(position)
+            stream.write(bytes((byte ^ mask,)))
+            stream.flush()
+            with pytest.raises(BundleError, match="was altered"):
+                check_file(folder, name, manifest.files[name])
+            stream.seek(position)
+            stream.write(bytes((byte,)))
+        touched.add(name)
+    assert touched == set(names)
+    open_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["target/onnx-fp32/model.onnx", "drafter/onnx-fp32/model.onnx.data", "tokenizer/tokenizer.json"]
+)
+def test_opening_a_pair_checks_every_file(copy: Path, name: str) -> None:
+    data = bytearray((copy / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / name).write_bytes(bytes(data))
+    refused(copy, "was altered")
+
+
+def test_sizes_that_lie(copy: Path) -> None:
+    for seen in (0, 3, 10**9, 2**50):
+        change_manifest(copy, lambda value, seen=seen: value["files"]["prompts.jsonl"].update(bytes=seen))
+        refused(copy, rf"prompts\.jsonl has \d+ bytes, the manifest wants {seen}")
+    change_manifest(copy, lambda value: value["files"]["prompts.jsonl"].update(bytes=10**300))
+    refused(copy, "which cannot be")
+
+
+# places
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../outside/secret", "/etc/passwd", "tokenizer/../../outside/secret", "C:/Windows/win.ini", "C:secret", "\\\\host\\share",
+        "a\nb", "a\rb", "a\tb", "a\x1b[2Jb", "a\0b", "a\u202eb", "a\u2028b", "a\ud800b", "NUL", "tokenizer/con.json", "com1",
+        "a.", "a ", "a:stream", "*", "a//b", "./a", "a/", "x" * 300, "y/" * 600 + "z",
+    ],
+)  # fmt: skip
+def test_names_that_leave_the_bundle_or_harm_a_terminal(copy: Path, path: str) -> None:
+    secret(copy)
+    value = read_json(copy / "manifest.json")
+    value["files"][path] = value["files"]["prompts.jsonl"]
+    (copy / "manifest.json").write_text(
+        json.dumps(value)
+    )  # in ASCII: a lone surrogate cannot be written otherwise
+    with pytest.raises(BundleError, match=r"leaves the bundle|is no file name") as error:
+        open_manifest(copy)
+    assert str(error.value).isprintable()
+
+
+def test_links_of_files_and_folders_out_of_the_bundle(copy: Path) -> None:
+    folder = secret(copy)
+    shutil.move(copy / "tokenizer", folder / "tokenizer")
+    (copy / "tokenizer").symlink_to(folder / "tokenizer")
+    refused(copy, "is a link to .*outside the bundle")
+    (copy / "tokenizer").unlink()
+    shutil.move(folder / "tokenizer", copy / "tokenizer")
+    (copy / "tokenizer" / "generation_config.json").unlink(missing_ok=True)
+    (copy / "tokenizer" / "generation_config.json").symlink_to(folder / "secret")
+    refused(copy, "outside the bundle|not among the manifest's files")
+
+
+def test_a_manifest_that_is_a_link_and_links_that_form_a_loop(copy: Path) -> None:
+    file = copy / "prompts.jsonl"
+    file.unlink()
+    file.symlink_to(file.name)
+    refused(copy, "cannot be read")
+    shutil.move(copy / "manifest.json", copy.parent / "manifest.json")
+    (copy / "manifest.json").symlink_to(copy.parent / "manifest.json")
+    refused(copy, "outside the bundle")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("name", ["manifest.json", "prompts.jsonl", "tokenizer/tokenizer.json"])
+def test_pipes_and_devices_are_not_waited_for(copy: Path, name: str) -> None:
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    refused(copy, "is a named pipe; a regular file is wanted")
+    (copy / name).unlink()
+    (copy / name).symlink_to("/dev/zero")
+    refused(copy, "outside the bundle")
+
+
+def test_a_file_that_is_not_listed_is_refused_where_a_loader_could_open_it(copy: Path) -> None:
+    for name in ("tokenizer/added.json", f"{ONNX}/model.onnx.more"):
+        (copy / name).write_text("{}")
+        refused(copy, "is not among the manifest's files; delete it")
+        (copy / name).unlink()
+    (copy / "tokenizer" / ".DS_Store").write_text("")
+    (copy / "notes.txt").write_text("of the user's own")
+    open_pair(copy, OPTIONS).close()
+
+
+# JSON
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            '"schema_version": 1',
+            '"schema_version": 1, "schema_version": 1',
+            "'schema_version' is there twice",
+        ),
+        ('"parameters":', '"parameters": NaN, "x":', "NaN is no number of JSON"),
+        ('"metrics": {', '"metrics": {"a": -Infinity', "-Infinity is no number"),
+        ('"metrics": {', '"metrics": {"a": 1e400', "1e400 is beyond what a float holds"),
+        ('"metrics": {', f'"metrics": {{"a": {"9" * 5000}', "Exceeds the limit"),
+        ('"metrics": {', f'"metrics": {{"a": {"[" * 70}{"]" * 70}', "nests deeper than 64"),
+        ('"metrics": {', f'"metrics": {{"a": {"[" * 100_000}', "recursion"),
+        ('"reason": "', '"reason": "' + "x" * 5000, "'reason' has 50.. characters; at most 4096"),
+        ('"vocab_size": 512', '"vocab_size": 99999999999', "'vocab_size' is '99999999999'; 1 to"),
+        ('"vocab_size": 512', '"vocab_size": -1', "'vocab_size' is '-1'; 1 to"),
+    ],
+)
+def test_manifests_that_readers_would_read_in_two_ways(
+    copy: Path, before: str, after: str, words: str
+) -> None:
+    text = (copy / "manifest.json").read_text()
+    assert before in text
+    (copy / "manifest.json").write_text(text.replace(before, after, 1))
+    refused(copy, words)
+
+
+def test_unknown_fields_are_left_alone(copy: Path) -> None:
+    """A later edgespec may add some."""
+    change_manifest(copy, lambda value: value.update(novel={"a": [1]}) or value["target"].update(novel=None))
+    open_pair(copy, OPTIONS).close()
+
+
+def test_too_many_files_models_and_wrong_ratios(copy: Path) -> None:
+    before = (copy / "manifest.json").read_bytes()
+    entry = {"bytes": 1, "sha256": "0" * 64}
+    change_manifest(copy, lambda value: value["files"].update({f"f{n}": entry for n in range(10_001)}))
+    refused(copy, "lists 100.. files; at most 10000")
+    for alter, words in (
+        (lambda value: value["target"]["files"].update({f"e{n}": {} for n in range(70)}), "at most 64"),
+        (
+            lambda value: value.update(cost_ratio={}),
+            "the cost ratio by parameters of onnxruntime fp32 is 'None'",
+        ),
+        (lambda value: value["cost_ratio"].update(bytes=[1]), "the cost ratio by bytes"),
+        (lambda value: value["cost_ratio"].update(parameters=-1), "a number above 0"),
+    ):
+        (copy / "manifest.json").write_bytes(before)
+        change_manifest(copy, alter)
+        refused(copy, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("tokenizer/tokenizer.json", " " * (64 * 2**20 + 1), "has 67108865 bytes; at most 67108864 are read"),
+        ("tokenizer/tokenizer.json", "[" * 100_000, "is not a readable tokenizer"),
+        ("tokenizer/tokenizer.json", b"\xff\xfe", "is not a readable tokenizer"),
+        ("tokenizer/tokenizer_config.json", "[1]", "holds list; a JSON object is wanted"),
+        ("tokenizer/tokenizer_config.json", '{"a": 1, "a": 2}', "there twice"),
+        (
+            "tokenizer/generation_config.json",
+            '{"eos_token_id": ["x"]}',
+            "eos_token_id 'x'; a token id is wanted",
+        ),
+        ("tokenizer/generation_config.json", '{"eos_token_id": -1}', "eos_token_id '-1'"),
+        ("tokenizer/chat_template.jinja", b"\xff", "is not UTF-8"),
+        (f"{ONNX}/genai_config.json", "[]", "no usable 'model'"),
+    ],
+)
+def test_small_files_that_are_huge_or_of_another_form(
+    copy: Path, name: str, data: bytes | str, words: str
+) -> None:
+    change(copy, name, data)
+    refused(copy, words)
