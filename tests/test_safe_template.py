@@ -83,6 +83,9 @@ def test_templates_too_deep_to_compile(copy: Path, template: str) -> None:
         "lipsum(n=10**6)",
         "metered_text.__self__",
         "environment.globals",
+        "'x'.encode()",
+        "'x'.translate({120: 'y' * 9})",
+        "'\\t'.expandtabs(9)",
     ],
 )
 def test_a_template_reaches_nothing_of_python(copy: Path, expression: str) -> None:
