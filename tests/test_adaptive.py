@@ -138,7 +138,7 @@ def test_wrong_costs_of_one_size_are_found_out() -> None:
         schedule = Adaptive(costs_of(wrong, 0.1), 0.6)
         taken = seconds_of(machine, schedule)
         assert schedule.draft_length(100, 100) == 0
-        assert sum(taken) <= 1.01 * sum(plain)
+        assert sum(taken) <= 1.02 * sum(plain)
 
 
 def test_a_saw_tooth_is_used() -> None:
