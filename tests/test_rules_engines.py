@@ -187,7 +187,7 @@ def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, in
 def fit(found: Counter[tuple[int, int]], law: Pairs) -> float:
     """p-value of a chi-squared test; what is expected less than 5 times is one cell."""
     cells = [key for key, mass in law.items() if mass * SAMPLES >= 5]
-    assert len(cells) >= 5
+    assert len(cells) >= 8
     observed = [found[key] for key in cells]
     wanted = [law[key] * SAMPLES for key in cells]
     rest = SAMPLES - sum(wanted)
@@ -221,12 +221,10 @@ def test_replies_on_llamacpp_follow_the_rules_law(name: str, on_llamacpp: Measur
 
 
 def test_a_sampled_match_accepts_less_than_the_lossless_rule(on_onnx: Measured) -> None:
-    """On the same pair: Σ p·q against Σ min(p, q)."""
-    p, q = on_onnx.first.p, on_onnx.first.q
-    assert float(p @ q) < 0.9 * float(np.minimum(p, q).sum())
+    """On the same pair: Σ p·q against Σ min(p, q), both over the first token."""
     rates = {}
     for rule in ("match-sampled", "lossless"):
         counts = RawCounts()
         samples(on_onnx, rule, counts)
         rates[rule] = counts.accepted[0] / counts.tested[0]
-    assert rates["match-sampled"] < rates["lossless"]
+    assert rates["match-sampled"] < rates["lossless"] - 0.05

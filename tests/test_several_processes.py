@@ -1,8 +1,7 @@
 """Two processes on a CPU under torchrun: they learn what one process learns, whole or sharded, killed or not.
 
 Everything but the whole build is float32. Sums over tokens are taken in another order, so losses and weights do not agree to the
-bit, but to LOSSES (they are logged with six decimals) and WEIGHTS, which move by some hundred times that. In TVD++ a reward
-(p > q or not) can flip at a near tie, which moves a few weights by 2e-5.
+bit, but to LOSSES (they are logged with six decimals) and WEIGHTS, which move by some hundred times that.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 
 from edgespec.cli import main
 
-LOSSES, WEIGHTS = 1e-5, 4e-5
+LOSSES, WEIGHTS = 3e-6, 1e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
 TOGETHER = ("crew", "slow", *processes_program.DISTILLATIONS, "diverging")
 
@@ -138,7 +137,7 @@ def test_same_losses_and_weights_as_one_process(alone: Path, models: Path, toget
     for name, values in weights.items():
         assert (values - wanted_weights[name]).abs().max() < WEIGHTS, name
     moved = max(float((values - before[name]).abs().max()) for name, values in weights.items())
-    assert moved > 100 * WEIGHTS
+    assert moved > 500 * WEIGHTS
 
 
 def test_selection_keeps_its_share_of_all_tokens(alone: Path, together: Run) -> None:

@@ -15,6 +15,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+TRAINING_TEXT = Path(__file__).with_name("tokenizer_text.txt")
 TEXTS = [
     "Hello world",
     " leading and  double   spaces \n\n new lines\t tabs",
@@ -40,7 +41,7 @@ def byte_level_tokenizer(vocab_size: int = 512) -> Tokenizer:
     corpus = [
         Path(models.__file__ or __file__).read_text(errors="ignore"),
         *TEXTS,
-        Path(__file__).read_text(),
+        TRAINING_TEXT.read_text(),  # fixed: an edit of this file must not change every model's tokens
     ] * 2
     corpus.append(Path(json.__file__ or "").read_text())
     tokenizer.train_from_iterator(corpus, trainer)
