@@ -213,8 +213,9 @@ def test_bad_input(store: Path, target: Path, monkeypatch: pytest.MonkeyPatch, t
 
 
 PROGRAM = """
-import json, logging, sys
+import atexit, json, logging, sys
 from pathlib import Path
+from torch import distributed
 from edgespec_recipes import processes, stored
 from edgespec_recipes.precision import Precision
 from test_stored import TOP_K, some_rows
@@ -224,6 +225,8 @@ stored.choose_precision = lambda _: Precision("float32", "for the test")
 made, plain = [], stored._write_shard
 stored._write_shard = lambda out, number, *given: (made.append(number), plain(out, number, *given))
 out, target = map(Path, sys.argv[1:])
+# registered first, so it runs last
+atexit.register(lambda: Path(f"{out}-left-{processes.rank()}").write_text(str(distributed.is_initialized())))
 for turn in range(2):
     counts = stored.store_targets(out, target, some_rows(), TOP_K, shard_rows=2)
     Path(f"{out}-{turn}-{processes.rank()}.json").write_text(json.dumps({"made": made, **counts}))
@@ -258,3 +261,5 @@ def test_two_processes_share_the_shards(store: Path, target: Path, tmp_path: Pat
     assert told[1, 0]["remade_shards"] == told[1, 1]["remade_shards"] == ["shard-00001.npy"]
     assert told[0, 0]["stored_positions"] == told[0, 1]["stored_positions"]
     assert contents(tmp_path / "pair") == contents(store)
+    # a group still open at the interpreter's end aborts it now and then
+    assert [(tmp_path / f"pair-left-{rank}").read_text() for rank in range(2)] == ["False", "False"]

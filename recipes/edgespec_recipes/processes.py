@@ -6,6 +6,7 @@ function here is trivial, so callers have one path.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 from collections.abc import Iterator
@@ -43,6 +44,14 @@ def start() -> None:
         dist.init_process_group(
             "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", timeout=PATIENCE
         )
+        # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
+        atexit.register(leave)
+
+
+def leave() -> None:
+    """Part from the others; called at exit, since a group left open can abort the interpreter's end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def wait() -> None:
