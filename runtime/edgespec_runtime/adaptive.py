@@ -5,8 +5,9 @@ Expected tokens per second of a draft of γ:
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1) + overhead)      a_i: acceptance at position i of the block
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
-is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted, or pay beyond doubt;
-and where none seems to pay, one that might is tried while it is affordable. So a reply is hardly slower than plain decoding.
+is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
+where it likely pays, from a small one where it only might, and from none where it pays by far. So a reply of a hundred tokens or
+more is hardly ever slower than plain decoding by 2 %, whatever its luck.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -24,24 +25,16 @@ GUESS_TESTS = (
 LONG_RUN_TESTS = 6.0  # ... and how many that one is worth in the present one
 MEMORY = 0.98  # weight that a tested token keeps with every later block: about the last 50 blocks count
 POSITION_TESTS = 20.0  # how many tested tokens the common rate is worth at each position
-CURIOSITY, CAUTION = 3.0, 1.0  # standard deviations above and below
-ALLOWED_STEPS = 0.7  # what speculation may lose in a reply, in plain steps ...
-ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
+CURIOSITY, CAUTION = 3.0, 0.5  # standard deviations above and below
+ALLOWED_STEPS = 0.5  # what trying may lose in a reply, in plain steps ...
+ALLOWED_SHARE = 0.013  # ... and in shares of the time so far
+CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
+CREDIT_STEPS = 120.0  # ... or of as many plain steps, where the reply is shorter yet
+SURE = 1.3  # times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses
 BUCKET = 64  # tokens of context that share a row of costs: interpolating anew for every block would cost as much as sampling
 REFRESH = 40  # blocks after which a plain step shows again what it takes: all gains are measured by it
+REST = 8  # plain steps after which speculation is considered again where it did not pay: considering costs microseconds too
 DRIFT = 0.1  # weight of a block's time in the running ratio of measured to calibrated seconds
-
-
-class _Reach:
-    """Expected tokens of a block, 1 + Σ_j Π_{i ≤ j} a_i, as it grows by one position after the other."""
-
-    def __init__(self) -> None:
-        self._reach = self._tokens = 1.0
-
-    def tokens(self, acceptance: float) -> float:
-        self._reach *= min(max(acceptance, 0.0), 1.0)
-        self._tokens += self._reach
-        return self._tokens
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,9 @@ class Adaptive:
         self._size_ratio: dict[int, float] = {}  # of passes of one size, which need not all be off alike
         self._seen: dict[int, int] = {}  # passes of each size
         self._since_plain = REFRESH
+        self._resting = self._idle = (
+            0  # plain steps still to come without a look; those since a draft was last tested
+        )
         self._overhead = 0.0  # seconds of a block beside both models
         self._rows: dict[int, _Row] = {}
         self.begin()
@@ -82,90 +78,112 @@ class Adaptive:
     def begin(self) -> None:
         """The account of a new reply is empty; what is known of acceptance and the machine stays."""
         self._lost = self._spent = 0.0
+        self._resting = 0
 
     def acceptance(self) -> list[float]:
         """Estimated probability, for every position of a block, that its token is accepted where those before it were."""
+        return self._estimates()[0]
+
+    def _estimates(self) -> tuple[list[float], float]:
+        """The acceptance rates by position, and one standard deviation of them."""
+        kept = MEMORY**self._idle
         long_run = (GUESS_TESTS * self._guess + self._all_accepted) / (GUESS_TESTS + self._all_tested)
-        tests = LONG_RUN_TESTS + sum(self._tested)
-        common = (LONG_RUN_TESTS * long_run + sum(self._accepted)) / tests
-        return [
-            (POSITION_TESTS * common + accepted) / (POSITION_TESTS + tested)
+        tests = LONG_RUN_TESTS + kept * sum(self._tested)
+        common = (LONG_RUN_TESTS * long_run + kept * sum(self._accepted)) / tests
+        known = POSITION_TESTS * common
+        rates = [
+            (known + kept * accepted) / (POSITION_TESTS + kept * tested)
             for tested, accepted in zip(self._tested, self._accepted, strict=True)
         ]
+        return rates, math.sqrt(rates[0] * (1.0 - rates[0]) / tests)
 
-    def _doubt(self) -> float:
-        """One standard deviation of the estimates."""
-        tests = LONG_RUN_TESTS + sum(self._tested)
-        mean = self.acceptance()[0]
-        return math.sqrt(mean * (1.0 - mean) / tests)
-
-    def seconds(self, length: int, context: int) -> float:
+    def _seconds(self, row: _Row, length: int) -> float:
         """Expected seconds of a block with a draft of `length`; 0: of a plain step."""
-        row = self._row(context)
-        drafting = length * self._draft_ratio * row.draft
         size = row.size[length]
-        return drafting + self._size_ratio.get(size, self._verify_ratio) * row.verify[size] + self._overhead
+        verifying = self._size_ratio.get(size, self._verify_ratio) * row.verify[size]
+        return length * self._draft_ratio * row.draft + verifying + self._overhead
 
     def _row(self, context: int) -> _Row:
         bucket = context // BUCKET
-        if bucket not in self._rows:
+        row = self._rows.get(bucket)
+        if row is None:
             middle, counts = bucket * BUCKET + BUCKET // 2, range(1, self._costs.longest + 1)
-            self._rows[bucket] = _Row(
+            row = self._rows[bucket] = _Row(
                 self._costs.draft(middle),
                 [0.0, *(self._costs.verify(count, middle) for count in counts)],
                 [self._costs.cheapest_length(count, middle) for count in counts],
             )
-        return self._rows[bucket]
+        return row
 
     def draft_length(self, context: int, room: int) -> int:
+        if self._resting:
+            self._resting -= 1
+            return 0
         if self._since_plain >= REFRESH:
             return 0
-        step = self.seconds(0, context)
+        length = self._best(context, min(self._most, room))
+        if not length:
+            self._resting = REST - 1
+        return length
+
+    def _best(self, context: int, most: int) -> int:
+        """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
+        row = self._row(context)
+        step = self._seconds(row, 0)
+        plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
-        estimates, doubt = self.acceptance(), self._doubt()
-        likely, hoped = (0, 1.0 / step), (0, 1.0 / step)  # (γ, tokens a second)
-        middle, low, high = _Reach(), _Reach(), _Reach()
-        for length in range(1, min(self._most, room) + 1):
-            estimate, seconds = estimates[length - 1], self.seconds(length, context)
-            affordable = seconds - step <= account  # even if nothing of it is accepted
-            certain = low.tokens(estimate - CAUTION * doubt) / seconds > 1.0 / step
-            rate = middle.tokens(estimate) / seconds
-            if rate > likely[1] and (affordable or certain):
-                likely = length, rate
-            rate = high.tokens(estimate + CURIOSITY * doubt) / seconds
-            if rate > hoped[1] and affordable:
-                hoped = length, rate
-        return likely[0] or hoped[0]
+        credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
+        estimates, doubt = self._estimates()
+        likely, likely_rate, hoped, hoped_rate = 0, plain, 0, plain
+        # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
+        low = middle = high = low_reach = middle_reach = high_reach = 1.0
+        for length in range(1, most + 1):
+            estimate, seconds = estimates[length - 1], self._seconds(row, length)
+            low_reach *= max(estimate - CAUTION * doubt, 0.0)
+            middle_reach *= estimate
+            high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
+            low, middle, high = low + low_reach, middle + middle_reach, high + high_reach
+            risk = seconds - step  # lost if nothing of it is accepted
+            affordable = risk <= account
+            if middle / seconds > likely_rate and (
+                affordable or low / seconds > (plain if risk <= credit else SURE * plain)
+            ):
+                likely, likely_rate = length, middle / seconds
+            if high / seconds > hoped_rate and affordable:
+                hoped, hoped_rate = length, high / seconds
+        return likely or hoped
 
     def pass_length(self, count: int, context: int) -> int:
         sizes = self._row(context).size
         return sizes[count - 1] if count <= len(sizes) else count
 
     def observe(self, outcome: Outcome) -> None:
-        context, drafted = outcome.context, outcome.drafted
-        step = self.seconds(0, context)
-        self._spent += outcome.seconds
-        self._learn(outcome)
+        context, drafted, _, emitted, size, draft_seconds, verify_seconds, seconds = outcome
+        row = self._row(context)
         if drafted:
-            self._lost += outcome.seconds - outcome.emitted * step
-            expected = drafted * self._row(context).draft
-            if expected:
-                self._draft_ratio += DRIFT * (_within(outcome.draft_seconds / expected) - self._draft_ratio)
-        if outcome.size < len(self._row(context).verify):
-            ratio = _within(outcome.verify_seconds / self._row(context).verify[outcome.size])
+            self._lost += seconds - emitted * self._seconds(row, 0)
+            self._learn(outcome)
+            if row.draft:
+                ratio = _within(draft_seconds / (drafted * row.draft))
+                self._draft_ratio += DRIFT * (ratio - self._draft_ratio)
+        else:
+            self._idle += 1
+        self._spent += seconds
+        if size < len(row.verify):
+            ratio = _within(verify_seconds / row.verify[size])
             self._verify_ratio += DRIFT * (ratio - self._verify_ratio)
-            self._seen[outcome.size] = seen = self._seen.get(outcome.size, 0) + 1
-            known = self._size_ratio.get(outcome.size, self._verify_ratio)
-            self._size_ratio[outcome.size] = known + max(DRIFT, 1.0 / (seen + 1)) * (ratio - known)
-        self._since_plain = 0 if outcome.size == 1 else self._since_plain + 1
-        beside = outcome.seconds - outcome.draft_seconds - outcome.verify_seconds
-        self._overhead += DRIFT * (beside - self._overhead)
+            seen = self._seen.get(size, 0) + 1
+            known = self._size_ratio.get(size, self._verify_ratio)
+            self._seen[size] = seen
+            self._size_ratio[size] = known + max(DRIFT, 1.0 / (seen + 1)) * (ratio - known)
+        self._since_plain = 0 if size == 1 else self._since_plain + 1
+        self._overhead += DRIFT * (seconds - draft_seconds - verify_seconds - self._overhead)
 
     def _learn(self, outcome: Outcome) -> None:
         """Plain steps make it forget as well, so that it tries again where the long run promises a gain."""
-        for position in range(self._most):
-            self._tested[position] *= MEMORY
-            self._accepted[position] *= MEMORY
+        kept, self._idle = MEMORY ** (self._idle + 1), 0
+        self._tested = [kept * tested for tested in self._tested]
+        self._accepted = [kept * accepted for accepted in self._accepted]
         for position in range(min(outcome.drafted, outcome.emitted, self._most)):
             self._tested[position] += 1.0
             self._all_tested += 1

@@ -112,7 +112,6 @@ def decode(
             seconds = perf_counter() - shifted_at
             counts.draft_seconds += draft_seconds
             counts.verify_seconds += verify_seconds + (shifted_at - start)
-            counts.total_seconds += seconds + (shifted_at - start)
             counts.add_block(len(drafted), accepted, len(new))
             schedule.observe(
                 Outcome(
@@ -126,6 +125,7 @@ def decode(
                     seconds,
                 )
             )
+            counts.total_seconds += perf_counter() - start
             yield Block(tuple(new), accepted, finish)
     finally:
         _settle(target, drafter, len(ids))
