@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.sampling import Categorical, Warp, draw, warp
 
 
 @dataclass(frozen=True)
@@ -154,4 +154,4 @@ def verify(
     # An empty draft of a rule that looks at q is a plain step: nobody drafted, so the target speaks alone.
     if rule.raw and len(draft.logits) > count:
         return count, rule.last(Place(rows[count], draft.logits[count], None, how)).sample(generator)
-    return count, warp(rows[count], how).sample(generator)
+    return count, draw(rows[count], how, generator)

@@ -6,6 +6,7 @@ Top-k and top-p give short lists of token ids; nothing sorts the vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,20 +75,24 @@ _COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the larg
 
 
 def _invert(probs: NDArray[Any], uniform: float) -> int:
-    """Index at which the cumulative sum passes `uniform` times the total: block sums first, then one block."""
+    """Index at which the cumulative sum of weights passes `uniform` times their total: block sums first, then one block."""
     start = 0
     if len(probs) > 4 * _STRIDE:
-        sums = np.add.reduceat(probs, np.arange(0, len(probs), _STRIDE), dtype=np.float64)
-        bounds = sums.cumsum()
-        goal = min(uniform * bounds[-1], np.nextafter(bounds[-1], 0))  # the product may round up to the total
+        whole = len(probs) - len(probs) % _STRIDE
+        sums = probs[:whole].reshape(-1, _STRIDE).sum(axis=1)
+        if whole < len(probs):
+            sums = np.append(sums, probs[whole:].sum())
+        bounds = sums.cumsum(dtype=np.float64)
+        total = float(bounds[-1])
+        goal = min(uniform * total, math.nextafter(total, 0.0))  # the product may round up to the total
         block = int(bounds.searchsorted(goal, side="right"))
         start = block * _STRIDE
-        goal -= bounds[block] - sums[block]
+        goal -= float(bounds[block]) - float(sums[block])
         probs = probs[start : start + _STRIDE]
         inside = probs.cumsum(dtype=np.float64)
     else:
         inside = probs.cumsum(dtype=np.float64)
-        goal = uniform * inside[-1]
+        goal = uniform * float(inside[-1])
     place = int(inside.searchsorted(goal, side="right"))
     if place == len(probs) or probs[place] == 0:  # rounding at the end: the last token with any mass
         place = int(np.flatnonzero(probs)[-1])
@@ -106,16 +111,30 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     if 0 < how.top_k < len(logits):
         ids = _largest(logits, how.top_k)
         logits = logits[ids]
-    probs = logits - logits.max()
-    if how.temperature != 1.0:
-        probs /= np.float32(max(how.temperature, _COLDEST))
-    np.exp(probs, out=probs)
+    probs = _weights(logits, how.temperature)
     probs /= probs.sum()
     if how.top_p >= 1.0:
         return Categorical(ids, probs)
     kept = _nucleus(probs, how.top_p)
     probs = probs[kept]
     return Categorical(kept if ids is None else ids[kept], probs / probs.sum())
+
+
+def draw(logits: NDArray[np.float32], how: Warp, generator: np.random.Generator) -> int:
+    """One token of `warp(logits, how)`. Without top-k and top-p nothing is normalised: inversion scales its number instead."""
+    if how.temperature == 0.0:
+        return int(logits.argmax())
+    if how.top_k or how.top_p < 1.0:
+        return warp(logits, how).sample(generator)
+    return _invert(_weights(logits, how.temperature), generator.random())
+
+
+def _weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
+    """Proportional to the probabilities, the largest 1."""
+    weights: NDArray[np.float32] = logits - logits.max()
+    if temperature != 1.0:
+        weights /= np.float32(max(temperature, _COLDEST))
+    return np.exp(weights, out=weights)
 
 
 _GROUP = 32
