@@ -32,12 +32,12 @@ from typing import Any
 import llama_cpp
 from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, open_pair
 from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.costs import Costs
 from edgespec_runtime.decoding import LOOKUP, DecodingOptions
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.engine_llamacpp import load_library
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pair_schedule import Schedules
+from edgespec_runtime.pass_costs import Costs
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from edgespec.files import write_json

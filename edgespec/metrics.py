@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -21,6 +21,7 @@ class RawCounts:
 
     blocks: int = 0  # target passes that emitted tokens
     drafted: int = 0
+    copied: int = 0  # of the drafted ones, those that no drafter model computed: prompt lookup's
     emitted: int = 0
     tested: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -29,13 +30,14 @@ class RawCounts:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0  # decoding without prefill; the rest of it is sampling and the loop
 
-    def add_block(self, drafted: int, accepted: int, emitted: int) -> None:
+    def add_block(self, drafted: int, accepted: int, emitted: int, copied: int = 0) -> None:
         """Count one verified block: `accepted` of `drafted` draft tokens passed, `emitted` tokens left the loop.
 
         `emitted` is accepted + 1, or less where an end-of-turn among the accepted tokens cut the block short.
         """
         self.blocks += 1
         self.drafted += drafted
+        self.copied += copied
         self.emitted += emitted
         while len(self.tested) < drafted:
             self.tested.append(0)
@@ -46,17 +48,10 @@ class RawCounts:
 
     def add(self, other: RawCounts) -> None:
         """Sum another run into this one."""
-        for name in (
-            "blocks",
-            "drafted",
-            "emitted",
-            "prefill_seconds",
-            "draft_seconds",
-            "verify_seconds",
-            "total_seconds",
-        ):
+        lists = ("tested", "accepted")
+        for name in (one.name for one in fields(self) if one.name not in lists):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("tested", "accepted"):
+        for name in lists:
             mine, theirs = getattr(self, name), getattr(other, name)
             size = max(len(mine), len(theirs))
             summed = [
@@ -77,6 +72,10 @@ class RawCounts:
         """Draft tokens per block: γ, or its mean where it was chosen block by block."""
         return self.drafted / self.blocks if self.blocks else float("nan")
 
+    def computed(self, draft_length: float) -> float:
+        """Drafter steps a block of that draft length takes: without the share that was copied, which costs nothing (for MBSU)."""
+        return draft_length * (1.0 - self.copied / self.drafted) if self.drafted else draft_length
+
     @property
     def acceptance_rate(self) -> float:
         """Empirical α = accepted / (accepted + rejected)."""
@@ -95,7 +94,10 @@ class RawCounts:
 
 
 def mbsu(block_efficiency: float, draft_length: float, cost_ratio: float) -> float:
-    """Memory-bound speed-up τ / (cγ + 1) (direct alignment section 3; the printed numerator cτ is a misprint)."""
+    """Memory-bound speed-up τ / (cγ + 1) (direct alignment section 3; the printed numerator cτ is a misprint).
+
+    `draft_length`: γ, of which tokens that were copied are no part (`RawCounts.computed`).
+    """
     return block_efficiency / (cost_ratio * draft_length + 1.0)
 
 

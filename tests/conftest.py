@@ -16,6 +16,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other program runs: what is measured is kept, also where tests run beside others."""
+    from edgespec_runtime import calibrate
+
+    monkeypatch.setattr(calibrate, "free_share", lambda threads: 1.0)
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     """Development data beside the checkout; absent on a user's machine."""
@@ -43,24 +51,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a tiny target and a noisy copy of it for both engines. Read-only."""
-    from edgespec_export.bundle import write_bundle
-    from edgespec_export.export import export_pair
-    from tiny_bundle import disturbed
+    from tiny_bundle import disturbed, exported_bundle
     from tiny_models import make_model_folder
-
-    from edgespec.recipe import ExportOptions
 
     root = tmp_path_factory.mktemp("both")
     target = make_model_folder(root / "target", context=128)
-    drafter = disturbed(target, root / "drafter", 0.07)
-    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
-    export_pair(root / "export", target, drafter, options)
-    write_bundle(
-        root / "bundle", root / "export", target, drafter, options, target_name="tiny", target_source="test",
-        prompts=[[{"role": "user", "content": "Hello"}]],
-        evaluation={}, verification={"files": []}, metrics={}, provenance={},
-    )  # fmt: skip
-    return root / "bundle"
+    return exported_bundle(root, target, disturbed(target, root / "drafter", 0.07))
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime import loop
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime import loop, sampling
+from edgespec_runtime.sampling import Warp, warp
 from toy_engine import LogitsOf
 
 Law = dict[tuple[int, ...], float]
@@ -52,7 +51,7 @@ class Explorer:
 
 
 class Uniform:
-    """A uniform number of which only the comparison that a rule makes is known."""
+    """A uniform number of which only what it decides is known: the comparison that a rule makes, or which token is drawn."""
 
     def __init__(self, explorer: Explorer) -> None:
         self._explorer = explorer
@@ -60,17 +59,17 @@ class Uniform:
     def __ge__(self, chance: float) -> bool:
         return self._explorer.choose([chance, 1.0 - chance]) == 1
 
+    def index(self, weights: np.ndarray) -> int:
+        """Drawn in proportion to the weights."""
+        return self._explorer.choose((weights / weights.sum(dtype=np.float64)).tolist())
+
 
 def law_of(run: Callable[[], Sequence[int]]) -> Law:
     """The law of what `run` returns, where `run` decodes with the loop."""
     explorer, law = Explorer(), defaultdict[tuple[int, ...], float](float)
 
-    def sample(self: Categorical, generator: Any) -> int:
-        place = generator.choose(self.probs)
-        return place if self.ids is None else int(self.ids[place])
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Categorical, "sample", sample)
+        patch.setattr(sampling, "_invert", lambda weights, uniform: uniform.index(weights))
         patch.setattr(loop, "np", SimpleNamespace(random=SimpleNamespace(default_rng=lambda seed: explorer)))
         while True:
             emitted = tuple(run())

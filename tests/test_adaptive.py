@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.costs import Costs
+from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 
 STEP = 0.02  # seconds of a plain step

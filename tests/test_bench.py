@@ -19,6 +19,7 @@ from edgespec_runtime.bench_report import (
 )
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.plot import plot_bench
+from edgespec_runtime.speed import metrics_of
 
 from edgespec.cli import main
 from edgespec.errors import InputError
@@ -69,6 +70,17 @@ def test_summary_of_known_counts() -> None:
         == pytest.approx(drafted.predicted)
     )
     assert drafted.identical == 4
+
+
+@pytest.mark.parametrize(("copied", "steps"), [(0, 3), (30, 1.5), (60, 0)])
+def test_copied_draft_tokens_cost_nothing_in_mbsu(copied: int, steps: float) -> None:
+    """`copied` of 60 draft tokens a prompt; where all were, no drafter model was read: MBSU is τ."""
+    runs = [known_run(0, PLAIN, blocks=60, emitted=60, step=0.010)]
+    runs.append(known_run(0, 3, blocks=20, emitted=60, step=0.015))
+    runs[1].counts.copied = copied
+    _, drafted = summarise(runs, {"bytes": 0.05})
+    assert drafted.mbsu == {"bytes": pytest.approx(3.0 / (1 + 0.05 * steps))}
+    assert metrics_of(runs[1].counts, 3, {"bytes": 0.05})["mbsu_bytes"] == drafted.mbsu["bytes"]
 
 
 def test_ratios_are_taken_prompt_by_prompt() -> None:

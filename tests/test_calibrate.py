@@ -1,10 +1,8 @@
-"""Costs of passes: arithmetic on made-up tables, measuring on engines with a clock of their own and on real ones, keeping."""
+"""Measuring what passes cost: engines with a clock of their own, and a real pair, measured once and kept."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,112 +19,13 @@ from edgespec_runtime.calibrate import (
     store_costs,
     subject_of,
 )
-from edgespec_runtime.costs import (
-    Costs,
-    Subject,
-    best_draft_length,
-    break_even,
-    read_costs,
-    speedup,
-    write_costs,
-)
-from edgespec_runtime.device import Device, free_share, read_bandwidth, this_device
+from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 from edgespec.errors import EdgespecError, InputError
-from edgespec.metrics import predicted_block_efficiency
 
-# v(1..8) of llama.cpp 7B Q4_0 as DESIGN decision 4 has it: its kernels work on rows of four
-SAW = (1.0, 1.51, 2.12, 1.40, 2.12, 2.70, 2.64, 2.58)
-
-
-def made_up(v: Sequence[float], c_t: float, step: float = 0.1) -> Costs:
-    return Costs((64,), (tuple(step * value for value in v),), (step * c_t,))
-
-
-def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
-    costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5), (0.2, 0.8))
-    assert [costs.verify(2, at) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
-    assert costs.draft(200) == pytest.approx(0.3)
-    assert costs.draft_read2(200) == pytest.approx(0.5)
-    assert costs.v(2, 200) == pytest.approx(3.5 / 2.0)
-    assert costs.c_t(200) == pytest.approx(0.15)
-    assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
-    assert replace(costs, draft_read2_seconds=None).draft_read2(100) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="a pass of 0 tokens"):
-        costs.verify(0, 100)
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        {"contexts": ()},
-        {"contexts": (300, 100)},
-        {"contexts": (0, 100)},
-        {"verify_seconds": ((1.0,), (1.0, 2.0))},
-        {"verify_seconds": ((), ())},
-        {"verify_seconds": ((1.0, 2.0),)},
-        {"verify_seconds": ((1.0, 0.0), (1.0, 2.0))},
-        {"verify_seconds": ((1.0, float("nan")), (1.0, 2.0))},
-        {"draft_seconds": (0.1,)},
-        {"draft_seconds": (0.1, -1.0)},
-        {"draft_seconds": (0.1, float("inf"))},
-        {"draft_read2_seconds": (0.1,)},
-    ],
-)
-def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
-    whole = {
-        "contexts": (100, 300),
-        "verify_seconds": ((1.0, 2.0), (3.0, 5.0)),
-        "draft_seconds": (0.1, 0.5),
-        "draft_read2_seconds": (0.2, 0.8),
-    }
-    Costs(**whole)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="measure again"):
-        Costs(**{**whole, **table})  # type: ignore[arg-type]
-
-
-def test_three_tokens_are_padded_to_four_on_a_saw_tooth() -> None:
-    costs = made_up(SAW, 0.02)
-    assert [costs.cheapest_length(n, 64) for n in range(1, 9)] == [1, 4, 4, 4, 5, 8, 8, 8]
-    smooth = made_up((1.0, 1.08, 1.25, 1.40), 0.02)
-    assert [smooth.cheapest_length(n, 64) for n in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
-    noise = made_up((1.0, 1.08, 1.25, 1.24), 0.02)
-    assert noise.cheapest_length(3, 64) == 3  # 1 % is no reason to pad
-
-
-def test_speedup_is_the_formula_with_the_cheaper_pass() -> None:
-    costs = made_up(SAW, 0.02)
-    assert speedup(costs, 0.7, 3, 64) == pytest.approx(predicted_block_efficiency(0.7, 3) / (0.06 + 1.40))
-    assert speedup(costs, 0.7, 2, 64) == pytest.approx(predicted_block_efficiency(0.7, 2) / (0.04 + 1.40))
-    assert speedup(costs, 0.7, 0, 64) == 1.0
-
-
-@pytest.mark.parametrize(("c_t", "v2"), [(0.1, 1.2), (0.02, 1.05), (0.4, 1.5)])
-def test_break_even_of_one_draft_token_is_known_in_closed_form(c_t: float, v2: float) -> None:
-    """γ = 1: (1 + α) / (c_t + v(2)) = 1."""
-    costs = made_up((1.0, v2), c_t)
-    assert break_even(costs, 1, 64) == pytest.approx(c_t + v2 - 1.0, abs=1e-5)
-
-
-def test_break_even_at_its_ends() -> None:
-    assert break_even(made_up((1.0, 1.9), 0.1), 1, 64) is None  # even α = 1 gives 2 tokens for 2 steps
-    assert break_even(made_up((1.0, 0.8), 0.1), 1, 64) == 0.0
-    costs = made_up(SAW, 0.02)
-    for length in range(1, 8):
-        needed = break_even(costs, length, 64)
-        assert needed is not None
-        assert speedup(costs, needed, length, 64) == pytest.approx(1.0, abs=1e-4)
-
-
-def test_the_best_draft_length_is_zero_where_nothing_pays() -> None:
-    assert best_draft_length(made_up((1.0, 2.0, 3.0, 4.0), 0.0), 0.9, 64) == (0, 1.0)
-    assert best_draft_length(made_up(SAW, 0.02), 0.05, 64) == (0, 1.0)
-    assert best_draft_length(made_up((1.0,), 0.0), 0.9, 64) == (0, 1.0)  # no room for a draft
-    length, gain = best_draft_length(made_up(SAW, 0.02), 0.7, 64)
-    assert (length, gain) == (3, pytest.approx(2.533 / 1.46))
-    assert best_draft_length(made_up((1.0,) * 16, 0.0), 0.9, 64)[0] == 15
+TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
 
 
 class ClockEngine(ToyEngine):
@@ -259,158 +158,6 @@ def test_block_difference_finds_rows_that_depend_on_their_block() -> None:
     assert found.largest > 1.0
     fewer = block_difference(exact, prompts, positions=10, sizes=(2,))
     assert fewer.positions == 10
-
-
-SUBJECT = Subject(
-    models={"target/model.gguf": "a" * 64, "drafter/model.gguf": "b" * 64},
-    engine="llama.cpp",
-    engine_version="1.0",
-    precision="q8_0",
-    threads=2,
-    flash_attention=True,
-    context_length=1024,
-)
-DEVICE = Device("A processor", 2, 16, "Linux x86_64")
-TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
-
-
-def test_costs_are_kept_and_found_again() -> None:
-    notes: list[str] = []
-    subject = replace(SUBJECT, precision="kept")
-    assert read_costs(subject, DEVICE, notes.append) is None
-    write_costs(subject, DEVICE, TABLE, seconds=9.0)
-    assert read_costs(subject, DEVICE, notes.append) == TABLE
-    assert read_costs(subject, DEVICE, notes.append, at_least_seconds=9.0) == TABLE
-    assert read_costs(subject, DEVICE, notes.append, at_least_seconds=10.0) is None  # measured too briefly
-    without = replace(TABLE, draft_read2_seconds=None)
-    write_costs(subject, DEVICE, without, seconds=9.0)
-    assert read_costs(subject, DEVICE, notes.append) == without
-    assert notes == []
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"models": {**SUBJECT.models, "drafter/model.gguf": "c" * 64}},
-        {"models": {"target/model.gguf": "a" * 64}},
-        {"threads": 1},
-        {"flash_attention": False},
-        {"precision": "f16"},
-        {"context_length": 64},
-    ],
-)
-def test_costs_of_another_subject_are_not_found(other: dict[str, object]) -> None:
-    write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    notes: list[str] = []
-    strange = replace(SUBJECT, **other)  # type: ignore[arg-type]
-    assert read_costs(strange, DEVICE, notes.append) is None
-    assert notes == []
-    strange.file().write_bytes(SUBJECT.file().read_bytes())  # copied under the other's name
-    assert read_costs(strange, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert "is not used: it was measured " in notes[0]
-    strange.file().unlink()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"cpu": "Another processor"}, "with cpu 'Another processor', and here that is 'A processor'"),
-        ({"cores": 4}, "with cores 4, and here that is 2"),
-        ({"memory_gib": 8}, "with memory gib 8"),
-    ],
-)
-def test_costs_of_another_machine_are_passed_over_with_a_note(change: dict[str, object], words: str) -> None:
-    write_costs(SUBJECT, replace(DEVICE, **change), TABLE, seconds=1.0)  # type: ignore[arg-type]
-    notes: list[str] = []
-    assert read_costs(SUBJECT, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert words in notes[0]
-
-
-def test_costs_of_another_engine_version_are_passed_over_and_replaced() -> None:
-    write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    notes: list[str] = []
-    newer = replace(SUBJECT, engine_version="2.0")
-    assert read_costs(newer, DEVICE, notes.append) is None
-    assert "with engine version '1.0', and here that is '2.0'" in notes[0]
-    write_costs(newer, DEVICE, TABLE, seconds=1.0)
-    assert read_costs(newer, DEVICE, notes.append) == TABLE
-    assert len(notes) == 1
-
-
-def spoilt(*keys: str, value: object) -> Callable[[str], str]:
-    """A kept file with one value replaced, or, with None, taken out."""
-
-    def spoil(text: str) -> str:
-        whole = here = json.loads(text)
-        for key in keys[:-1]:
-            here = here[key]
-        here[keys[-1]] = value
-        if value is None:
-            del here[keys[-1]]
-        return json.dumps(whole)
-
-    return spoil
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "[]",
-        lambda text: "7",
-        lambda text: "\x00" * 100,
-        lambda text: "[" * 100_000,
-        spoilt("schema", value=2),
-        spoilt("schema", value=None),
-        spoilt("device", value=[]),
-        spoilt("subject", value=None),
-        spoilt("seconds", value="long"),
-        spoilt("costs", value=[1]),
-        spoilt("costs", "contexts", value=[256, 32]),
-        spoilt("costs", "contexts", value=32),
-        spoilt("costs", "verify_seconds", value=[[1.0, "fast"], [1.0, 1.0]]),
-        spoilt("costs", "verify_seconds", value=[[1.0, 1.5], [1.0]]),
-        spoilt("costs", "verify_seconds", value=[[1.0, -1.5], [1.0, 1.0]]),
-        spoilt("costs", "draft_seconds", value=None),
-        spoilt("costs", "colour", value="red"),
-    ],
-)
-def test_a_damaged_file_is_passed_over_with_a_note(spoil: Callable[[str], str]) -> None:
-    path = write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    path.write_text(spoil(path.read_text()))
-    notes: list[str] = []
-    assert read_costs(SUBJECT, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert str(path) in notes[0]
-    assert "\n" not in notes[0]
-
-
-def test_devices_differ_in_their_fingerprints() -> None:
-    assert this_device() == this_device()
-    assert this_device().cores >= 1
-    assert len(DEVICE.fingerprint) == 12
-    assert len({replace(DEVICE, cores=n).fingerprint for n in range(5)}) == 5
-    assert str(DEVICE) == "A processor, 2 cores, 16 GiB, Linux x86_64"
-
-
-def test_busy_threads_get_a_share_of_the_processors() -> None:
-    """Eight times as many threads as processors cannot have one each."""
-    cores = this_device().cores
-    assert 0.0 < free_share(8 * cores, seconds=0.1) < 0.3
-    assert 0.0 < free_share(1, seconds=0.1) <= 1.0
-
-
-def test_memory_is_read_at_some_speed() -> None:
-    assert 1e8 < read_bandwidth(2, size=2**24 + 4) < 1e13
-
-
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other program runs, also where tests run beside others."""
-    monkeypatch.setattr(calibrate_module, "free_share", lambda threads: 1.0)
 
 
 @pytest.mark.usefixtures("quiet")

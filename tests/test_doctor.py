@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime import calibrate, engine_llamacpp
+from edgespec_runtime import engine_llamacpp
 from edgespec_runtime.calibrate import Difference
-from edgespec_runtime.costs import Costs
 from edgespec_runtime.device import Device
 from edgespec_runtime.doctor_report import (
     Findings,
@@ -28,11 +26,12 @@ from edgespec_runtime.doctor_report import (
 )
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.evaluated import Acceptance, acceptances_of
-from tiny_bundle import disturbed, make_bundle
+from edgespec_runtime.pass_costs import Costs
+from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.manifest import describe_files, open_manifest, write_manifest
+from edgespec.manifest import open_manifest
 
 EXACT = Difference(1e-5, 0, 256)
 CHEAP = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35)
@@ -118,20 +117,16 @@ def test_without_a_known_acceptance_it_says_what_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "streamed", "words"),
+    ("v", "streamed", "words"),
     [
-        (
-            variant(CHEAP, 0.1),
-            180_000_000,
-            "Memory bandwidth binds (a step of 10 ms reads 180 MB, 18 GB/s where",
-        ),
-        (variant(STEEP, 0.1), 180_000_000, "Arithmetic binds"),
-        (variant(CHEAP, 0.1), 300_000_000, "The weights stay in the processor's caches"),
-        (variant(CHEAP, 0.1), 1_000_000, "Neither memory nor arithmetic binds alone"),
+        (CHEAP, 180_000_000, "Memory bandwidth binds (a step of 10 ms reads 180 MB, 18 GB/s where"),
+        (STEEP, 180_000_000, "Arithmetic binds"),
+        (CHEAP, 300_000_000, "The weights stay in the processor's caches"),
+        (CHEAP, 1_000_000, "Neither memory nor arithmetic binds alone"),
     ],
 )
-def test_the_limit_that_binds(chosen: Variant, streamed: int, words: str) -> None:
-    assert words in limit(findings(chosen, 0.7, streamed=streamed))
+def test_the_limit_that_binds(v: Sequence[float], streamed: int, words: str) -> None:
+    assert words in limit(findings(variant(v, 0.1), 0.7, streamed=streamed))
 
 
 def test_advice_is_a_command_that_fits() -> None:
@@ -229,33 +224,14 @@ def test_a_strangers_metrics_are_passed_over(metrics: dict[str, Any]) -> None:
     assert acceptances_of(metrics) == ()
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other program runs: what is measured is kept, also where tests run beside others."""
-    monkeypatch.setattr(calibrate, "free_share", lambda threads: 1.0)
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny bundle with GGUF files beside the ONNX ones, and an evaluation. Read-only."""
-    from edgespec_export.to_onnx import export_onnx
-
     folder = tmp_path_factory.mktemp("both")
     target = make_model_folder(folder / "target", hidden=256, head_dim=64, intermediate=576)
     drafter = disturbed(target, folder / "drafter", noise=0.07)
-    for model in (target, drafter):
-        export_onnx(model, folder / f"{model.name}-onnx", "fp32")
-    made = make_bundle(folder / "bundle", folder / "target-onnx", folder / "drafter-onnx", target)
-    manifest = open_manifest(made)
-    for role in ("target", "drafter"):
-        path = f"{role}/gguf/{role}-q8_0.gguf"
-        (made / path).parent.mkdir()
-        export_gguf(folder / role, made / path, "q8_0")
-        getattr(manifest, role).files["llama.cpp"] = {"q8_0": path}
-    manifest.cost_ratio["bytes"]["llama.cpp/q8_0"] = 1.0
     settings = [setting("distilled", 0.0, 0.7), setting("distilled", 1.0, 0.6)]
-    write_manifest(made, replace(manifest, metrics={"settings": settings}, files=describe_files(made)))
-    return made
+    return exported_bundle(folder, target, drafter, prompts=PROMPTS, metrics={"settings": settings})
 
 
 @pytest.mark.usefixtures("quiet")

@@ -25,7 +25,7 @@ from toy_engine import ToyEngine, random_model, successor_model
 from edgespec.cli import main
 from edgespec.errors import InputError
 from edgespec.files import read_json
-from edgespec.metrics import RawCounts
+from edgespec.metrics import RawCounts, mbsu
 
 V = 32
 SMALL = 3
@@ -306,21 +306,18 @@ def test_plain_decoding_with_any_options_asks_nobody() -> None:
 def test_the_bench_compares_every_drafter_with_plain_decoding(
     bundle: Path, tmp_path: Path, drafter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--max-prompts",
-        "3",
-        "--max-new-tokens",
-        "24",
-        "--draft-lengths",
-        "2",
-        "--no-choose",
-        "--seconds",
-        "0",
-    ]
+    flags = ["--max-prompts", "3", "--max-new-tokens", "24", "--draft-lengths", "2", "--no-choose"]
     file = tmp_path / "bench.json"
-    assert main(["bench", str(bundle), "--drafter", drafter, "--json", str(file), *flags]) == 0
-    runs = read_json(file)["runs"]
+    assert (
+        main(["bench", str(bundle), "--drafter", drafter, "--json", str(file), "--seconds", "0", *flags]) == 0
+    )
+    report = read_json(file)
+    runs, (_, drafted) = report["runs"], report["summaries"]
     assert {run["draft_length"] for run in runs} == {0, 2}
     assert sum(run["counts"]["drafted"] for run in runs if run["draft_length"] == 2) > 0
     assert sum(run["counts"]["drafted"] for run in runs if run["draft_length"] == 0) == 0
     assert "same tokens as plain decoding, at every draft length: 3 of 3" in capsys.readouterr().out
+    copied, proposed = (sum(run["counts"][name] for run in runs) for name in ("copied", "drafted"))
+    assert {MODEL: copied == 0, LOOKUP: copied == proposed, HYBRID: 0 < copied < proposed}[drafter]
+    tau, c = drafted["block_efficiency"][0], report["cost_ratios"]["bytes"]
+    assert drafted["mbsu"]["bytes"] == pytest.approx(mbsu(tau, 2 * (1 - copied / proposed), c))

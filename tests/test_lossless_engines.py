@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.loop import decode
-from scipy.stats import chisquare
+from pair_law import fit, law_of_pairs
 
 from edgespec.metrics import RawCounts
 
@@ -33,27 +32,9 @@ def pair(request: pytest.FixtureRequest, trained: Path) -> Iterator[Pair]:
     loaded.close()
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits.astype(np.float64) - logits.max())
-    return weights / weights.sum()
-
-
-def expected_pairs(pair: Pair, prompt: list[int]) -> dict[tuple[int, int], float]:
-    """p(x1) p(x2 | x1) of the target alone, one token at a time, for the most probable x1."""
-    target = pair.target
-    target.prefill(prompt[:-1])
-    first = softmax(target.forward(prompt[-1:])[0])
-    found = {}
-    for token in np.argsort(-first)[:FIRST_TOKENS]:
-        second = softmax(target.forward([int(token)])[0])
-        target.rewind(len(prompt))
-        found.update({(int(token), int(other)): first[token] * second[other] for other in range(len(second))})
-    return found
-
-
 def test_samples_follow_the_target_alone(pair: Pair) -> None:
     prompt = pair.tokenizer.encode_chat(pair.prompts()[0])
-    expected = expected_pairs(pair, prompt)
+    expected = law_of_pairs(pair.target, prompt, FIRST_TOKENS)
     seen: Counter[tuple[int, int]] = Counter()
     counts = RawCounts()
     for seed in range(SAMPLES):
@@ -62,14 +43,8 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
             t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens
         ]
         seen[tokens[0], tokens[1]] += 1
-    cells = [key for key, probability in expected.items() if probability * SAMPLES >= 5]
-    observed = [seen[key] for key in cells]
-    wanted = [expected[key] * SAMPLES for key in cells]
-    observed.append(SAMPLES - sum(observed))
-    wanted.append(SAMPLES - sum(wanted))
-    assert len(cells) >= 10
     assert 0.02 < counts.acceptance_rate < 0.98  # the drafter disagrees, and is heard
-    assert chisquare(observed, wanted).pvalue > ERROR_RATE
+    assert fit(seen, expected, least_cells=10) > ERROR_RATE
 
 
 def gap_where_they_part(pair: Pair, prompt: list[int], one: list[int], other: list[int]) -> float:

@@ -9,10 +9,10 @@ import pytest
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.calibrate import store_costs
-from edgespec_runtime.costs import Costs
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.evaluated import UNKNOWN, expected_rate
 from edgespec_runtime.pair_schedule import Schedules
+from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Outcome
 
 

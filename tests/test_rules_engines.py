@@ -11,21 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import export_pair
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.loop import decode
 from edgespec_runtime.rules import RULES, Rule, rule_of
 from edgespec_runtime.sampling import Warp
 from edgespec_runtime.session import CachedEngine
+from pair_law import fit
 from rule_laws import DEFERS, LAWS, TRUSTED, Seen, bits, seen, surprise, token_law
-from scipy.stats import chisquare
-from tiny_bundle import disturbed
+from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
 
 COLD = Warp(temperature=0.2)
 FIRST_TOKENS = 12
@@ -39,15 +36,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target and a very noisy copy of it, exported for both engines and packed."""
     root = tmp_path_factory.mktemp("rules")
     target = make_model_folder(root / "target")
-    disturbed(target, root / "drafter", 0.2)
-    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
-    export_pair(root / "export", target, root / "drafter", options)
-    write_bundle(
-        root / "bundle", root / "export", target, root / "drafter", options, target_name="tiny", target_source="test",
-        prompts=[[{"role": "user", "content": "Hello"}]],
-        evaluation={}, verification={"files": []}, metrics={}, provenance={},
-    )  # fmt: skip
-    return root / "bundle"
+    return exported_bundle(root, target, disturbed(target, root / "drafter", 0.2))
 
 
 class Measured:
@@ -182,17 +171,6 @@ def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, in
         blocks.close()
         found[tokens[0], tokens[1]] += 1
     return found
-
-
-def fit(found: Counter[tuple[int, int]], law: Pairs) -> float:
-    """p-value of a chi-squared test; what is expected less than 5 times is one cell."""
-    cells = [key for key, mass in law.items() if mass * SAMPLES >= 5]
-    assert len(cells) >= 8
-    observed = [found[key] for key in cells]
-    wanted = [law[key] * SAMPLES for key in cells]
-    rest = SAMPLES - sum(wanted)
-    assert rest >= 5
-    return float(chisquare([*observed, SAMPLES - sum(observed)], [*wanted, rest]).pvalue)
 
 
 def check(name: str, on: Measured) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from altered_bundle import HELLO, change, refused
+from edgespec_runtime import template_limits
 from edgespec_runtime.template_limits import MAX_SECONDS
 from edgespec_runtime.tokenizer import ChatTokenizer
 
@@ -23,7 +26,6 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "steps' worth of work"),
         ("{{ 'x' * 10**9 }}", "would make a value of 1000000000"),
         ("{{ 'x'|center(10**9) }}", "a number beyond 1000000"),
         ("{{ '%1000000000d' % 1 }}", "formats with"),
@@ -56,6 +58,26 @@ def test_templates_that_would_not_end_or_fill_memory(copy: Path, template: str, 
     with pytest.raises(BundleError, match=words):
         tokenizer.render(HELLO)
     assert time.monotonic() - begun < 10 * MAX_SECONDS  # not a timing: a bound that is missing takes hours
+
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("microseconds", "words"),
+    [(1, "steps' worth of work; at most 64000000 are done"), (10, "it ran longer than 2 s")],
+)
+def test_work_and_time_each_end_a_loop(
+    copy: Path, microseconds: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on at every look, so that no busy machine changes the outcome; the work allows a million passes."""
+    looks = count()
+    clock = SimpleNamespace(monotonic=lambda: 1e-6 * microseconds * next(looks))
+    change(copy, "tokenizer/chat_template.jinja", NESTED)
+    tokenizer = open_tokenizer(copy)
+    monkeypatch.setattr(template_limits, "time", clock)
+    with pytest.raises(BundleError, match=words):
+        tokenizer.render(HELLO)
 
 
 @pytest.mark.parametrize(

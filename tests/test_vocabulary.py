@@ -244,7 +244,7 @@ def test_teacher_forced_acceptance_counts_the_subset_only(folder: Path) -> None:
     with torch.inference_mode():
         p, q = (torch.softmax(model(text).logits[0, 2:-1].double(), -1) for model in (target, draft))
     assert not q[:, np.setdiff1d(np.arange(FULL), vocabulary.ids)].any()
-    for temperature, (overlap, count) in found.items():
+    for temperature, (overlap, count, _, _) in found.items():
         assert count == 10
         wanted = torch.minimum(p, q).sum() if temperature else (p.argmax(-1) == q.argmax(-1)).sum()
         assert overlap == pytest.approx(float(wanted), abs=1e-4)

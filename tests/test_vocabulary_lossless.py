@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import export_pair
 from edgespec_recipes.decoding import sample_responses
 from edgespec_recipes.loading import load_model, save_model
 from edgespec_recipes.speculation import speculate
@@ -28,11 +26,11 @@ from edgespec_runtime.vocabulary import (
     vocabulary_of,
     write_vocabulary,
 )
-from scipy.stats import chisquare
+from pair_law import fit, law_of_next
 from test_acceptance import WARPS, V, block_law, continued, difference
 from test_acceptance import model as toy_model
 from test_vocabulary import FULL, KEPT, restricted, subset
-from tiny_bundle import disturbed
+from tiny_bundle import disturbed, exported_bundle
 from tiny_models import TEXTS, make_model_folder
 from toy_engine import ToyEngine, random_model
 
@@ -40,7 +38,6 @@ from edgespec.errors import BundleError, InputError
 from edgespec.files import read_json, write_json
 from edgespec.manifest import open_manifest
 from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
 
 BUNDLED = 300
 SAMPLES = 2500
@@ -67,10 +64,7 @@ def test_speculation_in_torch_is_distributed_as_the_target(models: tuple[Any, An
         generator=generator,
     )  # fmt: skip
     total = Counter(response[0] for response in responses)
-    cells = [token for token in range(FULL) if first[token] * rows >= 5]
-    observed = [total[token] for token in cells]
-    wanted = [float(first[token]) * rows for token in cells]
-    assert chisquare([*observed, rows - sum(observed)], [*wanted, rows - sum(wanted)]).pvalue > ERROR_RATE
+    assert fit(total, dict(enumerate(first.tolist()))) > ERROR_RATE
     outside = float(first[np.setdiff1d(np.arange(FULL), vocabulary.ids)].sum())
     assert outside > 0.1  # much of what the target says, the drafter cannot
     assert sum(sum(one.accepted) for one in counts) > 0
@@ -180,14 +174,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_model_folder(root / "target")
     draft = restricted(disturbed(target, root / "noisy", 0.05), subset(size=BUNDLED))
     save_model(draft, target, root / "drafter")
-    options = ExportOptions(onnx=("fp32", "int4"), gguf=("q8_0",))
-    export_pair(root / "export", target, root / "drafter", options)
-    write_bundle(
-        root / "bundle", root / "export", target, root / "drafter", options, target_name="tiny", target_source="test",
-        prompts=[[{"role": "user", "content": "Hello"}]],
-        evaluation={}, verification={"files": []}, metrics={}, provenance={},
-    )  # fmt: skip
-    return root / "bundle"
+    return exported_bundle(root, target, root / "drafter", onnx=("fp32", "int4"))
 
 
 @pytest.fixture(
@@ -204,10 +191,7 @@ def pair(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Pair]:
 
 def test_samples_on_the_real_engines_follow_the_target_alone(pair: Pair) -> None:
     prompt = pair.tokenizer.encode_chat(pair.prompts()[0])
-    pair.target.prefill(prompt[:-1])
-    logits = pair.target.forward(prompt[-1:])[0].astype(np.float64)
-    first = np.exp(logits - logits.max())
-    first /= first.sum()
+    first = law_of_next(pair.target, prompt)
     outside = np.setdiff1d(np.arange(FULL), subset(size=BUNDLED).ids)
     assert first[outside].sum() > 0.1
     seen: Counter[int] = Counter()
@@ -218,12 +202,8 @@ def test_samples_on_the_real_engines_follow_the_target_alone(pair: Pair) -> None
             t for block in decode(pair.target, pair.draft, prompt, options, (), counts) for t in block.tokens
         ]
         seen[tokens[0]] += 1
-    cells = [token for token in range(FULL) if first[token] * SAMPLES >= 5]
-    observed, wanted = [seen[token] for token in cells], [first[token] * SAMPLES for token in cells]
     assert 0.02 < counts.acceptance_rate < 0.98
-    assert (
-        chisquare([*observed, SAMPLES - sum(observed)], [*wanted, SAMPLES - sum(wanted)]).pvalue > ERROR_RATE
-    )
+    assert fit(seen, dict(enumerate(first.tolist()))) > ERROR_RATE
 
 
 def test_greedy_text_on_the_real_engines_is_the_targets_own(pair: Pair) -> None:

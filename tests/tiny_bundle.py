@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from edgespec_export.bundle import write_bundle
+from edgespec_export.export import export_pair
 from safetensors.torch import load_file, save_file
 
 from edgespec.drafter import cost_ratios
 from edgespec.files import write_jsonl
 from edgespec.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
@@ -70,3 +75,24 @@ def make_bundle(
     )
     write_manifest(folder, manifest)
     return folder
+
+
+def exported_bundle(
+    root: Path,
+    target: Path,
+    drafter: Path,
+    *,
+    onnx: tuple[str, ...] = ("fp32",),
+    gguf: tuple[str, ...] = ("q8_0",),
+    prompts: Sequence[str] = ("Hello",),
+    metrics: dict[str, Any] | None = None,
+) -> Path:
+    """Export both model folders for both engines and pack them, as a build does; the bundle is `root`/bundle."""
+    options = ExportOptions(onnx=onnx, gguf=gguf)
+    export_pair(root / "export", target, drafter, options)
+    write_bundle(
+        root / "bundle", root / "export", target, drafter, options, target_name="tiny", target_source="test",
+        prompts=[[{"role": "user", "content": prompt}] for prompt in prompts],
+        evaluation={}, verification={"files": []}, metrics=metrics or {}, provenance={},
+    )  # fmt: skip
+    return root / "bundle"

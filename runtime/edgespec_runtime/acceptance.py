@@ -21,12 +21,14 @@ from edgespec_runtime.sampling import Categorical, Warp, draw, warp
 class Draft:
     """A proposed continuation: `tokens` and the distribution `q` that each was drawn from.
 
-    `logits`: the drafter's own, unwarped, [V] each, one more than there are tokens; only where the rule looks at them.
+    `logits`: the drafter's own, unwarped, [V] each, one more than there are tokens; only where the rule looks at them. `copied`:
+    no model computed it.
     """
 
     tokens: list[int] = field(default_factory=list)
     q: list[Categorical] = field(default_factory=list)
     logits: list[NDArray[np.float32]] = field(default_factory=list)
+    copied: bool = False
 
 
 class Place:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec_runtime.costs import Costs
+from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 
 GUESS_TESTS = (

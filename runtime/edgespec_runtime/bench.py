@@ -16,7 +16,7 @@ from typing import Any
 from edgespec import __version__
 from edgespec.files import write_json
 from edgespec.metrics import RawCounts
-from edgespec.options import from_mapping, knob, to_mapping
+from edgespec.options import from_mapping, knob, to_mapping, with_default
 from edgespec.progress import progress
 from edgespec_runtime.acceptance import Rule
 from edgespec_runtime.bench_report import (
@@ -31,6 +31,7 @@ from edgespec_runtime.bench_report import (
 )
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
+from edgespec_runtime.device_defaults import LENGTHS, of_bench
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pair_schedule import Schedules
@@ -48,10 +49,11 @@ class Options(ReplyOptions, LoadOptions):
     prompts: str = knob("", "a .jsonl file of prompts ('messages' or 'instruction') (default: the bundle's)")
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
-    draft_lengths: tuple[int, ...] = knob((1, 2, 3, 4, 5, 7), "draft lengths γ", at_least=1)
+    draft_lengths: tuple[int, ...] = knob(LENGTHS, "draft lengths γ", at_least=1)
     choose: bool = knob(
         True, "also let γ be chosen block by block from costs measured here, as chat and generate do"
     )
+    max_draft_length: int = with_default(DecodingOptions, "max_draft_length", 8)
     repeats: int = knob(1, "runs of every prompt with every draft length", at_least=1)
     seconds: float = knob(
         18.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
@@ -99,7 +101,8 @@ def runs_of(
         measure(pair, prompts[0], how[length], length, (0, 0))
     chosen = None
     if options.choose and isinstance(rule_of(options.rule), Rule):
-        lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared)
+        longest = options.max_draft_length
+        lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
         chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
     start = perf_counter()
     for index, prompt in enumerate(prompts):
@@ -138,7 +141,7 @@ def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, given)
+    options = from_mapping(Options, of_bench(given))
     if options.plot:
         from edgespec_runtime.plot import require_matplotlib
 

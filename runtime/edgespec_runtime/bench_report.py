@@ -138,7 +138,10 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
                 speedup=bootstrap([prompt.ratio(length, _rate, _rate) for prompt in prompts], median),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
-                mbsu={name: mbsu(efficiency[0], mean, ratio) for name, ratio in cost_ratios.items()},
+                mbsu={
+                    name: mbsu(efficiency[0], total.computed(mean), ratio)
+                    for name, ratio in cost_ratios.items()
+                },
                 draft_cost=median(
                     [prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in prompts]
                 ),

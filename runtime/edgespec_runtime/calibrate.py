@@ -19,8 +19,8 @@ from edgespec.errors import InputError
 from edgespec.metrics import median
 from edgespec.options import knob
 from edgespec_runtime.bundle import Pair
-from edgespec_runtime.costs import LONGEST_PASS, Costs, Subject, read_costs, write_costs
 from edgespec_runtime.device import engine_version, free_share, this_device
+from edgespec_runtime.pass_costs import LONGEST_PASS, Costs, Subject, read_costs, write_costs
 from edgespec_runtime.session import CachedEngine
 
 LEAST_PASS = 4  # passes of fewer tokens are measured however little time there is
@@ -268,7 +268,8 @@ def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: flo
 
 def store_costs(pair: Pair, costs: Costs, seconds: float) -> None:
     """Keep the costs of a pair for the next time."""
-    write_costs(subject_of(pair), this_device(), costs, seconds)
+    models = {"target": pair.manifest.target.shape, "drafter": pair.manifest.drafter.shape}
+    write_costs(subject_of(pair), this_device(), costs, seconds, models)
 
 
 def costs_of(

@@ -44,25 +44,8 @@ from edgespec_runtime.session import CachedEngine
 LONGEST_RUN = 10  # draft tokens in a row, as in the paper's appendix F.1
 
 
-def decode_by(
-    rule: LoopRule,
-    target: CachedEngine,
-    draft: CachedEngine,
-    prompt: Sequence[int],
-    options: DecodingOptions,
-    stop: Collection[int],
-    counts: RawCounts,
-) -> Generator[Block, None, None]:
-    """Continue a checked prompt by a rule with a loop of its own; arguments and blocks as in `loop.decode`."""
-    reply = _Reply(target, draft, prompt, options, stop, counts)
-    try:
-        yield from _LOOPS[rule.name](reply, rule.parameters)
-    finally:
-        reply.settle()
-
-
-class _Reply:
-    """The text so far and both caches.
+class Reply:
+    """The text so far and both caches. Takes a checked prompt; the arguments are those of `loop.decode`.
 
     Attributes:
         ids: what was emitted and, behind it, what is being tried.
@@ -156,7 +139,7 @@ class _Reply:
             model.rewind(self.emitted - 1)
 
 
-def _token_cascade(reply: _Reply, rule: Share) -> Iterator[Block]:
+def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
     """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
     reply.prefill(reply.target)
     reply.prefill(reply.draft)
@@ -178,7 +161,7 @@ def _token_cascade(reply: _Reply, rule: Share) -> Iterator[Block]:
         yield reply.emit(drafted, drafted, by_target=defers)
 
 
-def _sequence_cascade(reply: _Reply, rule: SequenceCascade) -> Iterator[Block]:
+def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     """The drafter's reply, or the target's where the drafter's confidence in its own is below 1 − a (Eq. 1).
 
     The confidence is the probability of the reply that was written, in place of the most probable one; nothing leaves the loop
@@ -219,7 +202,7 @@ def _sequence_cascade(reply: _Reply, rule: SequenceCascade) -> Iterator[Block]:
         yield reply.emit(0, 0)
 
 
-def _bild(reply: _Reply, rule: Bild) -> Iterator[Block]:
+def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
     """Draft until max q < 1 − a_f or `LONGEST_RUN` tokens; one pass of the target; back to the first D(q, p) > a.
 
     Every draft is read by the target, the one that ends the reply too: nothing leaves unseen, unlike in the original (F.5).
@@ -253,8 +236,16 @@ def _bild(reply: _Reply, rule: Bild) -> Iterator[Block]:
         yield reply.emit(drafted, accepted)
 
 
-_LOOPS: dict[str, Callable[[_Reply, Any], Iterator[Block]]] = {
+_LOOPS: dict[str, Callable[[Reply, Any], Iterator[Block]]] = {
     TOKEN_CASCADE: _token_cascade,
     SEQUENCE_CASCADE: _sequence_cascade,
     BILD: _bild,
 }
+
+
+def decode_by(rule: LoopRule, reply: Reply) -> Generator[Block, None, None]:
+    """Write a reply by a rule with a loop of its own; blocks as in `loop.decode`."""
+    try:
+        yield from _LOOPS[rule.name](reply, rule.parameters)
+    finally:
+        reply.settle()

@@ -16,9 +16,17 @@ from edgespec.files import write_json
 from edgespec.options import from_mapping, knob
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
-from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, load_model, load_pair, open_pair
+from edgespec_runtime.bundle import (
+    LLAMACPP,
+    ONNXRUNTIME,
+    WIDENED,
+    LoadOptions,
+    Pair,
+    load_model,
+    load_pair,
+    open_pair,
+)
 from edgespec_runtime.calibrate import CalibrateOptions, block_difference, calibrate, costs_of
-from edgespec_runtime.costs import Costs
 from edgespec_runtime.device import read_bandwidth, this_device
 from edgespec_runtime.doctor_report import (
     Findings,
@@ -30,6 +38,7 @@ from edgespec_runtime.doctor_report import (
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.evaluated import Acceptance, acceptances_of
 from edgespec_runtime.exactness import FAST
+from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.session import CachedEngine
 
 # Shares of the time given; loading and the bandwidth come on top.
@@ -40,7 +49,11 @@ PROMPT_PART = 64  # tokens of a prompt that are compared
 MOST_THREADS = 8  # beyond as many cores, only powers of two are tried
 
 # Bytes of a value in the input embedding, of which a token reads one row: ONNX keeps it in floats.
-EMBEDDING_BYTES = {"fp32": 4.0, "int4": 4.0, "f16": 2.0, "q8_0": 34 / 32}
+EMBEDDING_BYTES = {
+    **{"fp32": 4.0, "fp16": 2.0, "int8": 4.0, "int4": 4.0},
+    **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32},
+    **{"q4_k_m": 144 / 256, "q5_k_m": 176 / 256, "q6_k": 210 / 256},
+}
 CACHE_BYTES = {LLAMACPP: 2}  # of a value in the KV cache; else 4
 
 
@@ -205,6 +218,8 @@ def _streamed_bytes(pair: Pair, context: int) -> int:
     files = manifest.files_of("target", engine, precision, fast=pair.fast_graph)
     suffixes = (".gguf", ".onnx", ".data")
     size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))
-    if not shape.tied or precision == "int4":  # int4 matrices: the output head is a table of its own
+    if engine == ONNXRUNTIME and precision in WIDENED and not pair.fast_graph:
+        size = 4 * shape.streamed_parameters
+    elif not shape.tied or precision == "int4":  # int4 matrices: the output head is a table of its own
         size -= round(shape.embedding_parameters * EMBEDDING_BYTES.get(precision, 0.0))
     return size + 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(engine, 4)

@@ -11,10 +11,10 @@ from edgespec.options import as_flags
 from edgespec.report import table
 from edgespec_runtime.bench_report import block_cause
 from edgespec_runtime.calibrate import Difference
-from edgespec_runtime.costs import Costs, best_draft_length, break_even, speedup
 from edgespec_runtime.device import Device
 from edgespec_runtime.evaluated import Acceptance
 from edgespec_runtime.exactness import FAST
+from edgespec_runtime.pass_costs import Costs, best_draft_length, break_even, speedup
 
 USUAL_CONTEXT = 256
 CLEARLY = 1.05  # what is less than this faster is not worth a flag, nor worth telling from noise

@@ -94,7 +94,8 @@ class LookupDrafter:
         """Exactly `room` tokens, or none where nothing that the text ends with occurred before. Has no logits for `raw`."""
         self._index.extend(ids[len(self._index.tokens) :])
         tokens = self._index.continuation(room)
-        return Draft(tokens, [Categorical(np.array([token], dtype=np.int64), _SURE) for token in tokens])
+        certain = [Categorical(np.array([token], dtype=np.int64), _SURE) for token in tokens]
+        return Draft(tokens, certain, copied=True)
 
     def settle(self, length: int) -> None:
         self._index.cut(length)

@@ -18,7 +18,7 @@ import numpy as np
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, verify
-from edgespec_runtime.cascade_loops import decode_by
+from edgespec_runtime.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.drafters import Drafter, drafter_of, window_of
 from edgespec_runtime.rules import LoopRule, rule_of
@@ -59,7 +59,7 @@ def decode(
     drafter = drafter_of(options, draft)
     if isinstance(rule, LoopRule):
         if draft is not None and drafter is not None:
-            yield from decode_by(rule, target, draft, prompt, options, stop, counts)
+            yield from decode_by(rule, Reply(target, draft, prompt, options, stop, counts))
             return
         rule = LOSSLESS  # nobody drafts: plain decoding
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
@@ -112,7 +112,7 @@ def decode(
             seconds = perf_counter() - shifted_at
             counts.draft_seconds += draft_seconds
             counts.verify_seconds += verify_seconds + (shifted_at - start)
-            counts.add_block(len(drafted), accepted, len(new))
+            counts.add_block(len(drafted), accepted, len(new), len(drafted) if proposed.copied else 0)
             schedule.observe(
                 Outcome(
                     context,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,13 +26,17 @@ from edgespec_runtime import bench
 from edgespec_runtime.acceptance import LOSSLESS, Place, Rule
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
-from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.costs import LONGEST_PASS, Costs
+from edgespec_runtime.calibrate import BUSY, CalibrateOptions, calibrate
 from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
-from edgespec_runtime.engine import default_threads
+from edgespec_runtime.device import free_share
+from edgespec_runtime.engine import Engine, default_threads
+from edgespec_runtime.exactness import EXACT, FAST
+from edgespec_runtime.kept_costs import keep_synthetic
 from edgespec_runtime.loop import decode
+from edgespec_runtime.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.speed import TimedEngine
 from edgespec_runtime.synthetic_report import Arm, Run, Section, Trace, as_json, text
 
 LEAST_ROUNDS = 3
@@ -43,7 +47,8 @@ USUAL = ((LLAMACPP, "q4_0"), (LLAMACPP, "q8_0"), (ONNXRUNTIME, "int4"))  # where
 # Knobs of `bench` that say something here too; the others speak of a bundle, its prompts and who drafts.
 SHARED = frozenset(
     {"engine", "precision", "context", "threads", "flash_attention", "temperature", "top_k", "top_p"}
-    | {"draft_lengths", "max_new_tokens", "seed", "seconds", "json", "markdown"}
+    | {"draft_lengths", "max_new_tokens", "seed", "seconds", "json", "markdown", "mode"}
+    | {"max_draft_length"}
 )
 
 
@@ -69,24 +74,17 @@ class Options(bench.Options):
         at_most=1.0,
     )
     prompt_tokens: int = knob(128, "with --synthetic: length of the prompt", at_least=1)
-    max_draft_length: int = knob(
-        8,
-        "with --synthetic: longest draft that is chosen",
-        at_least=1,
-        at_most=LONGEST_PASS - 1,
-    )
 
 
-OWN = frozenset(field.name for field in fields(Options)) - frozenset(
-    field.name for field in fields(bench.Options)
-)
+OWN = frozenset(one.name for one in fields(Options)) - frozenset(one.name for one in fields(bench.Options))
 
 
 @dataclass(frozen=True)
 class SyntheticPair:
     """Files of random weights. `shapes`, `paths`, `streamed_bytes` (read for one token): by role, target and drafter.
 
-    `made`: the roles whose files were written just now.
+    `made`: the roles whose files were written just now. `fast_graphs`: by role, the graph in its folder that rounds activations;
+    empty where the precision has none.
     """
 
     name: str
@@ -96,6 +94,7 @@ class SyntheticPair:
     paths: Mapping[str, Path]
     streamed_bytes: Mapping[str, int]
     made: tuple[str, ...] = ()
+    fast_graphs: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def cost_ratios(self) -> dict[str, float]:
@@ -204,21 +203,33 @@ def measure(
             f"prompt, reply and draft take {needed} tokens, the context is {context} and the model's {longest}; give fewer "
             "--prompt-tokens and --max-new-tokens, or another --context"
         )
-    models: dict[str, CachedEngine] = {}
+    engines: dict[str, TimedEngine] = {}
     try:
-        for role, path in pair.paths.items():
-            own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW else threads
-            models[role] = CachedEngine(load_engine(pair.engine, path, context, own, options.flash_attention))
-        target, draft = models["target"], models["drafter"]
+        for role in pair.paths:
+            engines[role] = TimedEngine(_load(pair, role, options, context, threads))
+        target, draft = (CachedEngine(engines[role]) for role in ("target", "drafter"))
         how = CalibrateOptions(options.seconds, (options.prompt_tokens + options.max_new_tokens // 2,))
-        costs = calibrate(target, draft, how, options.max_draft_length + 1)
+        costs = calibrate(target, draft, how, min(options.max_draft_length + 1, LONGEST_PASS))
+        if options.mode == EXACT and free_share(threads) >= BUSY:  # beside other programs it would be wrong
+            keep_synthetic(
+                pair.shapes,
+                pair.engine,
+                pair.precision,
+                costs,
+                threads=threads,
+                flash_attention=options.flash_attention,
+                context_length=context,
+                seconds=options.seconds,
+            )
         for temperature in temperatures:
             arms: list[Arm] = [Arm(trace, length) for trace in _traces(options) for length in lengths]
-            runs = _rounds(pair, target, draft, replace(options, temperature=temperature), costs, arms)
+            at = replace(options, temperature=temperature)
+            runs = _rounds(pair, target, draft, at, costs, arms, tuple(engines.values()))
             yield Section(
                 name=pair.name,
                 engine=pair.engine,
                 precision=pair.precision,
+                mode=options.mode,
                 temperature=temperature,
                 threads=threads,
                 parameters={role: shape.parameters for role, shape in pair.shapes.items()},
@@ -228,8 +239,18 @@ def measure(
                 runs=tuple(runs),
             )
     finally:
-        for model in models.values():
-            model.engine.close()
+        for engine in engines.values():
+            engine.close()
+
+
+def _load(pair: SyntheticPair, role: str, options: Options, context: int, threads: int) -> Engine:
+    """One model in the mode asked for. A drafter runs from its fast graph in either mode, as a bundle's does."""
+    fast, flash_attention = options.mode == FAST, options.flash_attention
+    if fast and pair.engine == LLAMACPP and flash_attention is None:
+        flash_attention = False
+    graph = pair.fast_graphs.get(role) if fast or role == "drafter" else None
+    own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW else threads
+    return load_engine(pair.engine, pair.paths[role], context, own, flash_attention, graph)
 
 
 def _traces(options: Options) -> list[Trace]:
@@ -250,21 +271,22 @@ def _rounds(
     options: Options,
     costs: Costs,
     arms: Sequence[Arm],
+    timed: Sequence[TimedEngine],
 ) -> list[Run]:
     """Plain decoding and every arm, one after the other in an order that turns from round to round.
 
-    All runs have the same prompt, which the caches keep: it is read once.
+    All runs have the same prompt, which the caches keep: it is read once, in the warm-up, and all passes of a run are decoding.
     """
     generator = np.random.default_rng(options.seed)
     prompt: list[int] = generator.integers(
         0, pair.shapes["target"].vocab_size, options.prompt_tokens
     ).tolist()
-    shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
+    shared = {one.name: getattr(options, one.name) for one in fields(ReplyOptions)}
     how = DecodingOptions(**shared)
     schedules = {arm: _schedule(arm, costs, options.max_draft_length) for arm in arms}
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:
-        counts = RawCounts()
+        counts, before = RawCounts(), sum(engine.seconds for engine in timed)
         one = replace(how, max_new_tokens=tokens, seed=options.seed + turn)
         if arm is None:
             blocks = decode(target, None, prompt, plain(one), (), counts)
@@ -273,7 +295,7 @@ def _rounds(
             blocks = decode(target, draft, prompt, one, (), counts, replay, replay.rule)
         for _ in blocks:
             pass
-        return Run(arm, turn, counts)
+        return Run(arm, turn, counts, sum(engine.seconds for engine in timed) - before)
 
     every = [None, *arms]
     for arm in (None, arms[-1]):  # the first calls allocate, and read the prompt
@@ -290,14 +312,3 @@ def _rounds(
             bar.total = max(turn, LEAST_ROUNDS)
             bar.update(1)
     return runs
-
-
-def available_memory() -> int | None:
-    """Bytes that programs may still take without swapping; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None

@@ -15,11 +15,13 @@ from edgespec import __version__
 from edgespec.metrics import (
     RawCounts,
     bootstrap,
+    mbsu,
     median,
     ratio_of_sums,
 )
 from edgespec.report import count, interval, table
-from edgespec_runtime.costs import Costs, best_draft_length, break_even
+from edgespec_runtime.exactness import EXACT
+from edgespec_runtime.pass_costs import Costs, best_draft_length, break_even
 
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
@@ -36,20 +38,27 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """One reply; `arm` is None for plain decoding."""
+    """One reply; `arm` is None for plain decoding. `pass_seconds`: of decoding, spent inside both models' passes."""
 
     arm: Arm | None
     round: int
     counts: RawCounts
+    pass_seconds: float
+
+    @property
+    def loop_share(self) -> float:
+        """What everything beside the passes adds to them: drawing drafts, the rule, the loop."""
+        return self.counts.total_seconds / self.pass_seconds - 1.0
 
 
 @dataclass(frozen=True)
 class Section:
-    """All runs of one engine, precision and temperature. `parameters`, `streamed_bytes`: by role."""
+    """All runs of one engine, precision, mode and temperature. `parameters`, `streamed_bytes`: by role."""
 
     name: str
     engine: str
     precision: str
+    mode: str
     temperature: float
     threads: int
     parameters: dict[str, int]
@@ -61,7 +70,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm over all rounds; `speedup`: median over rounds of its token rate / the plain one's."""
+    """One arm over all rounds; `speedup`: median over rounds of its token rate / the plain one's; `loop_share`: see Run."""
 
     arm: Arm
     draft_length: float
@@ -74,6 +83,7 @@ class Row:
     mbsu: dict[str, float]
     best_draft_length: int  # by the costs measured beforehand ...
     predicted: float  # ... and the speed-up that these promise with it
+    loop_share: Interval
 
     @property
     def limit(self) -> float:
@@ -84,6 +94,11 @@ class Row:
 def plain_rate(section: Section) -> Interval:
     """Tokens per second of plain decoding."""
     return bootstrap([run.counts.token_rate for run in section.runs if run.arm is None], median)
+
+
+def plain_loop_share(section: Section) -> Interval:
+    """What sampling and the loop add to the target's passes in plain decoding."""
+    return bootstrap([run.loop_share for run in section.runs if run.arm is None], median)
 
 
 def rows_of(section: Section) -> list[Row]:
@@ -119,9 +134,10 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
         acceptance_rate=total.acceptance_rate,
         draft_cost=draft_cost,
         verify_cost=in_plain_steps(_pass_seconds),
-        mbsu={name: efficiency[0] / (ratio * length + 1.0) for name, ratio in section.cost_ratios.items()},
+        mbsu={name: mbsu(efficiency[0], length, ratio) for name, ratio in section.cost_ratios.items()},
         best_draft_length=best,
         predicted=predicted,
+        loop_share=bootstrap([run.loop_share for run in runs], median),
     )
 
 
@@ -140,13 +156,15 @@ def text(section: Section, *, markdown: bool = False) -> str:
     step = section.streamed_bytes["target"]
     rounds = 1 + max(run.round for run in section.runs)
     how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
+    how += f", {section.mode} mode" if section.mode != EXACT else ""
     ratios = ", ".join(f"{value:.2%} by {name}" for name, value in section.cost_ratios.items())
     return "\n".join(
         [
             f"{section.name}'s shape ({count(sizes['target'])}, random weights) with its drafter's ({count(sizes['drafter'])}), "
             f"{section.engine} {section.precision}, {section.threads} thread{'s' * (section.threads > 1)}, {how}",
             f"c = {ratios}; {rounds} rounds; medians over rounds, 95 % bootstrap intervals",
-            f"Plain: {interval(*plain)} tok/s; {step / GB:.3g} GB of weights a token, {plain[0] * step / GB:.1f} GB/s.",
+            f"Plain: {interval(*plain)} tok/s; {step / GB:.3g} GB of weights a token, {plain[0] * step / GB:.1f} GB/s. "
+            "Loop: what all else adds to the passes of both models.",
             "",
             _speed_table(section, rows, plain, markdown),
             "",
@@ -165,7 +183,8 @@ def _name(arm: Arm) -> str:
 
 def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdown: bool) -> str:
     names = list(section.cost_ratios)
-    lines = [("plain", "", interval(*plain), "1", "", "", *("" for _ in names))]
+    own = _percent(plain_loop_share(section))
+    lines = [("plain", "", interval(*plain), "1", "", "", own, *("" for _ in names))]
     lines += [
         (
             _name(row.arm),
@@ -174,6 +193,7 @@ def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdow
             interval(*row.speedup),
             f"{row.limit:.2f}",
             f"{row.speedup[0] / row.limit:.2f}",
+            _percent(row.loop_share),
             *(f"{row.mbsu[name]:.2f}" for name in names),
         )
         for row in rows
@@ -185,9 +205,15 @@ def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdow
         "x plain [95 %]",
         "limit",
         "of limit",
+        "loop [95 %]",
         *(f"MBSU by {n}" for n in names),
     )
     return table(headers, lines, markdown=markdown)
+
+
+def _percent(share: Interval) -> str:
+    value, low, high = (f"{100 * one:.1f}" for one in share)
+    return f"{value} % [{low}, {high}]"
 
 
 def _cost_table(rows: Sequence[Row], markdown: bool) -> str:
@@ -232,6 +258,7 @@ def as_json(sections: Sequence[Section], left_out: dict[str, str]) -> dict[str, 
             {
                 **asdict(section),
                 "plain_token_rate": plain_rate(section),
+                "plain_loop_share": plain_loop_share(section),
                 "rows": [{**asdict(row), "limit": row.limit} for row in rows_of(section)],
             }
             for section in sections

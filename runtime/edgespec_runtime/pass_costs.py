@@ -174,10 +174,20 @@ class Subject:
         return cache_folder() / FOLDER / f"{self.engine}-{self.precision}-{digest[:16]}.json"
 
 
-def write_costs(subject: Subject, device: Device, costs: Costs, seconds: float) -> Path:
-    """Keep a table, whole or not at all; `seconds`: the time that measuring it was given. Returns the file."""
+def write_costs(
+    subject: Subject,
+    device: Device,
+    costs: Costs,
+    seconds: float,
+    shapes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Path:
+    """Keep a table, whole or not at all; `seconds`: the time that measuring it was given. Returns the file.
+
+    `shapes`: of the models, by role, so that a plan finds the table without the models (kept_costs.py).
+    """
     path = subject.file()
     value = {"device": asdict(device), "subject": asdict(subject), "seconds": seconds, "costs": asdict(costs)}
+    value["shapes"] = {role: dict(shape) for role, shape in (shapes or {}).items()}
     write_json(path, {"schema": SCHEMA, **value})
     return path
 
@@ -198,11 +208,16 @@ def read_costs(
         if reason:
             note(f"{path} is not used: {reason}")
             return None
-        costs = Costs(**{key: _tuples(row) for key, row in value["costs"].items()})
+        costs = costs_in(value)
         return costs if float(value["seconds"]) >= at_least_seconds else None
     except (InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         note(f"{path} is damaged and not used ({type(error).__name__}: {str(error)[:200]})")
         return None
+
+
+def costs_in(value: Mapping[str, Any]) -> Costs:
+    """The table of a file that was read. Raises InputError, KeyError, TypeError or AttributeError where it is none."""
+    return Costs(**{key: _tuples(row) for key, row in value["costs"].items()})
 
 
 def _mismatch(value: Mapping[str, Any], subject: Subject, device: Device) -> str:

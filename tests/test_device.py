@@ -1,0 +1,28 @@
+"""The machine: what tells it from another one, what other programs leave of it, how fast it reads memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from edgespec_runtime.device import Device, free_share, read_bandwidth, this_device
+
+DEVICE = Device("A processor", 2, 16, "Linux x86_64")
+
+
+def test_devices_differ_in_their_fingerprints() -> None:
+    assert this_device() == this_device()
+    assert this_device().cores >= 1
+    assert len(DEVICE.fingerprint) == 12
+    assert len({replace(DEVICE, cores=n).fingerprint for n in range(5)}) == 5
+    assert str(DEVICE) == "A processor, 2 cores, 16 GiB, Linux x86_64"
+
+
+def test_busy_threads_get_a_share_of_the_processors() -> None:
+    """Eight times as many threads as processors cannot have one each."""
+    cores = this_device().cores
+    assert 0.0 < free_share(8 * cores, seconds=0.1) < 0.3
+    assert 0.0 < free_share(1, seconds=0.1) <= 1.0
+
+
+def test_memory_is_read_at_some_speed() -> None:
+    assert 1e8 < read_bandwidth(2, size=2**24 + 4) < 1e13
