@@ -5,7 +5,11 @@ A source is an instruction set in any form instructions.py knows, or `python-std
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
+
+from edgespec_runtime.lookalikes import PLAIN_CHATS, Lookalikes
+from jinja2 import TemplateError
 
 from edgespec.recipe import PYTHON_STDLIB
 from edgespec_recipes.instructions import read_conversations
@@ -38,12 +42,17 @@ def with_system(messages: Messages, system: str) -> Messages:
 def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of the chat template with the opening of the assistant's turn.
 
-    A template that refuses the system role gets the system text at the head of the first user message.
+    A template that refuses the system role gets the system text at the head of the first user message. Special tokens spelt out
+    in a message are text, as the runtime has it.
     """
-    from jinja2 import TemplateError
+    safe, hidden = lookalikes_of(tokenizer).hide(messages)
+    return encode_rendered(tokenizer, render(tokenizer, safe), hidden)
 
+
+def render(tokenizer: Any, messages: Messages) -> str:
+    """The chat template's text with the opening of the assistant's turn."""
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError:
         if messages[0]["role"] != "system" or len(messages) < 2:
             raise
@@ -54,5 +63,24 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
         text = tokenizer.apply_chat_template(
             [first, *messages[2:]], tokenize=False, add_generation_prompt=True
         )
+    return text
+
+
+@lru_cache(maxsize=4)
+def lookalikes_of(tokenizer: Any) -> Lookalikes:
+    """What of a fast tokenizer's special tokens must not come from a message; its template is taken as it is now."""
+    rendered = []
+    for chat in PLAIN_CHATS:
+        try:
+            rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        except TemplateError:  # it refuses a role
+            continue
+    return Lookalikes(tokenizer.backend_tokenizer, "".join(rendered))
+
+
+def encode_rendered(tokenizer: Any, text: str, hidden: dict[str, str]) -> list[int]:
+    """Ids of a rendering of messages from `Lookalikes.hide`."""
+    if hidden:
+        return lookalikes_of(tokenizer).encode(text, hidden)
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids

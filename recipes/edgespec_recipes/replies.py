@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from edgespec.errors import InputError
 from edgespec_recipes.instructions import Conversation, read_conversations
-from edgespec_recipes.prompts import encode_prompt
+from edgespec_recipes.prompts import encode_rendered, lookalikes_of, render
 
 FEWEST = 2  # a file that gives one is a mistake, or teaches one sentence by heart
 
@@ -25,19 +25,21 @@ def encode_reply(
     The reply is what the template's text has beyond the prompt, so that spaces around the response are those the target knows.
     Where the template writes an answered conversation in another way, it is the response's own tokens and the end of text.
     """
-    prompt = encode_prompt(tokenizer, conversation.messages)
     response = conversation.response or ""
-    answered = [*conversation.messages, {"role": "assistant", "content": response}]
+    safe, hidden = lookalikes_of(tokenizer).hide(
+        [*conversation.messages, {"role": "assistant", "content": response}]
+    )
+    prompt = encode_rendered(tokenizer, render(tokenizer, safe[:-1]), hidden)
     try:
-        text = tokenizer.apply_chat_template(answered, tokenize=False)
+        text = tokenizer.apply_chat_template(safe, tokenize=False)
     except TemplateError:
         text = ""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = encode_rendered(tokenizer, text, hidden)
     if ids[: len(prompt)] == prompt:
         for place in range(len(prompt), len(ids)):
             if ids[place] in stops:
                 return prompt, ids[len(prompt) : place + 1]
-    own: list[int] = tokenizer(response, add_special_tokens=False, verbose=False)["input_ids"]
+    own = encode_rendered(tokenizer, safe[-1]["content"], hidden)
     return prompt, [*own, tokenizer.eos_token_id]
 
 

@@ -88,11 +88,12 @@ class Conversation:
 
     def _continue(self, text: str) -> list[int] | None:
         """The ids kept, then what the template writes after the last reply; None for a template that rewrites earlier turns."""
-        *earlier, asked, answered = self.messages
-        start = self._tokenizer.render(self._with(earlier, asked["content"]))
+        safe, hidden = self._tokenizer.hide(self._with(self.messages, text))
+        *before, asked, answered, said = safe
+        start = self._tokenizer.render([*before, asked])
         place = {"role": "assistant", "content": _PLACE}
-        head, _, tail = self._tokenizer.render(self._with([*earlier, asked, place], text)).partition(_PLACE)
-        real = self._tokenizer.render(self._with(self.messages, text))
+        head, _, tail = self._tokenizer.render([*before, asked, place, said]).partition(_PLACE)
+        real = self._tokenizer.render(safe)
         kept = (
             head.startswith(start)
             and not head[len(start) :].strip()
@@ -101,7 +102,7 @@ class Conversation:
         )
         if not kept or real[len(head) : len(real) - len(tail)].strip() != answered["content"].strip():
             return None
-        after = self._tokenizer.encode(tail)
+        after = self._tokenizer.encode_hidden(tail, hidden)
         if self.ids[-1] not in self._tokenizer.stop_ids:  # the reply was cut off: the template closes it
             return self.ids + after
         if (

@@ -5,7 +5,9 @@ The folder may come from a stranger: every file is read with a bound, and the te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 
 from edgespec.errors import BundleError, InputError
 from edgespec.files import read_bounded, read_json
+from edgespec_runtime.lookalikes import PLAIN_CHATS, Lookalikes
 from edgespec_runtime.safe_template import MAX_TEMPLATE_CHARACTERS, SafeTemplate
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
@@ -89,7 +92,7 @@ class ChatTokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, no special tokens added; special tokens spelt out in the text become theirs."""
+        """Ids of a text as it stands, no special tokens added; special tokens spelt out in it become theirs."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def render(self, messages: Sequence[Message]) -> str:
@@ -105,8 +108,25 @@ class ChatTokenizer:
             raise InputError(f"the chat template refuses these messages: {error}") from error
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Prompt ids of a chat; the template writes the special tokens, so none are added twice."""
-        return self.encode(self.render(messages))
+        """Prompt ids of a chat; the template writes the special tokens, none are added twice, and none come from a message."""
+        safe, hidden = self.hide(messages)
+        return self.encode_hidden(self.render(safe), hidden)
+
+    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """Messages in which special tokens that are spelt out are private-use characters, and what those stand for."""
+        return self._lookalikes.hide(messages)
+
+    def encode_hidden(self, rendered: str, hidden: Mapping[str, str]) -> list[int]:
+        """Ids of a rendering of messages from `hide`, or of a part of it: what was hidden is encoded as plain text."""
+        return self._lookalikes.encode(rendered, hidden)
+
+    @cached_property
+    def _lookalikes(self) -> Lookalikes:
+        rendered = []
+        for chat in PLAIN_CHATS:
+            with suppress(InputError):  # a template may refuse a role
+                rendered.append(self.render(chat))
+        return Lookalikes(self._tokenizer, "".join(rendered))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
