@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export import to_gguf, verify
+from edgespec_export import exported_pair, file_check, to_gguf, verify, verify_tokenizers
 from edgespec_export.export import ExportedFile, export_pair, exported_files
+from edgespec_export.file_check import FileCheck, judge
 from edgespec_export.to_gguf import export_gguf
 from edgespec_export.to_onnx import export_onnx
 from edgespec_export.verify import (
     TORCH_READ_BACK,
-    FileCheck,
     Reference,
     check_file,
-    verification_table,
     verify_pair,
 )
+from edgespec_export.verify_report import verification_table
 from edgespec_recipes.loading import load_model, save_model
 from edgespec_recipes.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.vocabulary import vocabulary_of
@@ -52,7 +52,8 @@ def llama(families: dict[str, Path]) -> Reference:
 @pytest.fixture(params=["llama.cpp", "no llama.cpp"])
 def with_and_without_llama_cpp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "no llama.cpp":
-        monkeypatch.setattr(verify, "is_available", lambda: False)
+        for module in (file_check, verify_tokenizers, exported_pair):
+            monkeypatch.setattr(module, "is_available", lambda: False)
     return bool(request.param == "llama.cpp")
 
 
@@ -82,7 +83,7 @@ def test_good_files_pass(
         assert all(1e-3 < mode["engine_relative"] < 0.1 for mode in fast)
         assert all(mode["block_flips"] is not None for mode in fast)
     text = verification_table(tmp_path / "verify.json")
-    assert text.count(" ok") == 8
+    assert text.count(" ok") == 8 + 9  # files; the tokenizer in each of them and in the target's folder
     assert text.count("in fast mode") == (4 if with_and_without_llama_cpp else 2)
     assert (TORCH_READ_BACK in text) is not with_and_without_llama_cpp
 
@@ -237,7 +238,7 @@ def test_nothing_to_verify_with(families: dict[str, Path]) -> None:
 
 def test_not_a_number_breaks_a_bound() -> None:
     check = FileCheck("target", "onnxruntime", "fp32", "onnxruntime", engine_relative=float("nan"))
-    verify._judge(check, verify.BOUNDS["fp32"])
+    judge(check)
     assert check.broken == ["engine difference nan above 0.0001"]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.files import read_json
 from edgespec.shapes import ModelShape
+from edgespec_export.onnx_tensors import tensor_values
 
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
@@ -52,7 +54,7 @@ def gguf_weights(file: Path, shape: ModelShape) -> Weights:
 
     reader = GGUFReader(file)
     architecture = gguf_field(reader, "general.architecture")
-    paired, parts = architecture == "llama", _PARTS.get(architecture, _GGUF_PARTS)
+    paired, parts = architecture in ("llama", "smollm3"), _PARTS.get(architecture, _GGUF_PARTS)
     for tensor in reader.tensors:
         if tensor.name in _ROPE_TABLES:
             continue
@@ -91,10 +93,11 @@ def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.layer_norm_rms_epsilon": shape.rms_norm_eps,
-        "rope.dimension_count": shape.head_dim,
         "rope.freq_base": shape.rope_theta,
         "vocab_size": shape.vocab_size,
     }
+    if arch != "phi3":  # rotates a part of a head where the model says so; a wrong part shows in the logits
+        wanted["rope.dimension_count"] = shape.head_dim
     found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
     return [
         f"{name} is {found[name]} instead of {value:g}"
@@ -103,33 +106,73 @@ def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
     ]
 
 
+def short_context(file: Path) -> int | None:
+    """The context in which llama.cpp takes the short RoPE factors of a GGUF file that has two kinds; None for others.
+
+    Torch goes by the text's length, llama.cpp by the context's.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    arch = gguf_field(reader, "general.architecture")
+    longrope = gguf_field(reader, f"{arch}.rope.scaling.type") == "longrope"
+    return int(gguf_field(reader, f"{arch}.rope.scaling.original_context_length")) if longrope else None
+
+
 def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
-    """(name, tensor) of a graph made by the model builder, int4 blocks expanded and the joined q, k, v taken apart."""
+    """(name, tensor) of a graph made by the model builder, blocks of int4 and int8 expanded.
+
+    The joined q, k, v are taken apart, but for Phi-3, whose model has them joined, and gate and up; norms of Gemma lose the 1
+    that the builder adds to them.
+    """
+    kind = str(read_json(folder / "genai_config.json")["model"]["type"])
+    gates: dict[str, Array] = {}
+    for name, whole in _onnx_weights(folder, shape, joined=kind.startswith("phi3")):
+        if kind.startswith("phi3") and name.endswith((".gate_proj.weight", ".up_proj.weight")):
+            gates[name] = whole
+            stem = name.removesuffix(".gate_proj.weight").removesuffix(".up_proj.weight")
+            pair = [gates.get(f"{stem}.{part}_proj.weight") for part in ("gate", "up")]
+            if all(part is not None for part in pair):
+                yield (
+                    f"{stem}.gate_up_proj.weight",
+                    np.concatenate([part for part in pair if part is not None]),
+                )
+                gates.clear()
+        else:
+            gemma = kind.startswith("gemma") and name.endswith("norm.weight")
+            yield name, whole - np.float32(1.0) if gemma else whole
+
+
+def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
+    """As the graph has them; `joined`: q, k and v stay one tensor."""
     import onnx
-    from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
-    from onnx.numpy_helper import to_array
 
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
 
     def read(name: str) -> Array:
-        if uses_external_data(tensors[name]):
-            load_external_data_for_tensor(tensors[name], str(folder))
-        return np.asarray(to_array(tensors[name]))
+        return tensor_values(tensors[name], folder)
 
-    for name in tensors:
+    for stored in tensors:
+        name = stored.removesuffix("_F16")
         if name.endswith(".MatMul.weight"):
-            yield from _named(name.removesuffix(".MatMul.weight"), "weight", read(name).T, shape)
+            whole = read(stored).astype(np.float32, copy=False)
+            yield from _named(name.removesuffix(".MatMul.weight"), "weight", whole.T, shape, joined)
         elif name.endswith(".MatMul.weight_Q4"):
             stem = name.removesuffix("_Q4")
             columns = _columns(stem, shape)
             whole = _int4(read(name), read(f"{stem}_scales"), columns)
-            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape)
+            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
+        elif name.endswith(".MatMul.weight_Q8"):
+            stem = name.removesuffix("_Q8")
+            whole = _int8(read(name), read(f"{stem}_scales"), _columns(stem, shape))
+            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
         elif name.endswith(".Add.bias"):
-            yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape)
+            yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape, joined)
         elif name.endswith(("norm.weight", "embed_tokens.weight")):
+            whole = read(stored).astype(np.float32, copy=False)
             yield from _named(
-                name.removesuffix(".weight").removesuffix(".layernorm"), "weight", read(name), shape
+                name.removesuffix(".weight").removesuffix(".layernorm"), "weight", whole, shape, joined
             )
 
 
@@ -149,7 +192,15 @@ def _int4(packed: Array, scales: Array, columns: int) -> Array:
     return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
 
 
-def _named(stem: str, kind: str, whole: Array, shape: ModelShape) -> Iterable[tuple[str, Array]]:
+def _int8(packed: Array, scales: Array, columns: int) -> Array:
+    """MatMulNBits with 8 bits: zero point 128; packed [N, blocks, 32], scales [N, blocks]."""
+    whole = (packed.astype(np.float32) - 128.0) * scales.reshape(*packed.shape[:2], 1)
+    return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
+
+
+def _named(
+    stem: str, kind: str, whole: Array, shape: ModelShape, joined: bool
+) -> Iterable[tuple[str, Array]]:
     match = _ONNX_NAME.fullmatch(stem)
     if match is None:
         return [(f"{stem}.{kind}", whole)]  # lm_head, model.embed_tokens
@@ -157,7 +208,7 @@ def _named(stem: str, kind: str, whole: Array, shape: ModelShape) -> Iterable[tu
     if part == "final_norm_layernorm":
         return [(f"model.norm.{kind}", whole)]
     prefix, part = f"model.layers.{layer}", part.replace("attn.", "self_attn.")
-    if part != "self_attn.qkv_proj":
+    if joined or part != "self_attn.qkv_proj":
         return [(f"{prefix}.{part}.{kind}", whole)]
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     pieces = np.split(whole, [query, query + key])

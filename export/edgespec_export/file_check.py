@@ -1,0 +1,221 @@
+"""One exported file by itself and against given logits: the block, the leak, and the bounds of every precision. No torch.
+
+What is measured of a file, the engines that run it, and the judgement; verify.py compares with torch, verify_alone.py without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engine import Engine
+from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_runtime.engine_static import StaticEngine
+
+from edgespec_export.export import ExportedFile
+from edgespec_export.logit_distance import MOST_KL, distance
+from edgespec_export.readback import short_context
+
+BLOCK = 4
+ENGINES = ("onnxruntime", "llama.cpp", "static")
+SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
+FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest values allowed. All relative: root mean square of the difference over that of the weights or centred logits.
+
+    `block` holds for the leak too.
+    """
+
+    weights: float
+    engine: float
+    block: float
+
+
+# Measured: weights 0 (Gemma 4e-7: its norms lie in the files as 1 + w) / 2e-4 / 6e-3 / 9e-2; engine 1e-6 / 1e-3 / 3e-2 / 1e-6 on
+# random weights (a third of it on trained ones); block 1e-6 / 1e-3 / 0 (flash attention) / 1e-6. llama.cpp rounds activations:
+# to F16, and to int8 for Q8_0.
+BOUNDS = {
+    "fp32": Bounds(weights=1e-6, engine=1e-4, block=1e-4),
+    "f16": Bounds(weights=1e-3, engine=3e-3, block=3e-3),
+    "q8_0": Bounds(weights=2e-2, engine=5e-2, block=1e-4),
+    "int4": Bounds(weights=2e-1, engine=1e-4, block=1e-4),
+    "fp16": Bounds(weights=1e-3, engine=1e-4, block=1e-4),  # weights 2e-4 / 5e-3: float arithmetic as fp32
+    "int8": Bounds(weights=2e-2, engine=1e-4, block=1e-4),
+    # weights 0 / 2e-3 / 1e-1 / 7e-2 / 4e-2 / 2e-2; engine 1e-3 (keys and values are F16) / 1e-2 / 4e-2 to 5e-2
+    "f32": Bounds(weights=1e-6, engine=3e-3, block=3e-3),
+    "bf16": Bounds(weights=5e-3, engine=3e-2, block=1e-2),
+    "q4_0": Bounds(weights=2e-1, engine=1e-1, block=1e-4),
+    "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
+    "q5_k_m": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
+    "q6_k": Bounds(weights=4e-2, engine=1e-1, block=1e-4),
+    # static graphs: weights 1e-2; engine 1e-1 / 2e-2 of rounded activations; block a step of the rounded logits at most
+    "qdq8": Bounds(weights=2e-2, engine=3e-1, block=1e-2),
+    "qdq16": Bounds(weights=2e-2, engine=1e-1, block=1e-2),
+}
+
+
+# Of the fast mode's engine difference. Measured: 5e-3 to 9e-3 on trained weights, up to 6e-2 on random ones (as Q8_0, whose
+# activations are int8 too), and several times this bound where the graph reads the wrong matrices.
+FAST_ENGINE = 1e-1
+
+
+@dataclass
+class FastCheck:
+    """What was measured on a file in its fast mode, in the words of FileCheck."""
+
+    engine_relative: float | None = None
+    block_largest: float | None = None
+    block_relative: float | None = None
+    block_flips: int | None = None
+    block_leak: float | None = None
+
+
+@dataclass
+class FileCheck:
+    """What was measured on one file. Logit differences are absolute unless named relative."""
+
+    role: str
+    engine: str
+    precision: str
+    checked_with: str
+    weights_relative: float | None = 0.0  # None where there was no model to compare with
+    worst_weight: str = ""
+    largest: float | None = None  # engine against the float model
+    mean: float | None = None
+    top1: float | None = None
+    kl: float | None = None
+    perplexity: float | None = None  # of the prompts' text under the file, and under the float model
+    torch_perplexity: float | None = None
+    engine_relative: float | None = None  # engine against torch with the file's weights
+    block_largest: float | None = None
+    block_relative: float | None = None
+    block_flips: int | None = None  # positions whose most likely token changes
+    block_leak: float | None = None  # what a block's later tokens do to the logits of its first
+    positions: int = 0
+    fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
+    settings: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+def opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
+    """What opens a file in its exact mode; None where its engine is not installed."""
+    if file.engine == "static":
+        return lambda: StaticEngine(file.path, threads=threads)
+    if file.engine == "onnxruntime":
+        return lambda: OnnxRuntimeEngine(file.path, threads=threads)
+    context = short_context(file.path) if is_available() else None
+    return (lambda: LlamaCppEngine(file.path, context, threads=threads)) if is_available() else None
+
+
+def fast_opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
+    """The engine in the file's fast mode; None where it has none."""
+    if file.engine == "static":
+        return None
+    if file.engine == "onnxruntime":
+        graph = file.fast_graph
+        return None if graph is None else lambda: OnnxRuntimeEngine(file.path, threads=threads, graph=graph)
+    if file.precision in FLOAT_GGUF:
+        return None
+    context = short_context(file.path)
+    return lambda: LlamaCppEngine(file.path, context, threads=threads, flash_attention=False)
+
+
+def relative(difference: float, size: float) -> float:
+    return float(np.sqrt(difference / size)) if size else float(np.sqrt(difference))
+
+
+def compare_engine(
+    check: FileCheck | FastCheck,
+    open_engine: Callable[[], Engine],
+    prompts: Sequence[list[int]],
+    own: Sequence[Array] | None,
+) -> list[Array]:
+    """Run a file; the logits of every prompt. `own`: what its weights should give, None where nobody knows."""
+    engine = open_engine()
+    try:
+        whole = [_fed(engine, prompt, engine.block_length) for prompt in prompts]
+        singles = np.concatenate([_fed(engine, prompt, 1) for prompt in prompts])
+        fed = [_fed(engine, prompt, BLOCK) for prompt in prompts]
+        firsts = np.concatenate([logits[::BLOCK] for logits in fed])
+        others = np.concatenate([_with_other_drafts(engine, prompt) for prompt in prompts])
+    finally:
+        engine.close()
+    blocks = np.concatenate(fed)
+    if own is not None:
+        check.engine_relative = _logit_distance(np.concatenate(whole), np.concatenate(own))
+    check.block_largest = float(np.abs(blocks - singles).max())
+    check.block_relative = _logit_distance(blocks, singles)
+    check.block_flips = int((blocks.argmax(1) != singles.argmax(1)).sum())
+    check.block_leak = _logit_distance(others, firsts)
+    return whole
+
+
+def _with_other_drafts(engine: Engine, prompt: list[int]) -> Array:
+    """Logits of the first token of every block, the others being tokens that will be rejected."""
+    engine.rewind(0)
+    rows = []
+    for start in range(0, len(prompt), BLOCK):
+        block = prompt[start : start + BLOCK]
+        wrong = [prompt[(start + 7 * place) % len(prompt)] for place in range(1, len(block))]
+        rows.append(np.array(engine.forward([block[0], *wrong])[:1]))
+        engine.rewind(start)
+        engine.forward(block)
+    return np.concatenate(rows)
+
+
+def measure(
+    check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], prompts: Sequence[list[int]]
+) -> None:
+    """Note how far the logits `seen` are from those of the model."""
+    found = distance(seen, wanted, prompts)
+    check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
+    check.positions = found.positions
+    if np.isfinite(found.reference_perplexity):
+        check.perplexity, check.torch_perplexity = found.perplexity, found.reference_perplexity
+
+
+def _logit_distance(a: Array, b: Array) -> float:
+    """Root mean square difference over that of the logits, both without their row means (softmax does not see those)."""
+    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
+    return relative(float(np.square(a - b).mean()), float(np.square(b).mean()))
+
+
+def _fed(engine: Engine, prompt: list[int], count: int) -> Array:
+    """Logits of a prompt fed `count` tokens at a time into an empty cache."""
+    engine.rewind(0)
+    pieces = [
+        np.array(engine.forward(prompt[start : start + count])) for start in range(0, len(prompt), count)
+    ]
+    return np.concatenate(pieces)
+
+
+def judge(check: FileCheck) -> None:
+    """Hold what was measured against the bounds of the file's precision; what breaks one goes to `broken`."""
+    bounds = BOUNDS[check.precision]
+    measured = {
+        "weights": check.weights_relative,
+        "engine": check.engine_relative,
+        "block": check.block_relative,
+        "leak": check.block_leak,
+    }
+    for name, value in measured.items():
+        bound = getattr(bounds, "block" if name == "leak" else name)
+        if value is not None and not value <= bound:  # also catches NaN
+            where = f" ({check.worst_weight})" if name == "weights" else ""
+            check.broken.append(f"{name} difference {value:.2g} above {bound:g}{where}")
+    most = MOST_KL.get(check.precision)
+    if most is not None and check.kl is not None and not check.kl <= most:
+        check.broken.append(f"KL divergence {check.kl:.2g} above {most:g}")
+    if check.fast is not None and not (check.fast.engine_relative or 0.0) <= FAST_ENGINE:
+        check.broken.append(
+            f"engine difference {check.fast.engine_relative:.2g} in fast mode above {FAST_ENGINE:g}"
+        )
+    check.broken.extend(check.settings)

@@ -1,0 +1,216 @@
+"""Acceptance of an exported pair, split by cause: which pairs run, what is counted, intervals and bounds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec_export import exported_pair
+from edgespec_export.export import ExportedFile, export_pair, exported_files
+from edgespec_export.exported_pair import (
+    BOTH,
+    DRAFTER,
+    FLOAT_PAIR,
+    TARGET,
+    PairRun,
+    Trial,
+    Trials,
+    acceptance_by_cause,
+    as_json,
+    from_json,
+    open_file,
+    overlaps,
+    pairs_of,
+)
+from edgespec_export.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
+from edgespec_runtime.sampling import Warp
+from edgespec_runtime.session import CachedEngine
+from tiny_bundle import disturbed
+from tiny_models import make_model_folder
+
+from edgespec.recipe import ExportOptions
+
+PROMPTS = [np.random.default_rng(seed).integers(4, 512, 12).tolist() for seed in range(4)]
+PARAMETERS = {"target": 100_000, "drafter": 100_000}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[ExportedFile]:
+    """fp32 and int4 of a target and of a noisy copy of it."""
+    root = tmp_path_factory.mktemp("pair")
+    target = make_model_folder(root / "target", context=128)
+    drafter = disturbed(target, root / "drafter", 0.1)
+    options = ExportOptions(onnx=("fp32", "int4"), gguf=())
+    export_pair(root / "export", target, drafter, options)
+    return exported_files(root / "export", options)
+
+
+def named(engine: str, *names: str) -> list[ExportedFile]:
+    return [ExportedFile(role, engine, name, Path()) for role in ("target", "drafter") for name in names]
+
+
+def test_four_pairs_for_each_quantised_precision() -> None:
+    found = pairs_of(named("llama.cpp", "q8_0", "f16", "q4_0"))
+    assert found == [
+        ("llama.cpp", "f16", FLOAT_PAIR, "f16", "f16"),
+        ("llama.cpp", "q8_0", DRAFTER, "f16", "q8_0"),
+        ("llama.cpp", "q8_0", TARGET, "q8_0", "f16"),
+        ("llama.cpp", "q8_0", BOTH, "q8_0", "q8_0"),
+        ("llama.cpp", "q4_0", DRAFTER, "f16", "q4_0"),
+        ("llama.cpp", "q4_0", TARGET, "q4_0", "f16"),
+        ("llama.cpp", "q4_0", BOTH, "q4_0", "q4_0"),
+    ]
+    assert pairs_of(named("onnxruntime", "int4")) == [("onnxruntime", "int4", BOTH, "int4", "int4")]
+    assert pairs_of(named("onnxruntime", "fp32", "int4")[:3]) == [
+        ("onnxruntime", "fp32", FLOAT_PAIR, "fp32", "fp32")
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(files: list[ExportedFile]) -> list[PairRun]:
+    return acceptance_by_cause(files, PARAMETERS, None, Trials(PROMPTS, frozenset({2}), max_new_tokens=24))
+
+
+def test_what_is_run_and_counted(runs: list[PairRun]) -> None:
+    assert [(run.cause, run.temperature) for run in runs] == [
+        (cause, temperature) for cause in (FLOAT_PAIR, DRAFTER, TARGET, BOTH) for temperature in (0.0, 1.0)
+    ]
+    for run in runs:
+        assert len(run.trials) == len(PROMPTS)
+        for trial in run.trials:
+            assert 1 <= trial.blocks <= trial.emitted <= 24
+            assert trial.accepted <= trial.tested
+            assert 0 <= trial.overlap <= trial.positions
+    for temperature in (0.0, 1.0):  # all pairs read the float pair's text
+        texts = {
+            tuple(trial.positions for trial in run.trials) for run in runs if run.temperature == temperature
+        }
+        assert len(texts) == 1
+    float_greedy = runs[0]
+    assert [trial.emitted for trial in float_greedy.trials] == [
+        trial.positions for trial in float_greedy.trials
+    ]
+    # at temperature 0 a token passes where the argmaxes agree: what is counted is what is expected, and both move with int4
+    greedy = [run for run in runs if run.temperature == 0]
+    assert len({tuple(trial.overlap for trial in run.trials) for run in greedy}) == 4
+    assert all(trial.overlap == int(trial.overlap) for run in greedy for trial in run.trials)
+
+
+def test_the_text_that_is_read_is_the_one_given(files: list[ExportedFile]) -> None:
+    by_role = {file.role: file for file in files if file.precision == "fp32"}
+    opened = [open_file(by_role[role], PARAMETERS[role], None) for role in ("target", "drafter")]
+    trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=8, temperatures=(1.0,))
+    text: exported_pair.Texts = {1.0: [[5, 6, 7], [8, 9]]}
+    models = CachedEngine(opened[0]), CachedEngine(opened[1])
+    try:
+        done, wrote = exported_pair._run_pair(models, PROMPTS, trials, text)
+        wanted = [
+            sum(overlaps(*models, PROMPTS[row], text[1.0][row], Warp(temperature=1.0))) for row in (0, 1)
+        ]
+    finally:
+        for engine in opened:
+            engine.close()
+    assert [trial.positions for trial in done[1.0]] == [3, 2]
+    assert [trial.overlap for trial in done[1.0]] == pytest.approx(wanted)
+    assert len(wrote[1.0]) == 2
+    assert wrote[1.0] != text[1.0]
+
+
+def test_the_numbers_are_the_same_when_run_again(files: list[ExportedFile], runs: list[PairRun]) -> None:
+    trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=24)
+    floats = [file for file in files if file.precision == "fp32"]
+    again = acceptance_by_cause(floats, PARAMETERS, None, trials)
+    assert again == runs[:2]
+
+
+def test_overlap_is_one_less_tvd(files: list[ExportedFile]) -> None:
+    """Against softmax and sums written out, on the engines' own logits."""
+    by_role = {file.role: file for file in files if file.precision == "fp32"}
+    opened = [
+        CachedEngine(open_file(by_role[role], PARAMETERS[role], None)) for role in ("target", "drafter")
+    ]
+    prompt, reply = PROMPTS[0], PROMPTS[1]
+    try:
+        found = list(overlaps(opened[0], opened[1], prompt, reply, Warp(temperature=1.0)))
+        rows = []
+        for model in opened:
+            model.rewind(0)
+            logits = np.array(model.forward([*prompt, *reply[:-1]]), np.float64)[len(prompt) - 1 :]
+            weights = np.exp(logits - logits.max(1, keepdims=True))
+            rows.append(weights / weights.sum(1, keepdims=True))
+        wanted = 1 - np.abs(rows[0] - rows[1]).sum(1) / 2
+        greedy = list(overlaps(opened[0], opened[1], prompt, reply, Warp(temperature=0.0)))
+    finally:
+        for model in opened:
+            model.engine.close()
+    assert found == pytest.approx(wanted, abs=1e-5)
+    assert greedy == (rows[0].argmax(1) == rows[1].argmax(1)).astype(float).tolist()
+    assert 0.05 < wanted.mean() < 0.95
+
+
+def test_prompts_that_take_too_long_are_left_out_for_all(files: list[ExportedFile]) -> None:
+    trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=4, temperatures=(0.0,), seconds=0.0)
+    found = acceptance_by_cause(files, PARAMETERS, None, trials)
+    assert [len(run.trials) for run in found] == [3] * 4
+
+
+def test_nothing_to_run(files: list[ExportedFile], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert acceptance_by_cause(files, PARAMETERS, None, Trials([], frozenset())) == []
+    monkeypatch.setattr(exported_pair, "is_available", lambda: False)
+    assert (
+        acceptance_by_cause(named("llama.cpp", "q8_0"), PARAMETERS, None, Trials(PROMPTS, frozenset())) == []
+    )
+    assert acceptance_table([]) == about([]) == ""
+
+
+def test_stored_runs_come_back(runs: list[PairRun]) -> None:
+    stored = json.loads(json.dumps(as_json(runs)))
+    assert from_json(stored) == runs
+    text = acceptance_table(stored)
+    assert text.count("onnxruntime int4: both quantised") == 2
+    assert about(stored).startswith("4 held-out prompts, γ = 3")
+    assert acceptance_table(stored, markdown=True).startswith("| pair")
+
+
+def made(precision: str, cause: str, accepted: int, prompts: int = 20) -> PairRun:
+    """Every prompt: 10 blocks, 30 tested; α = accepted / 30 by both counts, a little more in every second prompt."""
+    more = [accepted + number % 2 for number in range(prompts)]
+    trials = tuple(Trial(10, 10 + one, 30, one, 30, float(one)) for one in more)
+    return PairRun("llama.cpp", precision, cause, "f16", precision, 0.0, 3, trials)
+
+
+def test_the_difference_is_paired() -> None:
+    """Both pairs vary over prompts, their difference does not: the interval has no width."""
+    base, other = rows_of([made("f16", FLOAT_PAIR, 20), made("q8_0", DRAFTER, 17)])
+    assert base.change is base.tau_change is None
+    assert base.tau[0] == pytest.approx(3.05)
+    assert base.teacher_forced[1] < base.teacher_forced[0] < base.teacher_forced[2]
+    assert other.change == pytest.approx((-0.1,) * 3)
+    assert other.tau_change == pytest.approx((-0.3,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "accepted", "prompts", "broken"),
+    [("q8_0", 18, 20, True), ("q8_0", 19, 20, False), ("q8_0", 25, 20, False), ("q8_0", 10, 9, False), ("q4_0", 10, 20, False)],
+)  # fmt: skip
+def test_a_fall_that_the_precision_does_not_explain(
+    precision: str, accepted: int, prompts: int, broken: bool
+) -> None:
+    """8 bits may cost 0.05; 4 bits what they cost; and of nine prompts nothing is concluded."""
+    stored = as_json([made("f16", FLOAT_PAIR, 20, prompts), made(precision, TARGET, accepted, prompts)])
+    found = broken_bounds(stored)
+    assert bool(found) is broken
+    assert ("BROKEN" in acceptance_table(stored)) is broken
+    if broken:
+        assert found == [
+            "llama.cpp q8_0, target quantised, T = 0: α is 0.07 below the float pair's, more than 0.05"
+        ]
+
+
+def test_without_float_files_there_is_no_difference() -> None:
+    row = rows_of([replace(made("q8_0", BOTH, 5), target="q8_0")])[0]
+    assert row.change is None
+    assert row.broken == ""

@@ -1,0 +1,61 @@
+"""Distances between logits, by hand; and a real engine whose blocks leak."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec_export.file_check import FileCheck, compare_engine, judge
+from edgespec_export.logit_distance import distance
+from edgespec_export.to_onnx import export_onnx
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+
+P = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], np.float32))
+Q = np.log(np.array([[0.25, 0.5, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], np.float32))
+
+
+def test_by_hand() -> None:
+    found = distance([Q], [P + 3], [[2, 0, 1]])
+    assert found.kl == pytest.approx((0.5 * np.log(2) - 0.25 * np.log(2)) / 3, abs=1e-6)
+    assert found.top1 == pytest.approx(2 / 3)
+    assert found.reference_perplexity == pytest.approx(np.exp(-(np.log(0.5) + np.log(0.8)) / 2), rel=1e-6)
+    assert found.perplexity == pytest.approx(np.exp(-(np.log(0.25) + np.log(0.8)) / 2), rel=1e-6)
+    assert found.largest == pytest.approx(3 + np.log(2), rel=1e-6)
+    assert found.mean == pytest.approx(3.0, rel=1e-6)
+    assert found.positions == 3
+
+
+def test_kl_has_a_direction() -> None:
+    """KL(p of the reference ‖ p of the file)."""
+    sharp, flat = np.log(np.array([[0.98, 0.01, 0.01]])), np.zeros((1, 3))
+    wanted = 0.98 * np.log(0.98 * 3) + 0.02 * np.log(0.03)
+    assert distance([flat], [sharp], [[0]]).kl == pytest.approx(wanted)
+    assert distance([sharp], [flat], [[0]]).kl == pytest.approx(-np.log([0.98 * 3, 0.03, 0.03]).mean())
+    assert distance([sharp], [sharp], [[0]]).kl == 0
+
+
+def test_one_token_has_no_perplexity_and_no_number_shows() -> None:
+    assert np.isnan(distance([P[:1]], [P[:1]], [[1]]).perplexity)
+    assert np.isnan(distance([P * np.nan], [P], [[0, 1, 2]]).largest)
+
+
+def test_activations_rounded_by_block_leak(families: dict[str, Path], tmp_path: Path) -> None:
+    """quantize_dynamic has one scale for all rows of a block: a token that will be rejected moves those before it."""
+    from onnxruntime.quantization import quantize_dynamic
+
+    export_onnx(families["llama"], tmp_path / "fp32", "fp32")
+    shutil.copytree(tmp_path / "fp32", tmp_path / "dynamic")
+    quantize_dynamic(tmp_path / "fp32" / "model.onnx", tmp_path / "dynamic" / "model.onnx")
+    prompts = [np.random.default_rng(0).integers(4, 512, 24).tolist()]
+    exact, rounded = (FileCheck("drafter", "onnxruntime", "fp32", "onnxruntime") for _ in "ab")
+    for check, name in ((exact, "fp32"), (rounded, "dynamic")):
+        compare_engine(check, lambda name=name: OnnxRuntimeEngine(tmp_path / name, threads=1), prompts, None)  # type: ignore[misc]
+        judge(check)
+    assert exact.block_leak is not None
+    assert exact.block_leak < 1e-6
+    assert exact.broken == []
+    assert rounded.block_leak is not None
+    assert rounded.block_leak > 1e-3
+    assert any(reason.startswith("leak difference") for reason in rounded.broken)
