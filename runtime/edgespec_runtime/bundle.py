@@ -18,8 +18,11 @@ from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary, read_vocabular
 
 ONNXRUNTIME = "onnxruntime"
 LLAMACPP = "llama.cpp"
-# ONNX precisions with a faster kernel, one that rounds activations; fp32 has one kernel only.
-ROUNDED = frozenset({"int4"})
+STATIC = "static"  # graphs of fixed lengths, on ONNX Runtime
+OPENVINO = "openvino"  # the same files, on OpenVINO
+# ONNX precisions with a faster kernel, one that rounds activations; fp32 and fp16 have one kernel only.
+ROUNDED = frozenset({"int4", "int8"})
+WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
 # A drafter this small gains nothing from a second thread (0.3M: 0.053 ms against 0.046 ms a token), and its waiting threads
 # would take the cores from the target's: at γ = 1 the pair ran at 0.57-0.91 of plain decoding with them, 0.79-0.86 without.
 ONE_THREAD_BELOW = 1_000_000
@@ -27,10 +30,13 @@ ONE_THREAD_BELOW = 1_000_000
 
 @dataclass(frozen=True)
 class LoadOptions:
-    engine: str = knob("", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP))
+    engine: str = knob(
+        "", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP, STATIC, OPENVINO)
+    )
     precision: str = knob(
         "",
-        "precision of both models: fp32, int4 (onnxruntime); f16, q8_0 (llama.cpp) (default: the bundle's)",
+        "precision of both models: fp32, fp16, int8, int4 (onnxruntime); f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k "
+        "(llama.cpp); fp32, qdq8, qdq16 (static, openvino) (default: the bundle's)",
     )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
@@ -128,6 +134,13 @@ def load_engine(
             f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
             f"leave it out or give --engine {LLAMACPP}"
         )
+    if engine in (STATIC, OPENVINO):
+        from edgespec_runtime.engine_static import ONNXRUNTIME as PLAIN
+        from edgespec_runtime.engine_static import StaticEngine
+
+        return StaticEngine(
+            path, threads=threads, backend=OPENVINO if engine == OPENVINO else PLAIN, context_length=context
+        )
     from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
     return OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph)
@@ -141,6 +154,8 @@ def load_model(
     A drafter with a fast graph runs from it in either mode: q is whatever its logits say, and the rule holds for every q.
     """
     path = manifest.model_path(role, engine, precision)
+    if engine == STATIC and options.engine == OPENVINO:
+        engine = OPENVINO
     flash_attention, graph = options.flash_attention, None
     if options.mode == FAST and engine == LLAMACPP and flash_attention is None:
         flash_attention = False
@@ -157,7 +172,8 @@ def load_model(
 def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     """Engine and precision: what was asked for, else the bundle's default, else the first the bundle has for that engine."""
     pairs = manifest.pairs()
-    engine = options.engine or manifest.default["engine"]
+    asked = STATIC if options.engine == OPENVINO else options.engine
+    engine = asked or manifest.default["engine"]
     offered = [precision for name, precision in pairs if name == engine]
     if options.precision and not options.engine and options.precision not in offered:
         engine = next((name for name, precision in pairs if precision == options.precision), engine)

@@ -1,0 +1,118 @@
+"""A model folder as static graphs for NPU compilers: fixed lengths, plain operators, one data file.
+
+    prefill.onnx  verify.onnx  step.onnx    the same decoder for 64, γ + 1 and 1 tokens (the graph: to_npu_graph)
+    weights.data                            what all three read
+    static.json                             lengths and names, for the runtime (engine_static reads it)
+
+The three are one function for three lengths; a host pads what it feeds up to the next length. No NPU was at hand: the graphs are
+compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/test_npu.py), and nothing more is claimed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.engine_static_settings import SETTINGS, StaticSettings
+from edgespec_runtime.vocabulary import vocabulary_of
+
+from edgespec.errors import InputError, did_you_mean
+from edgespec.files import read_json, whole_folder, write_json
+from edgespec.recipe import ExportOptions
+from edgespec.shapes import ModelShape
+from edgespec_export.to_npu_graph import MASKED, decoder
+from edgespec_export.to_npu_weights import DataFile, write_weights
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DATA = "weights.data"
+FLOAT_PRECISION = "fp32"
+
+
+def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | None = None) -> dict[str, Any]:
+    """Write `out_folder`, whole or not at all; of `options`, those that begin with npu_. Returns {"bytes", "notes"}.
+
+    Raises InputError for a family, an activation, a window of attention or a RoPE that the graph does not compute.
+    """
+    options = options or ExportOptions()
+    config = read_json(model_folder / "config.json")
+    shape = ModelShape.from_config(config)
+    length = min(options.npu_length, shape.context_length)
+    check_exportable(config, model_folder, length)
+    blocks = {
+        "prefill": min(options.npu_prefill, length),
+        "verify": min(options.npu_gamma + 1, length),
+        "step": 1,
+    }
+    with whole_folder(out_folder) as folder:
+        with open(folder / DATA, "wb") as stream:
+            weights = write_weights(model_folder, shape, length, DataFile(folder / DATA, stream))
+        for name, tokens in blocks.items():
+            graph = decoder(shape, tokens, length, weights, f"{model_folder.name}-{name}")
+            (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
+        settings = StaticSettings(
+            precision=FLOAT_PRECISION,
+            vocab_size=shape.vocab_size,
+            length=length,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            masked=MASKED,
+            blocks=blocks,
+        )
+        write_json(folder / SETTINGS, settings.plain())
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            if (model_folder / name).exists():
+                shutil.copyfile(model_folder / name, folder / name)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": []}
+
+
+def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
+    """Refuse what the graph would compute wrongly. Raises InputError naming the value and the next step."""
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise InputError(
+            f"{folder} is a {kind!r} model; the static graph knows others{did_you_mean(kind, FAMILIES)}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder} has the activation {config['hidden_act']!r}; the static graph has 'silu'")
+    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
+    if window is not None and window < length:
+        raise InputError(
+            f"{folder} attends to the last {window} tokens only, and the KV cache is to hold {length}; "
+            f"give --export.npu-length {window} or less"
+        )
+
+
+def export_static(
+    model_folder: Path,
+    out_folder: Path,
+    precision: str,
+    options: ExportOptions,
+    rows: Callable[[], Sequence[Sequence[int]]] | None,
+) -> dict[str, Any]:
+    """Static graphs in any precision: `export_npu`, then for integer activations calibrated and quantised (qdq).
+
+    `rows` gives token ids in the target's numbers; a drafter with a vocabulary subset sees them in its own. Raises what
+    `export_npu` raises, and InputError where integer activations are wanted and there is no text.
+    """
+    from edgespec_export.qdq import calibrate, export_qdq
+
+    if precision == FLOAT_PRECISION:
+        return export_npu(model_folder, out_folder, options)
+    found = [list(row) for row in rows()] if rows is not None else []
+    if not any(found):
+        raise InputError(
+            f"{precision} needs text to find the ranges of its activations; give a build, or prompts"
+        )
+    subset = vocabulary_of(model_folder)
+    if subset is not None:
+        found = [subset.places().take(row).tolist() for row in found]
+    out_folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.") as scratch:
+        floats = Path(scratch) / "float"
+        export_npu(model_folder, floats, options)
+        return export_qdq(floats, out_folder, precision, calibrate(floats, found))

@@ -1,0 +1,133 @@
+"""Static graphs as files of a pair: exported, held against torch, bundled, opened on both engines; damage is caught."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec_export.bundle import write_bundle
+from edgespec_export.export import ExportedFile, export_pair
+from edgespec_export.to_npu import export_npu
+from edgespec_export.verify import Reference, check_file
+from edgespec_runtime import engine_static_openvino
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.decoding import DecodingOptions, plain
+from edgespec_runtime.loop import decode
+from safetensors.torch import load_file, save_file
+from tiny_bundle import disturbed
+
+from edgespec.errors import InputError, MissingExtra
+from edgespec.files import read_json, write_json
+from edgespec.metrics import RawCounts
+from edgespec.recipe import ExportOptions
+
+OPTIONS = ExportOptions(
+    onnx=("fp32",), gguf=(), npu=("fp32", "qdq8", "qdq16"), npu_length=128, npu_prefill=32
+)
+ROWS = [np.random.default_rng(seed).integers(4, 512, 60).tolist() for seed in range(6)]
+
+
+@pytest.fixture(scope="module")
+def exported(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """target/, drafter/ (models) and export/ of a tied model and a noisy copy. Read-only."""
+    root = tmp_path_factory.mktemp("npu")
+    drafter = disturbed(families["llama"], root / "drafter", 0.07)
+    export_pair(root / "export", families["llama"], drafter, OPTIONS, lambda: ROWS)
+    return root
+
+
+@pytest.fixture(scope="module")
+def bundle(families: dict[str, Path], exported: Path) -> Path:
+    write_bundle(
+        exported / "bundle", exported / "export", families["llama"], exported / "drafter", OPTIONS, target_name="tiny",
+        target_source="test", prompts=[[{"role": "user", "content": "Hello"}]], evaluation={}, verification={"files": []},
+        metrics={}, provenance={},
+    )  # fmt: skip
+    return exported / "bundle"
+
+
+def replies(pair: Pair, prompt: list[int]) -> tuple[list[int], list[int], RawCounts]:
+    """Greedy: the target's alone, the pair's, and the pair's counts."""
+    options, counts = DecodingOptions(max_new_tokens=30, draft_length=3), RawCounts()
+    alone = [t for b in decode(pair.target, None, prompt, plain(options), (), RawCounts()) for t in b.tokens]
+    both = [t for b in decode(pair.target, pair.draft, prompt, options, (), counts) for t in b.tokens]
+    return alone, both, counts
+
+
+def test_every_precision_holds_its_bounds(families: dict[str, Path], exported: Path) -> None:
+    reference = Reference(families["llama"], ROWS[:2])
+    for precision in OPTIONS.npu:
+        path = exported / "export" / "target" / f"static-{precision}"
+        check = check_file(ExportedFile("target", "static", precision, path), reference)
+        assert check.broken == []
+        assert check.checked_with == "static"
+        assert check.fast is None
+        if precision == "fp32":
+            assert check.largest < 1e-4
+        else:
+            assert 1e-3 < check.weights_relative < 2e-2
+
+
+def swap_gate_and_up(tensors: dict[str, object]) -> None:
+    gate, up = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+
+
+@pytest.mark.parametrize("damage", ["gate and up swapped", "RoPE base doubled", "epsilon"])
+def test_a_damaged_export_is_caught(families: dict[str, Path], tmp_path: Path, damage: str) -> None:
+    source = shutil.copytree(families["llama"], tmp_path / "damaged")
+    config = read_json(source / "config.json")
+    if damage == "gate and up swapped":
+        tensors = load_file(source / "model.safetensors")
+        swap_gate_and_up(tensors)
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    elif damage == "epsilon":
+        config["rms_norm_eps"] = 1e-2
+    else:
+        config |= {"rope_theta": 1e5, "rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}
+    write_json(source / "config.json", config)
+    export_npu(source, tmp_path / "static", OPTIONS)
+    check = check_file(
+        ExportedFile("target", "static", "fp32", tmp_path / "static"), Reference(families["llama"], ROWS[:2])
+    )
+    wanted = "weights difference" if damage == "gate and up swapped" else "engine difference"
+    assert any(reason.startswith(wanted) for reason in check.broken), check.broken
+
+
+@pytest.mark.parametrize("precision", OPTIONS.npu)
+@pytest.mark.parametrize("engine", ["static", "openvino"])
+def test_a_bundle_opens_on_both_engines_and_speculates(bundle: Path, engine: str, precision: str) -> None:
+    pair = open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))
+    alone, both, counts = replies(pair, ROWS[0][:20])
+    name = pair.target.engine.name
+    pair.close()
+    assert name == f"{'openvino' if engine == 'openvino' else 'onnxruntime'} static static-{precision}"
+    assert (pair.engine, pair.precision) == ("static", precision)
+    assert counts.drafted > 0
+    if precision == "fp32":
+        assert both == alone
+        usual = open_pair(bundle, LoadOptions(engine="onnxruntime", precision="fp32", threads=1))
+        assert replies(usual, ROWS[0][:20])[0] == alone  # the shared-KV graph says the same
+        usual.close()
+
+
+def test_context_is_bounded_by_the_cache(bundle: Path) -> None:
+    pair = open_pair(bundle, LoadOptions(engine="static", precision="fp32", threads=1, context=40))
+    assert pair.target.engine.context_length == 40
+    pair.close()
+    pair = open_pair(bundle, LoadOptions(engine="static", precision="fp32", threads=1, context=4000))
+    assert pair.target.engine.context_length == 128
+    pair.close()
+
+
+def test_what_cannot_be_opened_is_said(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"no 'int4' pair for static"):
+        open_pair(bundle, LoadOptions(engine="openvino", precision="int4"))
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    engine_static_openvino._core.cache_clear()
+    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[openvino\]'"):
+        open_pair(bundle, LoadOptions(engine="openvino", precision="fp32"))
+    engine_static_openvino._core.cache_clear()
