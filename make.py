@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""The two commands of the README, with nothing but Python: set up .venv, then run.
+"""The commands of the README, with nothing but Python: set up .venv, then run.
 
     python3 make.py demo     install the pinned packages, build a drafter for tiny-chat, bench the pair
     python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
+    python3 make.py optimum  make .venv-optimum (about a minute) and check optimum-onnx's graphs there
 
-A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest.
+A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest; with a model folder and a
+folder to write, `optimum` exports that model instead.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
+SCRIPTS = "Scripts" if os.name == "nt" else "bin"
 VENV = ROOT / ".venv"
-BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
+BIN = VENV / SCRIPTS
+OPTIMUM = ROOT / ".venv-optimum"  # optimum-onnx needs an older transformers than the rest
 TORCH = "torch==2.13.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILD = Path("build") / "tiny-chat"
@@ -31,21 +35,22 @@ def run(*command: object) -> int:
     return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
 
 
-def pip(*arguments: str) -> int:
+def pip(venv: Path, *arguments: str) -> int:
     """pip install: with its progress bars on a terminal, silent but for errors elsewhere."""
     quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    return run(BIN / "python", "-m", "pip", "install", *quiet, "--disable-pip-version-check", *arguments)
+    python = venv / SCRIPTS / "python"
+    return run(python, "-m", "pip", "install", *quiet, "--disable-pip-version-check", *arguments)
 
 
-def install_torch() -> int:
+def install_torch(venv: Path, constraints: str) -> int:
     """The CPU wheel where one can be had: elsewhere than on Linux PyPI's own, on Linux the one without gigabytes of CUDA."""
     if sys.platform == "linux":
-        if pip(f"{TORCH}+cpu", "--constraint", "constraints.txt") == 0:
+        if pip(venv, f"{TORCH}+cpu", "--constraint", constraints) == 0:
             return 0
         print("no CPU wheel of torch in the configured package indexes; trying PyTorch's own", flush=True)
-        if pip(f"{TORCH}+cpu", "--index-url", TORCH_CPU_INDEX) == 0:
+        if pip(venv, f"{TORCH}+cpu", "--index-url", TORCH_CPU_INDEX) == 0:
             return 0
-    return pip(TORCH, "--constraint", "constraints.txt")
+    return pip(venv, TORCH, "--constraint", constraints)
 
 
 def without_amx() -> None:
@@ -63,19 +68,21 @@ def without_amx() -> None:
             os.environ[name] = f"{os.environ.get(name, '')} {flags}".strip()
 
 
-def set_up(extra: str) -> None:
-    """Make .venv and install edgespec with one extra, unless the same files were installed before."""
+def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> None:
+    """Make an environment and install edgespec with one extra, unless the same files were installed before."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
         sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     start = time.monotonic()
-    if not (BIN / "python").exists() and not (BIN / "python.exe").exists():
-        print("making .venv", flush=True)
-        if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
-            sys.exit("could not make .venv; on Debian and Ubuntu install the package python3-venv first")
+    if not any((venv / SCRIPTS / name).exists() for name in ("python", "python.exe")):
+        print(f"making {venv.name}", flush=True)
+        if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
+            sys.exit(
+                f"could not make {venv.name}; on Debian and Ubuntu install the package python3-venv first"
+            )
     wanted = hashlib.sha256(
-        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", constraints))
     ).hexdigest()
-    stamp = VENV / f"edgespec-{extra}.stamp"
+    stamp = venv / f"edgespec-{extra}.stamp"
     if stamp.exists() and stamp.read_text() == wanted:
         return
     print(
@@ -83,7 +90,9 @@ def set_up(extra: str) -> None:
         flush=True,
     )
     without_amx()
-    if install_torch() or pip("--constraint", "constraints.txt", "--editable", f".[{extra}]"):
+    if install_torch(venv, constraints) or pip(
+        venv, "--constraint", constraints, "--editable", f".[{extra}]"
+    ):
         sys.exit("installation failed; see pip's message above, then run the same command again")
     stamp.write_text(wanted)
     print(f"packages installed in {time.monotonic() - start:.0f} s", flush=True)
@@ -109,7 +118,14 @@ def test(arguments: list[str]) -> int:
     return code or run(BIN / "python", "-m", "pytest", *arguments)
 
 
-COMMANDS = {"demo": demo, "test": test}
+def optimum(arguments: list[str]) -> int:
+    set_up("optimum", OPTIMUM, "constraints-optimum.txt")
+    if arguments:
+        return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments)
+    return run(OPTIMUM / SCRIPTS / "python", "tests/optimum_program.py")
+
+
+COMMANDS = {"demo": demo, "test": test, "optimum": optimum}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:

@@ -72,10 +72,16 @@ def test_every_metric_follows_from_the_raw_counts(finished: Path) -> None:
         assert derived["mbsu"][0] == pytest.approx(emitted / blocks / (RATIO * setting["draft_length"] + 1))
         accepted, tested = sum(sum(c.accepted) for c in counts), sum(sum(c.tested) for c in counts)
         assert derived["alpha_empirical"][0] == pytest.approx(accepted / tested)
-        positions = sum(n for _, n in setting["teacher_forced"])
-        assert derived["alpha_teacher_forced"][0] == pytest.approx(
-            sum(s for s, _ in setting["teacher_forced"]) / positions
+        overlap, positions, greedy, sampled = (
+            sum(column) for column in zip(*setting["teacher_forced"], strict=True)
         )
+        assert derived["alpha_teacher_forced"][0] == pytest.approx(overlap / positions)
+        assert derived["alpha_match_greedy"][0] == pytest.approx(greedy / positions)
+        assert derived["alpha_match_sampled"][0] == pytest.approx(sampled / positions)
+        if setting["temperature"] == 0:  # every rule is the agreement of two argmaxes
+            assert overlap == greedy == sampled
+        else:
+            assert sampled < overlap
         if setting["drafter"] == "distilled":  # the target itself
             assert derived["alpha_empirical"][0] == 1
             assert derived["alpha_teacher_forced"][0] == pytest.approx(1, abs=1e-4)
@@ -134,15 +140,17 @@ def test_teacher_forced_acceptance_by_hand(sampling: Sampling) -> None:
     target, draft = small_llama(0), small_llama(5)
     responses = [greedy(target, prompt, 3 + row, []) for row, prompt in enumerate(PROMPTS)]
     found = teacher_forced(target, draft, PROMPTS, responses, sampling)
-    for prompt, response, (total, positions) in zip(PROMPTS, responses, found, strict=True):
+    for prompt, response, (total, positions, greedy_sum, sampled_sum) in zip(
+        PROMPTS, responses, found, strict=True
+    ):
         text = torch.tensor([prompt + response])
         with torch.inference_mode():
             p, q = (warp(m(text).logits[0], sampling.temperature, sampling.top_p) for m in (target, draft))
-        wanted = sum(
-            float(torch.minimum(p[i], q[i]).sum()) for i in range(len(prompt) - 1, len(prompt + response) - 1)
-        )
+        places = range(len(prompt) - 1, len(prompt + response) - 1)
         assert positions == len(response)
-        assert total == pytest.approx(wanted, abs=1e-3)
+        assert total == pytest.approx(sum(float(torch.minimum(p[i], q[i]).sum()) for i in places), abs=1e-3)
+        assert greedy_sum == pytest.approx(sum(float(p[i][q[i].argmax()]) for i in places), abs=1e-3)
+        assert sampled_sum == pytest.approx(sum(float(p[i] @ q[i]) for i in places), abs=1e-3)
 
 
 def test_prompts_that_cannot_be_used(

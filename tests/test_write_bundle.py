@@ -161,10 +161,13 @@ def test_a_drafter_with_a_vocabulary_of_its_own(subset: dict[str, Path], tmp_pat
         subset["drafter"] / "vocabulary.json"
     ).read_bytes()
     assert manifest.drafter.shape["vocab_size"] == 258
+    assert not {"genai_config.json", "drafter/checkpoint/config.json"} & set(
+        manifest.files
+    )  # for no other engine
     assert manifest.cost_ratio["parameters"] == manifest.drafter.parameters / manifest.target.parameters
     card = (out / "README.md").read_text()
     assert "knows 257 of the target's 512 tokens" in card
-    assert "-md)" in card
+    assert "do not pair with them there" in card
     assert "llama-server" not in card  # plain llama.cpp cannot run this pair
     for engine, precision in manifest.pairs():
         pair = open_pair(out, LoadOptions(engine=engine, precision=precision))

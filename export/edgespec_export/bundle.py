@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,13 +11,23 @@ from typing import Any
 from edgespec_runtime.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
 
 from edgespec import __version__
+from edgespec.devices import Profile
 from edgespec.errors import InputError
-from edgespec.files import read_json, sha256_file, whole_folder, write_json, write_jsonl, write_text
+from edgespec.files import (
+    link_or_copy,
+    read_json,
+    sha256_file,
+    whole_folder,
+    write_json,
+    write_jsonl,
+    write_text,
+)
 from edgespec.manifest import BundleModel, Manifest, describe_files, write_manifest
 from edgespec.recipe import ExportOptions
-from edgespec.report import count, table
 from edgespec.shapes import ModelShape
 from edgespec.stages import versions
+from edgespec_export.card import Card, CardFile
+from edgespec_export.elsewhere import runnable, write_elsewhere
 from edgespec_export.export import ROLES, ExportedFile, exported_files
 from edgespec_export.sizes import streamed_bytes
 
@@ -42,13 +50,16 @@ def write_bundle(
     verification: dict[str, Any],
     metrics: dict[str, Any],
     provenance: dict[str, Any],
+    device: Profile | None = None,
+    licence: str = "",
 ) -> dict[str, Any]:
     """Write the bundle `out` (whole or not at all); return the number of files and bytes.
 
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
-    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`. Exported files
-    are hard-linked where the file system can, else copied. Raises InputError where the two tokenizers differ or an exported
-    file is missing.
+    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
+    note that came with the target, for the card. Exported files are hard-linked where the file system can, else copied. Beside
+    them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
+    InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
@@ -81,7 +92,7 @@ def write_bundle(
             for role, shape in shapes.items()
         }
         streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
-        ratios = {
+        ratios: dict[str, Any] = {
             "parameters": shapes["drafter"].parameters / shapes["target"].parameters,
             "bytes": {
                 pair: streamed["drafter", pair] / streamed["target", pair]
@@ -89,10 +100,33 @@ def write_bundle(
                 if role == "target"
             },
         }
-        default = _default(options, streamed)
-        write_text(
-            folder / "README.md", _card(models, files, streamed, ratios, default, export_folder, subset)
+        default = _default(options, streamed, device)
+        both = _both(files)
+        onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
+        gguf = both.get("llama.cpp", []) if subset is None else []
+        elsewhere = write_elsewhere(
+            folder, drafter_folder if subset is None and device is None else None, onnx, default["precision"]
         )
+        card = Card(
+            **models,
+            files=[
+                CardFile(
+                    file.path.relative_to(export_folder).as_posix(),
+                    _size(file.path),
+                    streamed[file.role, f"{file.engine}/{file.precision}"],
+                )
+                for file in files
+            ],
+            cost_ratio=ratios["parameters"],
+            default=default,
+            elsewhere=elsewhere,
+            onnx=onnx,
+            gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
+            evaluation=evaluation,
+            licence=licence,
+            subset=subset,
+        )
+        write_text(folder / "README.md", card.text())
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
@@ -103,6 +137,9 @@ def write_bundle(
             metrics=metrics,
             provenance={**provenance, "versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
+            device=device.settings(min(shape.context_length for shape in shapes.values()))
+            if device is not None
+            else {},
         )
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
@@ -149,13 +186,7 @@ def _place(source: Path, destination: Path) -> None:
         for child in sorted(source.iterdir()):
             _place(child, destination / child.name)
         return
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), destination)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        shutil.copyfile(source, destination)  # another file system, or one without hard links
+    link_or_copy(source, destination)
 
 
 def _write_tokenizer(folder: Path, target_folder: Path) -> None:
@@ -176,6 +207,23 @@ def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[s
     return engines
 
 
+def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
+    """{engine: precisions} that both models have."""
+    of = {role: [(f.engine, f.precision) for f in files if f.role == role] for role in ROLES}
+    found: dict[str, list[str]] = {}
+    for engine, precision in of["target"]:
+        if (engine, precision) in of["drafter"]:
+            found.setdefault(engine, []).append(precision)
+    return found
+
+
+def _best_gguf(precisions: list[str]) -> str | None:
+    """The one to name first: Q8_0, which changes least, else the last (the exporter lists the smallest there)."""
+    if not precisions:
+        return None
+    return "q8_0" if "q8_0" in precisions else precisions[-1]
+
+
 def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
     """The graphs for the fast mode that the export wrote beside the usual ones."""
     engines: dict[str, dict[str, str]] = {}
@@ -186,75 +234,32 @@ def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, d
     return engines
 
 
-def _default(options: ExportOptions, streamed: dict[tuple[str, str], int]) -> dict[str, str]:
-    """What chat runs unless told otherwise, and why: ONNX Runtime needs no extra; floats while they are cheap to read."""
+def _default(
+    options: ExportOptions, streamed: dict[tuple[str, str], int], device: Profile | None
+) -> dict[str, str]:
+    """What chat runs unless told otherwise, and why: a device's own choice; ONNX Runtime needs no extra; floats while they are
+    cheap to read.
+    """
+    if device is not None:
+        reason = f"the profile of {device.name}"
+        return {"engine": device.engine, "precision": device.target, "reason": reason}
+    if not options.onnx and not options.gguf:
+        return {
+            "engine": "static",
+            "precision": options.npu[0],
+            "reason": "the bundle has static graphs only",
+        }
     if not options.onnx:
         precision = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
         return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
     size = streamed.get(("target", "onnxruntime/fp32"))
     if size is None or ("int4" in options.onnx and size > FLOAT_LIMIT):
         reason = "int4 reads an eighth of the float weights" if size else "the bundle has no float weights"
-        return {"engine": "onnxruntime", "precision": "int4", "reason": reason}
+        precision = "int4" if "int4" in options.onnx else options.onnx[0]
+        return {"engine": "onnxruntime", "precision": precision, "reason": reason}
     reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
     return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(child.stat().st_size for child in path.iterdir())
-
-
-def _card(
-    models: dict[str, BundleModel],
-    files: list[ExportedFile],
-    streamed: dict[tuple[str, str], int],
-    ratios: dict[str, Any],
-    default: dict[str, str],
-    root: Path,
-    subset: Vocabulary | None,
-) -> str:
-    """README.md: what this is, how to run it, what each file weighs."""
-    target, drafter = models["target"], models["drafter"]
-    rows = [
-        (
-            file.path.relative_to(root).as_posix(),
-            f"{_size(file.path) / 2**20:.1f} MiB",
-            f"{streamed[file.role, f'{file.engine}/{file.precision}'] / 2**20:.2f} MiB",
-        )
-        for file in files
-    ]
-    gguf = {file.role: file.path.relative_to(root).as_posix() for file in files if file.engine == "llama.cpp"}
-    foreign = ""
-    if gguf and subset is None:
-        foreign = (
-            f"\nThe GGUF files also run in plain llama.cpp, with its own acceptance rule:\n\n"
-            f"    llama-server -m {gguf['target']} -md {gguf['drafter']} --spec-type draft-simple --spec-draft-n-max 3\n"
-        )
-    elif gguf:
-        foreign = (
-            f"\nThe target's GGUF file also runs in plain llama.cpp. The drafter's does not pair with it there (-md): it has "
-            f"token numbers of its own, which {DRAFTERS_VOCABULARY} maps and edgespec translates.\n"
-        )
-    known = (
-        f" The drafter knows {len(subset.ids):,} of the target's {subset.target_vocab_size:,} tokens and never proposes another; "
-        "the target still writes them all."
-        if subset is not None
-        else ""
-    )
-    base = (
-        f"base_model: {target.source}\n"
-        if "/" in target.source and not target.source.startswith(("/", "."))
-        else ""
-    )
-    return (
-        f"---\nlibrary_name: edgespec\npipeline_tag: text-generation\n{base}"
-        f"tags:\n- speculative-decoding\n- onnx\n- gguf\n---\n\n"
-        f"# {target.name} with a drafter\n\n"
-        f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
-        f"({ratios['parameters']:.2%}) that proposes tokens for it. The target decides every token: the text has the "
-        f"distribution of the target alone.{known} The target's licence covers both.\n\n"
-        f"    edgespec chat .\n    edgespec bench .\n\n"
-        f"Default: {default['engine']} {default['precision']} ({default['reason']}).\n{foreign}\n"
-        f"{table(('file', 'size', 'read per token'), rows, markdown=True)}\n\n"
-        "evaluation.json has block efficiency and acceptance on held-out prompts, verify.json the distance of every file to "
-        "torch, manifest.json the sha256 of everything.\n"
-    )

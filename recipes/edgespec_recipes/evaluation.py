@@ -16,11 +16,12 @@ import torch
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
 from edgespec.progress import progress
-from edgespec.recipe import EvaluateOptions
+from edgespec.recipe import EvaluateOptions, InferenceOptions
 from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.evaluation_report import SAMPLINGS, Sampling, label_of, summarise
 from edgespec_recipes.expected import agreement
 from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.prompts import encode_prompt, read_prompts
 from edgespec_recipes.speculation import speculate
 
@@ -52,12 +53,21 @@ def teacher_forced(
     responses: Sequence[Sequence[int]],
     sampling: Sampling,
 ) -> list[list[float]]:
-    """[Σ over response positions of Σ_v min(p, q), number of positions] for each prompt (DistillSpec Eq. 3).
+    """[Σ min(p, q), number of positions, Σ p(argmax q), Σ p·q] for each prompt, the sums over response positions (and tokens).
 
-    p and q are warped alike; at temperature 0 the overlap is 1 where the argmaxes agree and else 0.
+    The first is DistillSpec's Eq. 3, the last two are what engines keep that match samples. p and q are warped alike; at
+    temperature 0 all three are 1 where the argmaxes agree and else 0.
     """
     scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
-    return [[float(item.overlap.sum()), len(item.overlap)] for item in scored]
+    return [
+        [
+            float(item.overlap.sum()),
+            len(item.overlap),
+            float(item.top_match.sum()),
+            float(item.draw_match.sum()),
+        ]
+        for item in scored
+    ]
 
 
 @dataclass(frozen=True)
@@ -118,9 +128,15 @@ class _Pairs:
         ]
 
 
-def _load(target_folder: Path, drafters: dict[str, Path], options: EvaluateOptions, seed: int) -> _Pairs:
+def _load(
+    target_folder: Path,
+    drafters: dict[str, Path],
+    options: EvaluateOptions,
+    seed: int,
+    inference: InferenceOptions,
+) -> _Pairs:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target, tokenizer = load_model(target_folder).to(device), load_tokenizer(target_folder)
+    target, tokenizer = load_target(target_folder, inference, device), load_tokenizer(target_folder)
     models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
     for name, model in models.items():
         if model.config.vocab_size != target.config.vocab_size:
@@ -142,13 +158,14 @@ def evaluate(
     options: EvaluateOptions,
     seed: int,
     cost_ratio: float,
+    inference: InferenceOptions | None = None,
 ) -> dict[str, Any]:
     """Write `out`/evaluation.json: raw counts and metrics of every drafter, sampling and γ, and the paired differences.
 
     `cost_ratio` is c for MBSU. Every finished part lies in `out`/settings and is not computed again. The first of `drafters`
     is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
     """
-    pairs = _load(target_folder, drafters, options, seed)
+    pairs = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "part") as bar:
@@ -162,7 +179,7 @@ def evaluate(
             responses = part(f"target-{sampling.key}", pairs.own_responses, sampling)
             for name in drafters:
                 stem = f"{name}-{sampling.key}"
-                overlaps = part(f"{stem}-teacher-forced", pairs.overlaps, name, sampling, responses)
+                overlaps = part(f"{stem}-agreement", pairs.overlaps, name, sampling, responses)
                 for gamma in options.draft_lengths:
                     settings.append(
                         {

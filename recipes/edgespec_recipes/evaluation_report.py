@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,30 @@ def _tau(items: Sequence[RawCounts]) -> float:
     return sum(item.emitted for item in items) / sum(item.blocks for item in items)
 
 
+def _share(column: int) -> Callable[[Sequence[Any]], float]:
+    """A column of teacher-forced rows over the positions they sum, which are in column 1."""
+    return ratio_of_sums(lambda row: row[column], lambda row: row[1])
+
+
 def metrics(
     counts: list[RawCounts], overlaps: list[list[float]], draft_length: int, cost_ratio: float, seed: int
 ) -> dict[str, Any]:
-    """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give."""
+    """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give.
+
+    The two `alpha_match_*` are the teacher-forced α of engines that keep what a sample of the target equals, for a greedy and a
+    sampled draft.
+    """
     tau = bootstrap(counts, _tau, seed=seed)
     empirical = bootstrap(
         counts, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)), seed=seed
     )
-    forced = bootstrap(overlaps, ratio_of_sums(lambda o: o[0], lambda o: o[1]), seed=seed)
+    forced, greedy, sampled = (bootstrap(overlaps, _share(column), seed=seed) for column in (0, 2, 3))
     return {
         "tau": tau,
         "alpha_empirical": empirical,
         "alpha_teacher_forced": forced,
+        "alpha_match_greedy": greedy,
+        "alpha_match_sampled": sampled,
         "mbsu": tuple(mbsu(value, draft_length, cost_ratio) for value in tau),
         "tau_if_independent": predicted_block_efficiency(forced[0], draft_length),
     }

@@ -29,14 +29,18 @@ ROWS = 8  # responses scored together: [8 x response tokens, V] probabilities of
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a draft meets one response, position by position; both arrays [n] float64 in [0, 1].
+    """How a draft meets one response, position by position; all arrays [n] float64 in [0, 1].
 
     `passing` is a_t = min(1, q(y_t) / p(y_t)), `overlap` is Σ_v min(p, q) (DistillSpec Eq. 3), whose mean is the
-    teacher-forced α and of which `passing` is a one-sample estimate.
+    teacher-forced α and of which `passing` is a one-sample estimate. The other two are the chance of a draft token in engines
+    that keep what a sample of the target equals: `top_match` p(argmax q) where the draft is greedy, `draw_match` Σ_v p·q where
+    it is sampled.
     """
 
     passing: np.ndarray
     overlap: np.ndarray
+    top_match: np.ndarray
+    draw_match: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,10 @@ def agreement(
                 q = warp(logits_at(draft, keep, **inputs), sampling.temperature, sampling.top_p)
                 passing = passing_chance(p.gather(-1, written), q.gather(-1, written))[:, 0]
                 overlap = torch.minimum(p, q).sum(-1, dtype=torch.float64).clamp_max(1.0)
-                found[name] += [
-                    Agreement(a, o)
-                    for a, o in zip(
-                        *(np.split(x.cpu().numpy(), ends) for x in (passing, overlap)), strict=True
-                    )
-                ]
+                top = p.gather(-1, q.argmax(-1, keepdim=True))[:, 0].double()
+                draw = (p * q).sum(-1, dtype=torch.float64).clamp_max(1.0)
+                parts = (np.split(x.cpu().numpy(), ends) for x in (passing, overlap, top, draw))
+                found[name] += [Agreement(*arrays) for arrays in zip(*parts, strict=True)]
     place = {row: index for index, row in enumerate(order)}
     return {name: [items[place[row]] for row in range(len(prompts))] for name, items in found.items()}
 
@@ -129,7 +131,7 @@ def expected_blocks(
             accepted[:, place] += passed
             starts[:, start + place + 1] += going - passed
             going = passed
-        if True and start + limit + 1 <= size:  # else the stop token was among the tested ones
+        if start + limit + 1 <= size:  # else the stop token was among the tested ones
             starts[:, start + limit + 1] += going
     return starts[:, :-1].sum(1), tested, accepted
 

@@ -1,0 +1,290 @@
+"""The pair in engines written elsewhere, for real: the same greedy text, and the acceptance that their rules should show."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from edgespec_export.elsewhere import (
+    CHECKPOINT,
+    DRAFT_LENGTH,
+    GENAI_SETTINGS,
+    SGLANG_SETTINGS,
+    VLLM_SETTINGS,
+    overlay,
+    write_elsewhere,
+)
+from edgespec_export.elsewhere_engines import GenAi, LlamaCppPython, Transformers, until_stop
+from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.decoding import DecodingOptions, plain
+from edgespec_runtime.loop import decode
+from tiny_bundle import PROMPTS, disturbed, exported_bundle
+from tiny_models import make_model_folder
+
+from edgespec.errors import InputError
+from edgespec.metrics import RawCounts
+
+LIMIT = 40
+GREEDY = DecodingOptions(temperature=0.0, draft_length=DRAFT_LENGTH, max_new_tokens=LIMIT)
+# The fields of vLLM's SpeculativeConfig for a draft model (vllm/config/speculative.py and docs/features/speculative_decoding,
+# main branch of autumn 2026) and of SGLang's server arguments (docs/advanced_features/speculative_decoding.md, 2026).
+VLLM_FIELDS: dict[str, tuple[type, Any]] = {
+    "method": (str, {"draft_model"}),
+    "model": (str, None),
+    "num_speculative_tokens": (int, range(1, 100)),
+    "draft_sample_method": (str, {"greedy", "probabilistic"}),
+}
+SGLANG_FIELDS: dict[str, tuple[type, Any]] = {
+    "speculative-algorithm": (str, {"EAGLE", "EAGLE3", "STANDALONE", "NGRAM", "NEXTN"}),
+    "speculative-draft-model-path": (str, None),
+    "speculative-num-steps": (int, range(1, 100)),
+    "speculative-eagle-topk": (int, range(1, 100)),
+    "speculative-num-draft-tokens": (int, range(1, 100)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bundle/, target/ and drafter/: a random target and a noisy copy of it, whose context is shorter, for both engines."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    target = make_model_folder(root / "target", context=256)
+    drafter = disturbed(target, root / "drafter", 0.07)
+    config = json.loads((drafter / "config.json").read_text())
+    (drafter / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 192}))
+    (drafter / "pytorch_model.bin").write_bytes(b"a pickle")
+    exported_bundle(root, target, drafter, onnx=("fp32", "int4"), prompts=PROMPTS)
+    return root
+
+
+def opened(folder: Path, engine: str, precision: str) -> Pair:
+    return open_pair(folder / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
+
+
+def prompts_of(pair: Pair) -> list[list[int]]:
+    return [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
+
+
+def greedy_text(pair: Pair, prompt: list[int], limit: int = LIMIT) -> tuple[int, ...]:
+    stops = pair.tokenizer.stop_ids
+    blocks = decode(pair.target, None, prompt, plain(GREEDY), stops, RawCounts())
+    return until_stop([token for block in blocks for token in block.tokens][:limit], frozenset(stops))
+
+
+def blocks_to(pair: Pair, prompt: list[int], size: int) -> tuple[int, int, int, int]:
+    """(blocks, drafted, tested, accepted) of greedy drafts until `size` tokens are out; no stop token cuts a block short.
+
+    onnxruntime-genai's last draft is as long as the room for tokens, edgespec's one shorter: hence one token more of room.
+    """
+    how = replace(GREEDY, max_new_tokens=LIMIT + 1)
+    counts, blocks, tested, accepted, emitted, drafted = RawCounts(), 0, 0, 0, 0, 0
+    for block in decode(pair.target, pair.draft, prompt, how, (), counts):
+        tested += min(block.accepted + 1, counts.drafted - drafted)
+        drafted, blocks, accepted = counts.drafted, blocks + 1, accepted + block.accepted
+        emitted += len(block.tokens)
+        if emitted >= size:
+            break
+    return blocks, drafted, tested, accepted
+
+
+def test_genai_runs_the_bundle_as_it_is(folder: Path) -> None:
+    """Text, rounds and acceptance are those of greedy drafts against greedy text: what every rule shows at T = 0."""
+    pair = opened(folder, "onnxruntime", "fp32")
+    stops = frozenset(pair.tokenizer.stop_ids)
+    rates = []
+    with GenAi(folder / "bundle", stops) as genai:
+        assert genai.precision == "fp32"
+        for prompt in prompts_of(pair):
+            answer = genai.answer(prompt, "", LIMIT)
+            text = greedy_text(pair, prompt)
+            assert answer.tokens == text
+            counted = blocks_to(pair, prompt, min(len(text) + 1, LIMIT))
+            assert (answer.passes, answer.drafted, answer.tested, answer.accepted) == counted
+            rates.append(counted[3] / counted[2])
+    pair.close()
+    assert 0 < min(rates) < max(rates) <= 1  # a drafter that agrees, but not always
+
+
+def test_genai_samples_by_the_lossless_rule(folder: Path) -> None:
+    """At T = 1 the first draft token passes with Σ min(p, q): |z| < 4.9 in 1,500 draws (one in a million); other rules differ."""
+    import onnxruntime_genai as og
+
+    pair = opened(folder, "onnxruntime", "fp32")
+    assert pair.draft is not None
+    found = []
+    for prompt in prompts_of(pair):
+        rows = []
+        for model in (pair.target, pair.draft):
+            model.rewind(0)
+            logits = np.asarray(model.forward(prompt)[-1], np.float64)
+            rows.append(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())
+        p, q = rows
+        found.append((float(np.minimum(p, q).sum()), float(p[q.argmax()]), float(p @ q), prompt))
+    pair.close()
+    lossless, greedy, sampled, prompt = max(
+        found, key=lambda one: min(abs(one[0] - one[1]), abs(one[0] - one[2]))
+    )
+    model = og.Model(str(folder / "bundle"))
+    draws, accepted = 1500, 0
+    for seed in range(draws):
+        parameters = og.GeneratorParams(model)
+        parameters.set_search_options(
+            max_length=len(prompt) + 2,
+            do_sample=True,
+            temperature=1.0,
+            top_k=512,
+            top_p=1.0,
+            random_seed=seed,
+        )
+        parameters.set_speculative_options(max_draft_tokens=1)
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(np.asarray(prompt, np.int32))
+        generator.generate_next_token()
+        stats = generator.get_speculative_stats()
+        assert (stats["rounds"], stats["draft_tokens_evaluated"]) == (1, 1)
+        accepted += stats["draft_tokens_accepted"]
+
+    def z(rate: float) -> float:
+        return (accepted / draws - rate) / math.sqrt(rate * (1 - rate) / draws)
+
+    assert abs(z(lossless)) < 4.9
+    assert abs(z(greedy)) > 10  # what llama.cpp or SGLang would show
+    assert abs(z(sampled)) > 10
+
+
+def test_genai_in_another_precision(folder: Path) -> None:
+    import onnxruntime_genai as og
+
+    pair = opened(folder, "onnxruntime", "int4")
+    config = og.Config(str(folder / "bundle"))
+    config.overlay(json.dumps(overlay("int4")))
+    model = og.Model(config)
+    differ = False
+    float_pair = opened(folder, "onnxruntime", "fp32")
+    for prompt in prompts_of(pair):
+        parameters = og.GeneratorParams(model)
+        parameters.set_search_options(max_length=len(prompt) + LIMIT)
+        generator = og.Generator(model, parameters)
+        generator.append_tokens(np.asarray(prompt, np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        tokens = generator.get_sequence(0)[len(prompt) :].tolist()
+        assert until_stop(tokens, frozenset(pair.tokenizer.stop_ids)) == greedy_text(pair, prompt)
+        differ |= greedy_text(pair, prompt) != greedy_text(float_pair, prompt)
+    assert differ  # int4 is another model: the overlay was obeyed
+    pair.close()
+    float_pair.close()
+
+
+def test_settings_of_the_pair(folder: Path) -> None:
+    settings = json.loads((folder / "bundle" / GENAI_SETTINGS).read_text())
+    model = settings["model"]
+    assert model["decoder"]["filename"] == "target/onnx-fp32/model.onnx"
+    assert model["draft"]["filename"] == "drafter/onnx-fp32/model.onnx"
+    assert (
+        model["context_length"] == settings["search"]["max_length"] == 192
+    )  # the drafter's, which is the shorter
+    assert settings["speculative"] == {"max_draft_tokens": 3}
+    assert (folder / "bundle" / "tokenizer.json").read_bytes() == (
+        folder / "target" / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_transformers_takes_the_checkpoint_as_assistant(folder: Path) -> None:
+    """Greedy text of generate(assistant_model=...) is that of generate(), in as many passes as edgespec needs blocks."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    pair = opened(folder, "onnxruntime", "fp32")
+    stops = frozenset(pair.tokenizer.stop_ids)
+    alone = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    passes = blocks = 0
+    with Transformers(folder / "bundle", folder / "target", stops) as transformers:
+        for prompt in prompts_of(pair):
+            ids = torch.tensor([prompt])
+            plainly = alone.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False
+            )
+            answer = transformers.answer(prompt, "", LIMIT)
+            assert answer.tokens == until_stop(plainly[0, len(prompt) :].tolist(), stops)
+            assert answer.tokens == greedy_text(pair, prompt)
+            assert len(answer.tokens) > 2
+            counts = RawCounts()
+            list(decode(pair.target, pair.draft, prompt, GREEDY, stops, counts))
+            passes, blocks = passes + answer.passes, blocks + counts.blocks
+    pair.close()
+    assert passes == blocks
+
+
+def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
+    pair = opened(folder, "llama.cpp", "q8_0")
+    files = (folder / "bundle" / role / "gguf" / f"{role}-q8_0.gguf" for role in ("target", "drafter"))
+    with LlamaCppPython(*files, "q8_0", frozenset(pair.tokenizer.stop_ids), 192) as other:
+        for prompt in prompts_of(pair):
+            answer = other.answer(prompt, "", LIMIT)
+            assert answer.tokens == greedy_text(pair, prompt)
+            assert answer.passes < len(answer.tokens)  # drafts were accepted
+    pair.close()
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "fields"),
+    [(VLLM_SETTINGS, "speculative-config", VLLM_FIELDS), (SGLANG_SETTINGS, None, SGLANG_FIELDS)],
+    ids=["vLLM", "SGLang"],
+)
+def test_servers_settings_are_of_their_documented_fields(
+    folder: Path, file: str, key: str | None, fields: dict[str, tuple[type, Any]]
+) -> None:
+    """The engines themselves need a GPU and are not run: names, types and values are held against their documentation."""
+    settings = yaml.safe_load((folder / "bundle" / file).read_text())
+    values = settings[key] if key else settings
+    assert not key or list(settings) == [key]
+    assert set(values) <= set(fields)
+    for name, value in values.items():
+        kind, allowed = fields[name]
+        assert type(value) is kind
+        assert allowed is None or value in allowed
+    place = values["model"] if key else values["speculative-draft-model-path"]
+    assert (folder / "bundle" / place / "config.json").is_file()
+    if not key:  # without a tree SGLang verifies what it drafts and one token more
+        assert values["speculative-num-draft-tokens"] == values["speculative-num-steps"] + 1
+
+
+def test_the_checkpoint_is_safetensors_and_leaves_the_drafter_alone(folder: Path, tmp_path: Path) -> None:
+    names = {path.name for path in (folder / "bundle" / CHECKPOINT).iterdir()}
+    assert names == {
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    }
+    own = json.loads((folder / "drafter" / "generation_config.json").read_text())
+    packed = json.loads((folder / "bundle" / CHECKPOINT / "generation_config.json").read_text())
+    assert "num_assistant_tokens" not in own
+    assert packed == own | {
+        "num_assistant_tokens": 3,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(InputError, match=r"pickled has no \*\.safetensors"):
+        write_elsewhere(tmp_path, tmp_path / "pickled", (), "fp32")
+
+
+def test_the_default_precision_goes_first(folder: Path, tmp_path: Path) -> None:
+    for default, wanted in (("int4", "int4"), ("q8_0", "fp32")):
+        bundle = tmp_path / default
+        (bundle / "tokenizer").mkdir(parents=True)
+        for role in ("target", "drafter"):
+            for precision in ("fp32", "int4"):
+                place = bundle / role / f"onnx-{precision}"
+                place.mkdir(parents=True)
+                source = folder / "bundle" / role / f"onnx-{precision}" / GENAI_SETTINGS
+                (place / GENAI_SETTINGS).write_bytes(source.read_bytes())
+        assert write_elsewhere(bundle, None, ("fp32", "int4"), default).genai == wanted
+        assert f"onnx-{wanted}" in (bundle / GENAI_SETTINGS).read_text()
+        assert not (bundle / CHECKPOINT).exists()
