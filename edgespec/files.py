@@ -238,6 +238,17 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def link_or_copy(source: Path, destination: Path) -> None:
+    """A hard link to a file, or a copy where the file system has no hard links or is another one."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), destination)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.copyfile(source, destination)
+
+
 def _sync(path: Path) -> None:
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())

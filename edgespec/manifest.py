@@ -11,6 +11,7 @@ is checked by those who read them.
                         the target's tokens also has vocabulary: path (runtime/edgespec_runtime/vocabulary.py reads it); a model
                         with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
       default           {engine, precision, reason}: what chat and bench run unless told otherwise
+      device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
       cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
       metrics           evaluation and verification, in short
       provenance        {recipe, command, versions, seed, edgespec}
@@ -37,6 +38,7 @@ MAX_TEXT = 4096  # characters of a name, a source or a reason
 MAX_BYTES = 2**50  # of one file; also parameters of one model
 MAX_VOCAB_SIZE = 2**24
 MAX_RATIO = 1e6
+DEVICE_LIMITS = {"draft_length": 64, "max_draft_length": 64, "context": 2**24}
 ROLES = ("target", "drafter")
 AGAIN = "fetch or build the bundle again"
 # Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
@@ -80,6 +82,7 @@ class Manifest:
     metrics: dict[str, Any]
     provenance: dict[str, Any]
     files: dict[str, BundleFile]
+    device: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
     folder: Path | None = field(default=None, compare=False)
 
@@ -171,9 +174,16 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
             del plain[role]["vocabulary"]
         if not plain[role]["fast"]:
             del plain[role]["fast"]
+    if not plain["device"]:
+        del plain["device"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
     write_json(folder / MANIFEST, ordered)
     return folder / MANIFEST
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, checked in itself; none of its files is looked at. Raises BundleError."""
+    return _parse(_read(folder), folder)
 
 
 def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
@@ -182,7 +192,7 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     Sizes of all listed files are always checked, their sha256 unless `hashes` is False. Raises BundleError naming the file, what
     was seen, what was wanted and the next step.
     """
-    manifest = _parse(_read(folder), folder)
+    manifest = read_manifest(folder)
     for role in ROLES:
         for engine, table in getattr(manifest, role).files.items():
             for precision, name in table.items():
@@ -307,11 +317,22 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
         pair=pair,
         default=default,
         files=files,
+        device=_device(value["device"], where) if "device" in value else {},
         folder=folder,
         target=models["target"],
         drafter=models["drafter"],
         **rest,
     )
+
+
+def _device(value: Any, where: Path) -> dict[str, Any]:
+    """The known settings of the device a bundle was made for, each within its bounds."""
+    seen = _mapping(value, "device", where)
+    found: dict[str, Any] = {"name": _need(seen, "name", str, where)}
+    for key, most in DEVICE_LIMITS.items():
+        number = None if seen.get(key) is None else _between(_need(seen, key, int, where), key, most, where)
+        found[key] = number
+    return found
 
 
 def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:

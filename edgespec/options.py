@@ -102,7 +102,9 @@ def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> An
             return None
         raise InputError(f"{name} is empty; it must be {_wanted(kind)}")
     if many:
-        items = value.split(",") if isinstance(value, str) else value
+        choices = field.metadata.get("choices")
+        none_of_them = value == "" and choices is not None and "" not in choices  # --export.onnx ''
+        items = [] if none_of_them else value.split(",") if isinstance(value, str) else value
         if not isinstance(items, list | tuple):
             raise InputError(f"{name} is {value!r}; it must be a list of {kind.__name__}")
         return tuple(_bounded(_scalar(item, kind, name), field, name) for item in items)

@@ -22,6 +22,7 @@ from edgespec.options import check, from_mapping, knob
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import Conversation, keeping_system
 from edgespec_runtime.decoding import MODEL, DecodingOptions, plain
+from edgespec_runtime.device_defaults import of_reply
 from edgespec_runtime.drafters import drafter_of
 from edgespec_runtime.loop import check_vocabulary, decode
 from edgespec_runtime.pair_schedule import Schedules
@@ -282,7 +283,7 @@ def talk(chat: Chat, lines: Lines) -> int:
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, given)
+    options = from_mapping(Options, of_reply(given))
     lines = Lines()
     pair = open_pair(Path(options.bundle), options, with_draft=options.draft and options.needs_model)
     try:

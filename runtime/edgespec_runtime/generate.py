@@ -18,6 +18,7 @@ from edgespec.options import from_mapping, knob, to_mapping
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import keeping_system
 from edgespec_runtime.decoding import DecodingOptions, plain
+from edgespec_runtime.device_defaults import of_reply
 from edgespec_runtime.loop import check_prompt, decode
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.speed import dump, metrics_of
@@ -63,7 +64,7 @@ def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, given)
+    options = from_mapping(Options, of_reply(given))
     text = options.prompt or read_prompt()
     if not text.strip():
         raise InputError("the prompt is empty; give some text")

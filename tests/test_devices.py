@@ -1,0 +1,218 @@
+"""Device profiles: what they name exists, what they say fits is what files and engines take, and chat follows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.device_defaults import LENGTHS, of_bench, of_reply
+
+from edgespec import devices_fit
+from edgespec.cli import main
+from edgespec.devices import STATIC, device_of, profile, profiles
+from edgespec.drafter import derive
+from edgespec.errors import BundleError, InputError
+from edgespec.manifest import MANIFEST, open_manifest
+from edgespec.options import to_mapping
+from edgespec.recipe import DrafterOptions, ExportOptions, Recipe, resolve
+from edgespec.targets import TARGETS
+
+NAMES = {
+    "laptop-cpu-x86", "laptop-cpu-arm", "apple-silicon", "intel-npu", "qualcomm-npu", "amd-npu", "raspberry-pi",
+}  # fmt: skip
+LLAMA = TARGETS["llama-2-7b-chat"].shape
+assert LLAMA is not None
+DRAFTER = derive(LLAMA, DrafterOptions())
+
+
+def test_every_profile_is_whole() -> None:
+    assert set(profiles()) == NAMES
+    for one in profiles().values():
+        recipe = resolve({}, {"target": "t", "device": one.name})
+        assert device_of(recipe) == one
+        assert {name: list(getattr(recipe.export, name)) for name in ("onnx", "gguf", "npu")} == {
+            name: list(getattr(one, name)) for name in ("onnx", "gguf", "npu")
+        }
+        if one.engine == STATIC:
+            assert "not run on the NPU" in one.ran
+            assert (recipe.export.npu_length, recipe.export.npu_gamma) == (one.context, one.draft_length)
+    assert [one.name for one in profiles().values() if one.ran.startswith("run ")] == ["laptop-cpu-x86"]
+
+
+def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices", "list", "--json"]) == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == NAMES
+    assert main(["devices"]) == 0
+    assert all(name in capsys.readouterr().out for name in ("raspberry-pi",))
+    for name in NAMES:
+        assert main(["devices", "show", name]) == 0
+        shown = capsys.readouterr().out
+        one = profile(name)
+        assert one.ran in shown
+        assert one.policy in shown
+        assert f"{one.memory_gib:g} GiB" in shown
+    assert main(["devices", "show", "raspberry-pi", "--target", "llama-2-13b-chat"]) == 0
+    assert "It does not fit; the weights alone are too large" in capsys.readouterr().out
+    assert main(["devices", "show", "raspberry"]) == 2
+    assert "did you mean 'raspberry-pi'" in capsys.readouterr().err
+    assert main(["devices", "show"]) == 2
+    assert "show takes a NAME" in capsys.readouterr().err
+
+
+def test_a_flag_goes_before_the_device_and_the_device_before_the_recipe() -> None:
+    file = {"target": "t", "export": {"onnx": ["fp32"], "gguf": ["f16"]}}
+    assert resolve(file, {}).export.onnx == ("fp32",)
+    plain = resolve(file, {"device": "raspberry-pi"}).export
+    assert (plain.onnx, plain.gguf) == ((), ("q4_0",))
+    flagged = resolve(file, {"device": "raspberry-pi", "export": {"gguf": "q8_0"}})
+    assert flagged.export.gguf == ("q8_0",)
+    chosen = device_of(flagged)
+    assert chosen is not None
+    assert (chosen.target, chosen.drafter) == ("q8_0", "q8_0")
+    own = resolve({**file, "device": "raspberry-pi"}, {}).export
+    assert (own.onnx, own.gguf) == (("fp32",), ("f16",))
+    dumped = to_mapping(resolve(file, {"device": "raspberry-pi"}))
+    assert to_mapping(resolve(dumped, {})) == dumped  # a build that goes on has the same recipe
+
+
+def test_a_device_without_its_files_is_refused() -> None:
+    recipe = resolve({"target": "t"}, {"device": "raspberry-pi", "export": {"gguf": "", "onnx": "int4"}})
+    with pytest.raises(InputError, match=r"raspberry-pi runs llama.cpp, and no gguf file"):
+        device_of(recipe)
+    with pytest.raises(InputError, match=r"did you mean 'intel-npu'"):
+        resolve({"target": "t"}, {"device": "intel-npo"})
+
+
+def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
+    from edgespec_export import synthetic_gguf, synthetic_onnx
+
+    for name in ("llama-2-7b-chat", "tinyllama-1.1b-chat", "smollm2-360m-instruct", "qwen2.5-7b-instruct"):
+        shape = TARGETS[name].shape
+        assert shape is not None
+        for precision in ("f16", "q8_0"):
+            said = devices_fit.weight_bytes(shape, "llama.cpp", precision)
+            assert said == pytest.approx(synthetic_gguf.planned_bytes(shape, precision), rel=1e-3)
+        for precision in ("fp32", "int4"):
+            said = devices_fit.weight_bytes(shape, "onnxruntime", precision)
+            assert said == pytest.approx(synthetic_onnx.planned_bytes(shape, precision)[0], rel=1e-3)
+
+
+def test_the_arithmetic_of_llama_on_a_raspberry_pi() -> None:
+    """By hand: 32 layers x 32 heads x 128 x key and value x F16 = 512 KiB a token; Q4_0 is 18 bytes for 32 weights."""
+    found = devices_fit.fit(profile("raspberry-pi"), LLAMA, DRAFTER)
+    parts = {part.what: part.bytes for part in found.parts}
+    assert parts["target's KV cache"] == 1024 * 512 * 1024
+    head = 32000 * 4096
+    q4_0 = (LLAMA.parameters - head) * 18 / 32 + head * 34 / 32
+    assert parts["target's weights"] == pytest.approx(1.1 * q4_0, rel=1e-6)
+    assert found.needed == sum(parts.values())
+    assert found.fits
+    for part in found.parts:
+        assert part.how in found.table()
+
+
+def test_what_does_not_fit_is_refused_with_every_number() -> None:
+    x86 = profile("laptop-cpu-x86")
+    long = devices_fit.fit(x86, LLAMA, DRAFTER, 4096)
+    with pytest.raises(InputError) as refused:
+        devices_fit.check_fit(long, "llama-2-7b-chat")
+    text = str(refused.value)
+    for part in long.parts:
+        assert part.how in text
+    room = long.longest_context
+    assert f"give --context {room}" in text
+    assert devices_fit.fit(x86, LLAMA, DRAFTER, room).fits
+    assert not devices_fit.fit(x86, LLAMA, DRAFTER, room + 1).fits
+    small = dataclasses.replace(x86, memory_gib=2)
+    with pytest.raises(InputError, match="weights alone are too large"):
+        devices_fit.check_fit(devices_fit.fit(small, LLAMA, DRAFTER), "llama-2-7b-chat")
+
+
+def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:
+    half = profile("laptop-cpu-x86").writing(ExportOptions(onnx=("fp16",)))
+    whole = profile("laptop-cpu-x86").writing(ExportOptions(onnx=("fp32",)))
+    assert devices_fit.fit(half, LLAMA, DRAFTER).needed == devices_fit.fit(whole, LLAMA, DRAFTER).needed
+    assert (
+        devices_fit.fit(half, LLAMA, DRAFTER).streamed["target"]
+        < devices_fit.fit(whole, LLAMA, DRAFTER).streamed["target"]
+    )
+
+
+def with_device(bundle: Path, folder: Path, **device: object) -> Path:
+    """The bundle's manifest with a device, without its files' content."""
+    folder.mkdir()
+    for path in bundle.rglob("*"):
+        if path.is_file() and path.name != MANIFEST:
+            place = folder / path.relative_to(bundle)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.hardlink_to(path)
+    manifest = json.loads((bundle / MANIFEST).read_text()) | {"device": device}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
+def test_chat_and_bench_take_the_device_of_the_bundle_as_default(bundle: Path, tmp_path: Path) -> None:
+    fixed = str(
+        with_device(
+            bundle, tmp_path / "npu", name="intel-npu", draft_length=3, max_draft_length=8, context=64
+        )
+    )
+    assert of_reply({"bundle": fixed}) == {
+        "bundle": fixed,
+        "draft_length": 3,
+        "max_draft_length": 8,
+        "context": 64,
+    }
+    assert of_reply({"bundle": fixed, "draft_length": 5, "context": 32})["draft_length"] == 5
+    assert of_bench({"bundle": fixed})["draft_lengths"] == [3]
+    assert of_bench({"bundle": fixed})["choose"] is False
+    assert of_bench({"bundle": fixed, "draft_lengths": "1,2"})["draft_lengths"] == "1,2"
+    chosen = str(
+        with_device(
+            bundle, tmp_path / "pi", name="raspberry-pi", draft_length=None, max_draft_length=4, context=64
+        )
+    )
+    assert of_bench({"bundle": chosen})["draft_lengths"] == [length for length in LENGTHS if length <= 4]
+    assert "choose" not in of_bench({"bundle": chosen})
+    assert of_reply({"bundle": str(bundle)}) == {"bundle": str(bundle)}
+
+
+def test_bench_runs_with_them(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = with_device(
+        bundle, tmp_path / "npu", name="intel-npu", draft_length=2, max_draft_length=8, context=64
+    )
+    out = tmp_path / "bench.json"
+    assert main(["bench", str(fixed), "--max-prompts", "3", "--max-new-tokens", "8", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["options"]["context"] == 64
+    assert {run["draft_length"] for run in found["runs"]} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        {"draft_length": 3},
+        {"name": "x", "draft_length": 0},
+        {"name": "x", "max_draft_length": 10**9},
+        {"name": "x", "context": "long"},
+        {"name": "x", "context": True},
+    ],
+)
+def test_a_strangers_device_is_checked(bundle: Path, tmp_path: Path, device: dict[str, object]) -> None:
+    folder = with_device(bundle, tmp_path / "odd", **device)
+    with pytest.raises(BundleError, match=MANIFEST):
+        open_manifest(folder, hashes=False)
+
+
+def test_the_dry_run_of_a_build_takes_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["build-drafter", "--target", "tinyllama-1.1b-chat", "--device", "raspberry-pi", "--dry-run"]
+    assert main(given) == 0
+    assert main([*given[:-3], "--device", "pi", "--dry-run"]) == 2
+    assert "unknown device 'pi'" in capsys.readouterr().err
+
+
+def test_build_drafter_records_the_device_in_its_recipe() -> None:
+    assert Recipe(target="t").device == ""
+    assert resolve({}, {"target": "t", "device": "amd-npu"}).export.npu == ("qdq8",)

@@ -1,0 +1,220 @@
+"""edgespec export: two model folders or a build in, a device's bundle out; it resumes, and says what cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from tiny_bundle import disturbed
+from tiny_models import make_model_folder
+
+from edgespec import devices, export_verb
+from edgespec.cli import main
+from edgespec.devices import profile
+from edgespec.devices_fit import fit, weight_bytes
+from edgespec.errors import InputError
+from edgespec.manifest import open_manifest
+from edgespec.options import from_mapping
+from edgespec.recipe import ExportOptions
+from edgespec.shapes import ModelShape
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and its drafter. Read-only."""
+    root = tmp_path_factory.mktemp("models")
+    target = make_model_folder(root / "target", context=256)
+    return target, disturbed(target, root / "drafter", 0.07)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": text}]}
+        for text in ("Hello", "What is a list?", "Count: 1 2 3")
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def command(models: tuple[Path, Path], prompts: Path, out: Path, *more: str) -> list[str]:
+    target, drafter = map(str, models)
+    words = [
+        "export",
+        "--target",
+        target,
+        "--drafter",
+        drafter,
+        "--out",
+        str(out),
+        "--prompts-file",
+        str(prompts),
+    ]
+    return [*words, "--verify-prompts", "2", *more]
+
+
+@pytest.fixture(scope="module")
+def exported(models: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export for laptop-cpu-x86. Read-only."""
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
+    return out
+
+
+def test_just_the_devices_files_and_its_settings(exported: Path) -> None:
+    manifest = open_manifest(exported / "bundle")
+    assert manifest.pairs() == [("onnxruntime", "int4")]
+    assert manifest.default == {
+        "engine": "onnxruntime",
+        "precision": "int4",
+        "reason": "the profile of laptop-cpu-x86",
+    }
+    assert manifest.device == {
+        "name": "laptop-cpu-x86",
+        "draft_length": None,
+        "max_draft_length": 8,
+        "context": 256,
+    }
+    assert not list((exported / "bundle").rglob("*.gguf"))
+    assert json.loads((exported / "verify" / "verify.json").read_text())["files"]
+    assert "--device laptop-cpu-x86" in (exported / "command.txt").read_text()
+
+
+def test_chat_opens_it(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "generate",
+        str(exported / "bundle"),
+        "Hello",
+        "--max-new-tokens",
+        "4",
+        "--draft-length",
+        "2",
+        "--json",
+    ]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["engine"], report["precision"]) == ("onnxruntime", "int4")
+    assert report["options"]["context"] == 256
+
+
+def test_it_resumes(
+    exported: Path,
+    models: tuple[Path, Path],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(exported, out)
+    (out / "pack" / "stage.json").unlink()
+    (out / "verify" / "stage.json").unlink()
+    (out / "export" / "stage.json").unlink()
+    shutil.rmtree(out / "export" / "drafter" / "onnx-int4")  # killed in the middle of the export
+    target = out / "export" / "target" / "onnx-int4" / "model.onnx.data"
+    before = target.stat().st_mtime_ns
+    time.sleep(0.01)
+    assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
+    assert target.stat().st_mtime_ns == before
+    assert open_manifest(out / "bundle").pairs() == [("onnxruntime", "int4")]
+    capsys.readouterr()
+    assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
+    assert capsys.readouterr().out.count("(done before)") == 3
+    assert main(command(models, prompts, out, "--device", "raspberry-pi")) == 2
+    assert "holds a build of another recipe" in capsys.readouterr().err
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_written(
+    models: tuple[Path, Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    shapes = [ModelShape.from_config(json.loads((model / "config.json").read_text())) for model in models]
+    pi = profile("raspberry-pi")
+    needed = fit(pi, *shapes).needed
+    for budget, code in ((needed - 1, 2), (needed, 0)):
+        small = dataclasses.replace(pi, memory_gib=budget / 2**30)
+        monkeypatch.setattr(devices, "profiles", lambda small=small: {"raspberry-pi": small})
+        out = tmp_path / str(code)
+        assert main(command(models, prompts, out, "--device", "raspberry-pi")) == code
+        error = capsys.readouterr().err
+        if code:
+            assert "does not fit on raspberry-pi" in error
+            assert "KV cache" in error
+            assert not (out / "export").exists()
+
+
+def test_too_little_room_on_the_disk(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = ModelShape.from_config(json.loads((models[0] / "config.json").read_text()))
+    needed = 2 * (weight_bytes(shape, "onnxruntime", "fp32") + weight_bytes(shape, "llama.cpp", "q8_0"))
+    options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
+    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed)
+    export_verb.check_disk(tmp_path, options, [shape, shape])
+    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed - 1)
+    with pytest.raises(InputError, match="make room"):
+        export_verb.check_disk(tmp_path, options, [shape, shape])
+
+
+def chosen(**given: object) -> dict[str, list[str]]:
+    options = from_mapping(export_verb.Options, given)
+    return {
+        name: value for name, value in export_verb.choose_files(options, ExportOptions()).items() if value
+    }
+
+
+def test_which_files_are_written() -> None:
+    assert chosen() == {"onnx": ["fp32", "int4"], "gguf": ["f16", "q8_0"]}
+    assert chosen(formats="gguf") == {"gguf": ["f16", "q8_0"]}
+    assert chosen(precisions="int4,q4_0") == {"onnx": ["int4"], "gguf": ["q4_0"]}
+    assert chosen(precisions="fp32") == {"onnx": ["fp32"]}
+    assert chosen(precisions="fp32", formats="npu") == {"npu": ["fp32"]}
+    assert chosen(device="raspberry-pi") == {"gguf": ["q4_0"]}
+    assert chosen(device="raspberry-pi", precisions="q8_0") == {"gguf": ["q8_0"]}
+    assert chosen(device="intel-npu") == {"npu": ["qdq16"]}
+    with pytest.raises(InputError, match=r"'q4_0' is of none of onnx"):
+        chosen(precisions="q4_0", formats="onnx")
+    with pytest.raises(InputError, match="nothing is to be written"):
+        chosen(device="raspberry-pi", formats="onnx")
+
+
+def test_bad_input(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = map(str, models)
+    out = ["--out", str(tmp_path / "out")]
+    for words, part in (
+        (["--target", target], "both --target and --drafter"),
+        ([str(tmp_path), "--target", target, "--drafter", drafter], "give either"),
+        (["--target", target, "--drafter", str(tmp_path)], "no config.json"),
+        ([str(tmp_path)], "no finished stage 'target'"),
+        (["--target", target, "--drafter", drafter, "--device", "pi"], "unknown device"),
+        (["--target", target, "--drafter", drafter, "--precisions", "q9"], "'q9'"),
+    ):
+        assert main(["export", *words, *out]) == 2
+        assert part in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_npus_graphs(models: tuple[Path, Path], prompts: Path, tmp_path: Path) -> None:
+    """Float graphs: integers need rows longer than these prompts."""
+    more = ("--device", "intel-npu", "--precisions", "fp32", "--formats", "npu", "--context", "128")
+    assert main(command(models, prompts, tmp_path / "out", *more)) == 0
+    manifest = open_manifest(tmp_path / "out" / "bundle")
+    assert manifest.pairs() == [("static", "fp32")]
+    assert manifest.device == {"name": "intel-npu", "draft_length": 3, "max_draft_length": 8, "context": 128}
+    settings = json.loads(
+        (tmp_path / "out" / "bundle" / "target" / "static-fp32" / "static.json").read_text()
+    )
+    assert (settings["length"], settings["blocks"]["verify"]) == (128, 4)
+
+
+def test_a_build_is_exported_for_another_device(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(trained), "--device", "raspberry-pi", "--out", str(out)]) == 0
+    manifest = open_manifest(out / "bundle")
+    assert manifest.pairs() == [("llama.cpp", "q4_0")]
+    assert manifest.metrics["settings"] == open_manifest(trained / "bundle").metrics["settings"]
+    assert manifest.target.name == open_manifest(trained / "bundle").target.name
