@@ -10,7 +10,7 @@ import os
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from edgespec.errors import InputError, MissingExtra
 from edgespec.files import write_text
 from edgespec.options import as_flags, check, knob, to_mapping
 from edgespec.pipeline import RECIPE_FILE, Build, dump_recipe
+from edgespec.preflight import Room, check_processes, refuse, room_here
+from edgespec.preflight import check as shortages_of
 from edgespec.recipe import Recipe, load_recipe, resolve
 from edgespec.shipped import recipe_file, shipped_recipes
 from edgespec.stages import Crew
@@ -33,6 +35,7 @@ class Options(Recipe):
         "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
     )
     dry_run: bool = knob(False, "print sizes, memory, FLOPs and disk of every stage, and make nothing")
+    force: bool = knob(False, "start although the estimate says that disk or memory will not suffice")
     parallel: str = knob(
         "ddp",
         "how several processes share a training: every one with whole models (ddp) or with a part of them (fsdp)",
@@ -41,12 +44,13 @@ class Options(Recipe):
 
 
 OPTIONS = Options
+OWN = ("out", "recipe", "dry_run", "force", "parallel")
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
     """The recipe, and the options of this run alone (its target is a placeholder)."""
     flags = dict(given)
-    own = {name: flags.pop(name) for name in ("out", "recipe", "dry_run", "parallel") if name in flags}
+    own = {name: flags.pop(name) for name in OWN if name in flags}
     run = Options(target="", **{name: _checked(name, value) for name, value in own.items()})
     name, target = run.recipe, flags.get("target", "")
     file = recipe_file(name) if name else shipped_recipes().get(target)
@@ -56,10 +60,10 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
 
 def _checked(name: str, value: Any) -> Any:
     field = Options.__dataclass_fields__[name]
-    return check(value, {"dry_run": bool}.get(name, str), field, name)
+    return check(value, {"dry_run": bool, "force": bool}.get(name, str), field, name)
 
 
-def _check_packages(recipe: Recipe) -> None:
+def check_packages(recipe: Recipe) -> None:
     """Everything the last stage needs is asked for before the first one starts. Raises MissingExtra."""
     wanted = ["torch", "transformers", "accelerate"]
     wanted += ["onnx", "onnxruntime_genai"] if recipe.export.onnx else []
@@ -69,7 +73,7 @@ def _check_packages(recipe: Recipe) -> None:
             raise MissingExtra(package, "all", "Building a drafter")
 
 
-def _claim(out: Path, recipe: Recipe) -> None:
+def claim(out: Path, recipe: Recipe) -> None:
     """Make `out` this recipe's folder, or refuse it where it is another's."""
     file = out / RECIPE_FILE
     if file.exists():
@@ -94,10 +98,26 @@ def _difference(seen: Any, wanted: Any, where: str = "") -> str:
     return f"{where} is {seen!r} there and {wanted!r} here"
 
 
+def _room(out: Path, parallel: str) -> Room:
+    """What the build may take: where a GPU trains whole models, its memory and not the machine's."""
+    import torch
+
+    room = room_here(out)
+    if not torch.cuda.is_available():
+        return room
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    memory = (
+        None if parallel == "fsdp" else int(torch.cuda.mem_get_info()[0])
+    )  # parts of a model are not estimated
+    return replace(room, memory=memory, on_gpu=True, sharing=1)
+
+
 def _crew(parallel: str) -> Crew:
     """The processes torchrun started; one, without it. Only the first one prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Crew()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and parallel != "fsdp":
+        raise InputError(f"accelerate's config is FSDP and --parallel is {parallel}; add --parallel fsdp")
     os.environ["EDGESPEC_PARALLEL"] = parallel
     from edgespec_recipes import processes
 
@@ -114,13 +134,16 @@ def run(given: dict[str, Any]) -> int:
 
         print(dry_run(recipe))
         return 0
-    _check_packages(recipe)
+    check_packages(recipe)
     out = Path(options.out) if options.out else Path("build") / Path(recipe.target).name
     crew = _crew(options.parallel)
     fresh = not out.exists()
-    crew.wait()
+    crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
+    check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if not options.force:
+        refuse(shortages_of(recipe, out, _room(out, options.parallel)))
     if not crew.rank:
-        _claim(out, recipe)
+        claim(out, recipe)
         write_text(out / "command.txt", shlex.join(["edgespec", "build-drafter", *as_flags(given)]) + "\n")
     try:
         Build(recipe, out, crew).run()

@@ -15,7 +15,7 @@ from edgespec import costs
 from edgespec.drafter import DrafterShape, derive, describe
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
-from edgespec.recipe import DistillOptions, Recipe, TrainingOptions, reference_options
+from edgespec.recipe import DistillOptions, InferenceOptions, Recipe, TrainingOptions, reference_options
 from edgespec.report import count, duration, table
 from edgespec.shapes import ModelShape
 from edgespec.shipped import made_target
@@ -33,8 +33,14 @@ CHECKPOINTS = 3
 """Two are kept while the next one is written."""
 ROW_BYTES = 10
 """Of a token in a shard of responses, its id and its part of the text as JSON."""
-EXPORTED_BYTES = {"fp32": 4.0, "int4": 0.625, "f16": 2.0, "q8_0": 34 / 32}
-"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 a float16 one."""
+EXPORTED_BYTES = {
+    **{"fp32": 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int4": 0.625, "q8_0": 34 / 32, "q4_0": 18 / 32},
+    **{"fp16": 2.0, "int8": 36 / 32, "qdq8": 1.0, "qdq16": 1.0},
+    **{"q4_k_m": 4.85 / 8, "q5_k_m": 5.69 / 8, "q6_k": 210 / 256},
+}
+"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 and q4_0 a float16 one; the K mixtures as llama.cpp counts them."""
+HEAD_BYTES = {"q4_0": 34 / 32}
+"""Of a weight of the output head, where it is kept at another precision."""
 EVALUATED = 2
 """Drafters measured: pretrained, distilled."""
 
@@ -95,6 +101,21 @@ def _training(
     return StageCost(stage, tokens, total, needed + memory, kept + disk)
 
 
+def inference_bytes(how: InferenceOptions, target: ModelShape) -> int:
+    """Memory of the target's weights where it only runs. Spread over devices (max_memory), what cannot be spread: its tables.
+
+    An exported file is taken to be Q4_0 unless its precision is given; a server has its own memory.
+    """
+    if how.source == "server":
+        return 0
+    if how.source == "file":
+        return round(exported_bytes(target, how.precision if how.precision in EXPORTED_BYTES else "q4_0"))
+    if how.bits is not None:
+        return target.parameters * how.bits // 8
+    each = costs.FLOAT if how.dtype == "float32" else 2
+    return each * (2 * target.embedding_parameters if how.max_memory else target.parameters)
+
+
 def _made_target() -> StageCost:
     made = made_target(TINY_CHAT)
     known = {name: made[name] for name in TrainingOptions.__dataclass_fields__ if name in made}
@@ -123,7 +144,7 @@ def _generate(recipe: Recipe, target: ModelShape) -> StageCost:
         "generate",
         options.prompts * length,
         costs.decoding_flops(target, options.prompts, PROMPT_TOKENS, options.max_new_tokens),
-        costs.weight_bytes(target)
+        inference_bytes(recipe.inference, target)
         + costs.cache_bytes(target, rows, length)
         + costs.sampling_bytes(target, rows)
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
@@ -145,7 +166,7 @@ def _store(recipe: Recipe, target: ModelShape) -> StageCost:
         "store",
         tokens,
         costs.forward_flops(target, tokens, context, positions),
-        costs.weight_bytes(target)
+        inference_bytes(recipe.inference, target)
         + costs.passing_activation_bytes(target, STORED_AT_ONCE, context)
         + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
         positions * stored_position_bytes(target, recipe.distill.stored_top_k),
@@ -153,7 +174,13 @@ def _store(recipe: Recipe, target: ModelShape) -> StageCost:
 
 
 def _distill(
-    stage: str, options: DistillOptions, target: ModelShape, drafter: ModelShape, *, text_disk: bool = False
+    stage: str,
+    options: DistillOptions,
+    target: ModelShape,
+    drafter: ModelShape,
+    how: InferenceOptions,
+    *,
+    text_disk: bool = False,
 ) -> StageCost:
     """The drafter's training, and what it is held against.
 
@@ -176,12 +203,12 @@ def _distill(
     if options.watch_steps:
         watched = options.steps // options.watch_steps * options.watch_rows * context
         flops += sum(costs.forward_flops(model, watched, context) for model in (target, drafter))
-    memory = 0
+    memory = inference_bytes(how, target) - costs.weight_bytes(target)
     if student:
         length = PROMPT_TOKENS + options.student_max_new_tokens
         rows = max(1, at_once // length)
         flops += costs.forward_flops(drafter, student * tokens, length)
-        memory = costs.cache_bytes(drafter, rows, length) + costs.sampling_bytes(drafter, rows)
+        memory += costs.cache_bytes(drafter, rows, length) + costs.sampling_bytes(drafter, rows)
     disk = _id_bytes(drafter) * options.text_fraction * tokens if text_disk else 0.0
     if options.keep_steps:
         disk += options.steps // options.keep_steps * costs.weight_bytes(drafter)
@@ -206,23 +233,29 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
         )
         tokens += EVALUATED * (checked + read)
     rows = min(options.batch_size, prompts)
-    memory = sum(
-        costs.weight_bytes(model) + costs.cache_bytes(model, rows, length) for model in (target, drafter)
-    ) + costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
+    memory = inference_bytes(recipe.inference, target) + costs.weight_bytes(drafter)
+    memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
+    memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
+
+
+def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False) -> float:
+    """Bytes of a model's exported weights, or only of those that one token reads (`streamed`)."""
+    each = EXPORTED_BYTES[precision]
+    weights = shape.streamed_parameters if streamed else shape.parameters
+    return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
 
 
 def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
     """Files only: FLOPs are none to speak of, and the bundle links to the same files."""
-    weights = target.parameters + drafter.parameters
-    precisions = (*recipe.export.onnx, *recipe.export.gguf)
-    disk = round(sum(EXPORTED_BYTES[precision] * weights for precision in precisions))
+    precisions = (*recipe.export.onnx, *recipe.export.gguf, *recipe.export.npu)
+    disk = round(sum(exported_bytes(model, one) for model in (target, drafter) for one in precisions))
     return StageCost("export", 0, 0.0, costs.weight_bytes(target), disk)
 
 
 def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> list[StageCost]:
     """Every stage that costs something, in order. Raises InputError where a teacher's shape is not known here."""
-    distill, reference = recipe.distill, recipe.reference
+    distill, reference, how = recipe.distill, recipe.reference, recipe.inference
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
@@ -232,9 +265,10 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> list[St
     if distill.target_side == "stored":
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:
-        stages.append(_distill("reference", reference_options(recipe), target, drafter))
+        stages.append(_distill("reference", reference_options(recipe), target, drafter, how))
     if distill.steps:
-        stages.append(_distill("distill", distill, target, drafter, text_disk=not recipe.pretrain.steps))
+        text_disk = not recipe.pretrain.steps
+        stages.append(_distill("distill", distill, target, drafter, how, text_disk=text_disk))
     stages.append(_evaluate(recipe, target, drafter))
     stages.append(_export(recipe, target, drafter))
     return stages

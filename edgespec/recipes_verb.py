@@ -14,7 +14,7 @@ from edgespec.errors import InputError, did_you_mean
 from edgespec.files import write_bytes
 from edgespec.options import from_mapping, knob
 from edgespec.recipe_check import problems
-from edgespec.shipped import header, recipe_file, shipped_recipes
+from edgespec.shipped import header, launch_files, recipe_file, shipped_recipes
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _wanted(options: Options, count: int, what: str) -> None:
 
 
 def _shipped(name: str) -> Path:
-    recipes = shipped_recipes()
+    recipes = shipped_recipes() | launch_files()
     if name not in recipes:  # also whatever looks like a path
         raise InputError(f"no recipe {name!r} comes with edgespec{did_you_mean(name, recipes)}")
     return recipes[name]
@@ -73,6 +73,7 @@ def _list(as_json: bool) -> None:
         print(f"{row['name']}\n    {row['purpose']}\n    Cost: {row['cost']}")
     print(
         "\nedgespec recipes show NAME prints one; edgespec build-drafter --target TARGET --recipe NAME runs it."
+        f"\nTo launch on several GPUs or nodes (show and copy know these too): {', '.join(launch_files())}."
     )
 
 

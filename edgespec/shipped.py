@@ -42,6 +42,13 @@ def shipped_recipes() -> dict[str, Path]:
     return {path.stem: path for path in files if not path.stem.startswith("target-")}
 
 
+def launch_files() -> dict[str, Path]:
+    """launch/NAME -> file: configs of accelerate launch and sbatch scripts that come with the package."""
+    folder = _configs()
+    files = sorted((folder / "launch").iterdir()) if folder else []
+    return {f"launch/{path.stem}": path for path in files if path.suffix in (".yaml", ".sbatch")}
+
+
 def made_target(alias: str) -> Mapping[str, Any]:
     """The options of a target that edgespec makes itself: its shape and its training. Raises InputError where there are none."""
     from edgespec.recipe import load_recipe

@@ -48,7 +48,7 @@ def test_unknown_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
 
 def test_hub_target_without_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    error = refused(capsys, "build-drafter", "--target", "llama-2-7b-chat", "--out", out)
+    error = refused(capsys, "build-drafter", "--target", "llama-2-7b-chat", "--out", out, "--force")
     assert "meta-llama/Llama-2-7b-chat-hf" in error
     assert "local folder" in error
     assert not out.exists()

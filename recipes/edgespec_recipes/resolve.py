@@ -72,6 +72,13 @@ def _make_alone() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
+def _broken_off(repo: str, error: Exception) -> str:
+    return (
+        f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
+        "or give a local folder in Hugging Face layout as --target"
+    )
+
+
 def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
     """Download (or find in the hub cache) what a model folder needs, and no more."""
     import huggingface_hub
@@ -94,7 +101,11 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
             f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
         ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"{repo} could not be downloaded ({first_line(error)}): try again, {local}"
-        ) from error
+        raise InputError(_broken_off(repo, error)) from error
+    except (
+        Exception
+    ) as error:  # a connection that broke off is an exception of the HTTP library, which changed over time
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "requests", "urllib3"):
+            raise
+        raise InputError(_broken_off(repo, error)) from error
     return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)

@@ -1,0 +1,338 @@
+"""What is looked at before a build starts: room on the disk and in memory, and weights that are whole and fit their config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_recipes.loading import check_model_folder
+from tiny_models import make_model_folder
+
+from edgespec import preflight
+from edgespec.cli import main
+from edgespec.errors import InputError
+from edgespec.estimate import StageCost, estimate
+from edgespec.files import read_json
+from edgespec.preflight import (
+    RUNNING,
+    Room,
+    check,
+    check_processes,
+    free_disk,
+    free_memory,
+    refuse,
+    shortages,
+)
+from edgespec.preflight_weights import INDEX, check_weights, read_header
+from edgespec.recipe import resolve
+from edgespec.shapes import ModelShape
+
+GIB = 2**30
+STAGES = [StageCost("pretrain", 1, 1.0, 2 * GIB, 3 * GIB), StageCost("evaluate", 1, 1.0, GIB, GIB)]
+HERE = Path("/")
+
+
+def said(room: Room, done: tuple[str, ...] = ()) -> list[str]:
+    return [str(one) for one in shortages(STAGES, room, HERE, done)]
+
+
+def test_disk_counts_all_stages_and_memory_each() -> None:
+    assert said(Room(4 * GIB, 2 * GIB + RUNNING)) == []
+    [disk] = said(Room(4 * GIB - 1, 2 * GIB + RUNNING))
+    assert disk.startswith("the build (of it pretrain 3 GiB) needs 4 GiB of disk and 4 GiB are free in /")
+    [memory] = said(Room(4 * GIB, 2 * GIB))
+    assert memory == "pretrain needs 2.39 GiB of memory and 2 GiB are free on this machine"
+    assert len(said(Room(0, 0))) == 3
+    assert said(Room(4 * GIB, None)) == []
+
+
+def test_what_is_done_needs_nothing() -> None:
+    assert said(Room(GIB, GIB + RUNNING), ("pretrain",)) == []
+    assert said(Room(0, 0), ("pretrain", "evaluate")) == []
+
+
+def test_processes_of_one_machine_share_its_memory() -> None:
+    room = Room(4 * GIB, 2 * (2 * GIB + RUNNING), processes=2, sharing=2)
+    assert said(room) == []
+    [one] = said(Room(4 * GIB, 4 * GIB, processes=2, sharing=2))
+    assert one.startswith("pretrain in 2 processes needs 4.78 GiB")
+
+
+def test_a_gpu_is_not_asked_for_what_the_machine_does() -> None:
+    stages = [*STAGES, StageCost("export", 0, 0.0, 50 * GIB, 0)]
+    assert shortages(stages, Room(4 * GIB, 3 * GIB, on_gpu=True), HERE) == []
+    [gpu] = shortages(stages, Room(4 * GIB, GIB + RUNNING, on_gpu=True), HERE)
+    assert str(gpu).endswith("on the GPU")
+    assert len(shortages(stages, Room(4 * GIB, 3 * GIB), HERE)) == 1
+
+
+def test_refusal_names_every_shortage_and_the_way_on() -> None:
+    refuse([])
+    with pytest.raises(InputError) as seen:
+        refuse(shortages(STAGES, Room(GIB, GIB), HERE))
+    text = str(seen.value)
+    assert text.count("needs") == 3
+    for words in ("of disk", "of memory", "--out", "--generate.batch-size", "edgespec plan", "--force"):
+        assert words in text
+
+
+def test_what_the_system_says() -> None:
+    memory = free_memory()
+    assert memory is not None
+    assert 2**20 < memory < 2**50
+    assert free_disk(Path("/not/there/yet")) == shutil.disk_usage("/").free
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"max": "1000000", "now": "900000", "stat": "anon 5\ninactive_file 300000\n"}.items():
+        (tmp_path / name).write_text(text)
+    files = tuple(str(tmp_path / name) for name in ("max", "now", "stat"))
+    monkeypatch.setattr(preflight, "CGROUPS", (files,))
+    assert free_memory() == 400_000
+    (tmp_path / "max").write_text("max\n")
+    assert (free_memory() or 0) > 2**20
+
+
+def test_work_that_does_not_divide_is_said_before_it_starts() -> None:
+    recipe = resolve({"target": "x", "pretrain": {"batch_size": 496}, "distill": {"batch_size": 40}}, {})
+    for processes in (1, 2, 4, 8):
+        check_processes(recipe, processes)
+    with pytest.raises(
+        InputError, match=r"distill.batch_size is 40; it must be a multiple of the 16 processes: start 8"
+    ):
+        check_processes(recipe, 16)
+    few = resolve({"target": "x", "generate": {"prompts": 300}}, {})
+    check_processes(few, 2)
+    with pytest.raises(InputError, match=r"4 processes cannot share 2 shards .*--generate.shard-size 75"):
+        check_processes(few, 4)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("target") / "model", tied=False)
+
+
+def small_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=free))
+
+
+def test_a_build_is_refused_before_it_starts(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["build-drafter", "--target", str(target), "--out", str(out), "--export.gguf", "q4_0"]
+    small_disk(monkeypatch, 2**20)
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "of disk and 1 MiB are free" in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+    # with --force it goes on, up to the prompts file that is not there
+    assert main([*words, "--force", "--generate.instructions", str(tmp_path / "gone.jsonl")]) == 2
+    assert "gone.jsonl" in capsys.readouterr().err
+
+
+def test_a_build_that_goes_on_counts_what_is_left(target: Path, tmp_path: Path) -> None:
+    recipe = resolve({"target": str(target)}, {})
+    stages = {stage.stage: stage for stage in estimate(recipe, *shapes(target))}
+    room = Room(sum(stage.disk for stage in stages.values()) - stages["pretrain"].disk, None)
+    [short] = check(recipe, tmp_path, room)
+    assert short.what == "disk"
+    (tmp_path / "pretrain").mkdir()
+    (tmp_path / "pretrain" / "stage.json").write_text("{}")
+    assert check(recipe, tmp_path, room) == []
+
+
+def shapes(target: Path) -> tuple[ModelShape, Any]:
+    from edgespec.drafter import derive
+
+    shape = ModelShape.from_config(read_json(target / "config.json"))
+    return shape, derive(shape, resolve({"target": "x"}, {}).drafter)
+
+
+def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    recipe = resolve({"target": "llama-2-7b-chat"}, {})
+    small_disk(monkeypatch, 10 * GIB)
+    [short] = check(recipe, tmp_path, Room(2**50, None))
+    assert str(short).startswith(
+        "the download of meta-llama/Llama-2-7b-chat-hf needs 12.6 GiB of disk and 10 GiB"
+    )
+    snapshot = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-chat-hf" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model-00001-of-00002.safetensors").touch()
+    assert check(recipe, tmp_path, Room(2**50, None)) == []
+    assert (
+        check(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
+    )  # a shape that nobody knows yet
+
+
+# Weights
+
+
+def copied(target: Path, place: Path, shards: int = 1) -> Path:
+    """A copy of a model folder, its weights in `shards` files with an index."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(target, place)
+    if shards > 1:
+        weights = load_file(place / "model.safetensors")
+        (place / "model.safetensors").unlink()
+        names = sorted(weights)
+        where = {
+            name: f"model-{1 + i % shards:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)
+        }
+        for file in set(where.values()):
+            save_file({name: weights[name] for name in names if where[name] == file}, place / file)
+        (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return place
+
+
+def problem(folder: Path) -> str:
+    """What `check_model_folder`, which every target passes, says of a folder."""
+    with pytest.raises(InputError) as seen:
+        check_model_folder(folder)
+    return str(seen.value)
+
+
+def with_config(folder: Path, **changes: Any) -> Path:
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_whole_folders_pass(families: dict[str, Path], family: str) -> None:
+    check_model_folder(families[family])
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_shards_pass(target: Path, tmp_path: Path, shards: int) -> None:
+    check_model_folder(copied(target, tmp_path / "model", shards))
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_missing_shard_is_named(target: Path, tmp_path: Path, indexed: bool) -> None:
+    folder = copied(target, tmp_path / "model", 3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    if not indexed:
+        (folder / INDEX).unlink()
+    assert "lacks 1 of its 3 weight files: model-00002-of-00003.safetensors" in problem(folder)
+
+
+def test_a_shard_that_is_cut_short_is_named(target: Path, tmp_path: Path) -> None:
+    folder = copied(target, tmp_path / "model", 3)
+    file = folder / "model-00003-of-00003.safetensors"
+    whole = file.read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        text = problem(folder)
+        assert f"{file} is cut short: it has {size:,} bytes and its header names {len(whole):,}" in text
+    file.write_bytes(whole + b"x")
+    assert "is longer than it should be" in problem(folder)
+    for size in (0, 7, 8, 100):
+        file.write_bytes(whole[:size])
+        assert f"{file} has {size:,} bytes and is no whole safetensors file" in problem(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 128}, "is [512, 64], and the config's sizes make it [512, 128]"),
+        (
+            {"intermediate_size": 96},
+            "mlp.down_proj.weight in model.safetensors is [64, 160], and the config's sizes make it [64, 96]",
+        ),
+        ({"num_key_value_heads": 4}, "self_attn.k_proj.weight in model.safetensors is [64, 64]"),
+        ({"vocab_size": 640}, "is [512, 64], and the config's sizes make it [640, 64]"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, and the files have 2 layers"),
+        ({"num_hidden_layers": 1}, "num_hidden_layers is 1, and the files have 2 layers"),
+    ],
+)
+def test_a_config_of_another_model(target: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    text = problem(with_config(copied(target, tmp_path / "model"), **changes))
+    assert "config.json and weights disagree" in text
+    assert words in text
+
+
+def rewritten(folder: Path, change: Any) -> Path:
+    """The folder with its safetensors header changed by `change`."""
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lm_head.weight", "have no lm_head.weight"),
+        ("model.layers.1.mlp.up_proj.weight", "have no model.layers.1.mlp.up_proj.weight"),
+        ("model.norm.weight", "have no model.norm.weight"),
+    ],
+)
+def test_a_tensor_that_is_not_there(target: Path, tmp_path: Path, name: str, words: str) -> None:
+    def renamed(header: dict[str, Any]) -> None:
+        header["another"] = header.pop(name)
+
+    assert words in problem(rewritten(copied(target, tmp_path / "model"), renamed))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        [],
+        {"dtype": "F32", "shape": [2, 2]},
+        {"dtype": "F32", "shape": [2, -2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [2, 2], "data_offsets": [16, 0]},
+        {"dtype": 5, "shape": [2, 2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [2, 2.5], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [3, 2], "data_offsets": [0, 16]},
+        {"dtype": "F32", "shape": [2**61, 2**61], "data_offsets": [0, 16]},
+    ],
+)
+def test_headers_that_lie(target: Path, tmp_path: Path, entry: Any) -> None:
+    folder = rewritten(copied(target, tmp_path / "model"), lambda header: header.update(liar=entry))
+    with pytest.raises(InputError, match="liar"):
+        read_header(folder / "model.safetensors")
+
+
+def test_an_index_that_lies(target: Path, tmp_path: Path) -> None:
+    folder = copied(target, tmp_path / "model", 2)
+    index = json.loads((folder / INDEX).read_text())
+    name, file = next(iter(index["weight_map"].items()))
+    other = next(one for one in index["weight_map"].values() if one != file)
+    for place, words in (
+        (other, f"{name}, and it is in {file}"),
+        ("../../etc/passwd", "a .safetensors file of the folder"),
+    ):
+        (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {name: place}}))
+        assert words in problem(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": index["weight_map"] | {"extra": file}}))
+    assert "the tensor extra, and no file has it" in problem(folder)
+    (folder / INDEX).write_text('{"weight_map": {}}')
+    assert "has no weight_map" in problem(folder)
+
+
+def test_other_names_and_packed_weights_are_left_alone(target: Path, tmp_path: Path) -> None:
+    def foreign(header: dict[str, Any]) -> None:
+        for name in set(header) - {"__metadata__"}:
+            header[f"transformer.{name}"] = header.pop(name)
+
+    folder = with_config(copied(target, tmp_path / "foreign"), hidden_size=128)
+    shape = ModelShape.from_config(read_json(folder / "config.json"))
+    check_weights(rewritten(folder, foreign), shape)
+    packed = with_config(
+        copied(target, tmp_path / "packed"), hidden_size=128, quantization_config={"bits": 4}
+    )
+    check_weights(packed, ModelShape.from_config(read_json(packed / "config.json")))
