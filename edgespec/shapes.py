@@ -8,6 +8,11 @@ from typing import Any
 
 from edgespec.errors import InputError
 
+# What a config.json leaves out where it is the family's default.
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
+_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+_ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -67,18 +72,22 @@ class ModelShape:
 
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
         rope = config.get("rope_parameters") or {}
+        rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
         model_type = config.get("model_type", "")
+        theta = rope.get("rope_theta") or config.get(
+            "rope_theta"
+        )  # transformers 5 goes by the first, 4 knows the second
         return cls(
             hidden=hidden,
             layers=int(need("num_hidden_layers")),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden // heads),
+            head_dim=int(config.get("head_dim") or _HEAD_DIM.get(model_type) or hidden // heads),
             intermediate=int(need("intermediate_size")),
             vocab_size=int(need("vocab_size")),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=bool(config.get("tie_word_embeddings", model_type in _TIED)),
             context_length=int(config.get("max_position_embeddings") or 2048),
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
+            rope_theta=float(theta or _ROPE_THETA.get(model_type) or 10000.0),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
             attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
             head_norms=model_type == "qwen3",

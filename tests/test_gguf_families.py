@@ -11,11 +11,10 @@ import torch
 from edgespec_export.gguf_families import FAMILIES
 from edgespec_export.readback import gguf_field, gguf_weights
 from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine, load_library
+from float_cache import float_engine
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from edgespec.errors import InputError
@@ -25,7 +24,6 @@ from edgespec.shapes import ModelShape
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8
 GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3
-F32_CACHE = 0  # ggml_type
 SLIDING = {"sliding_window": 24}  # shorter than the tokens, so that a wrong window shows
 GEMMA = {**SLIDING, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
@@ -43,6 +41,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 PHI = {"head_dim": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"theta": 50000.0}),
@@ -53,6 +52,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
     ),
     "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "llama yarn scaled": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5, "beta_fast": 8.0}}),
+    "qwen2 yarn": (
+        "qwen2",
+        {"head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
+    ),
+    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
+    "smollm3": ("smollm3", {"layers": 5, "theta": 5e6, "head_dim": 16}),
+    "smollm3 untied": ("smollm3", {"layers": 4, "tied": False, "rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral untied": ("mistral", {"tied": False}),
     "qwen2": ("qwen2", {"theta": 1e6, "head_dim": 16}),
@@ -92,21 +100,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def float_engine(file: Path, monkeypatch: pytest.MonkeyPatch, context: int | None = None) -> LlamaCppEngine:
-    """llama.cpp with keys and values in F32; the engine's own cache is F16."""
-    library = load_library()
-    defaults = library.llama_context_default_params
-
-    def with_float_cache() -> Any:
-        params = defaults()
-        params.type_k = params.type_v = F32_CACHE
-        return params
-
-    with monkeypatch.context() as patch:
-        patch.setattr(library, "llama_context_default_params", with_float_cache)
-        return LlamaCppEngine(file, context, threads=1, flash_attention=False)
-
-
 def float_logits(
     file: Path, tokens: list[int], monkeypatch: pytest.MonkeyPatch, context: int | None = None
 ) -> np.ndarray:
@@ -118,29 +111,70 @@ def float_logits(
     return np.concatenate(logits)
 
 
+class RoundedGelu(torch.nn.Module):
+    """GELU as llama.cpp's CPU kernels compute it, in F32 files too: looked up in a table from F16 to F16.
+
+    `#define GGML_GELU_FP16` in its vec.h: no setting of a build or a file turns it off.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        looked_up = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x <= -10, torch.zeros(()), torch.where(x >= 10, x, looked_up))
+
+
+def rounded_logits(folder: Path, tokens: list[int]) -> np.ndarray:
+    """[n, V] logits of torch with llama.cpp's GELU in the place of its own."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = RoundedGelu()
+    with torch.inference_mode():
+        logits: np.ndarray = model(torch.tensor([tokens])).logits[0].numpy()
+    return logits
+
+
 def with_wide_gates(folder: Path) -> Path:
-    """Gates so large that GELU is 0 or its input, which llama.cpp's table of F16 numbers (used in F32 files too) keeps exact."""
+    """Gates so large that GELU is 0 or its input, which the table does not round."""
     weights = load_file(folder / "model.safetensors")
     wide = {name: value * 1e5 if ".gate_proj." in name else value for name, value in weights.items()}
     save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
+def tokens_difference(file: Path, wanted: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """[n] largest difference of a logit at every token."""
+    largest: np.ndarray = np.abs(float_logits(file, TOKENS, monkeypatch, 256) - wanted).max(axis=1)
+    return largest
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_torch(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma twice: within what llama.cpp's rounded GELU costs, and within BOUND where that rounding plays no part."""
+    """Gemma: where GELU is not rounded; the next test is about where it is."""
     family, settings = CASES[case]
     folder = make_model_folder(tmp_path / "model", family, seed=len(case), **settings)
-
-    def difference() -> float:
-        export_gguf(folder, tmp_path / "model.gguf", "f32")
-        logits = float_logits(tmp_path / "model.gguf", TOKENS, monkeypatch, 256)
-        return float(np.abs(logits - torch_logits(folder, TOKENS).numpy()).max())
-
     if family.startswith("gemma"):
-        assert difference() < GELU_BOUND
         with_wide_gates(folder)
-    assert difference() < BOUND
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    reference = torch_logits(folder, TOKENS).numpy()
+    assert tokens_difference(tmp_path / "model.gguf", reference, monkeypatch).max() < BOUND
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3 untied"])
+def test_rounded_gelu_is_what_parts_gemma_from_torch(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch with the same table is as near as elsewhere, but for tokens where some sum rounds to a neighbouring F16 number.
+
+    Measured, median and largest over tokens: 7e-4 and 1e-3 from torch, 2e-6 and 1e-4 from torch with the table (gemma2).
+    """
+    family, settings = CASES[case]
+    folder = make_model_folder(tmp_path / "model", family, seed=len(case), **settings)
+    export_gguf(folder, tmp_path / "model.gguf", "f32")
+    reference = torch_logits(folder, TOKENS).numpy()
+    own = tokens_difference(tmp_path / "model.gguf", reference, monkeypatch)
+    rounded = tokens_difference(tmp_path / "model.gguf", rounded_logits(folder, TOKENS), monkeypatch)
+    assert own.max() < GELU_BOUND
+    assert np.median(own) > BOUND
+    assert np.median(rounded) < BOUND / 2
 
 
 def test_long_texts_take_the_long_rope_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +225,11 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
         ("llama", {"model_type": "gemma"}, "'gemma' model; GGUF export knows llama, mistral, .*phi3"),
         ("llama", {"model_type": "gemma3"}, "save the text model alone"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu', and llama.cpp's 'llama' needs 'silu'"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' has no .*default, linear"),
+        ("llama", {"rope_parameters": {**YARN, "rope_type": "ntk"}}, "'ntk' has no .*default, linear"),
+        ("gemma2", {"rope_parameters": YARN}, "'yarn' has no counterpart in llama.cpp's 'gemma2'"),
+        ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "truncate false"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, r"no_rope_layers .*each 4th"),
+        ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers \[1, 0\], and .* needs RoPE in every layer"),
         ("qwen2", {"rope_scaling": LLAMA3}, "'llama3' has no counterpart in llama.cpp's 'qwen2'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
@@ -216,30 +254,3 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
 
 def test_every_family_of_the_table_is_tried() -> None:
     assert {family for family, _ in CASES.values()} == set(FAMILIES)
-
-
-def test_greedy_text_of_a_trained_model_is_that_of_torch(
-    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """50 prompts, 40 tokens each, F32 weights and cache."""
-    folder = shared / "models" / "stories260K"
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    starts = ("Once, {} went to the park.", "The {} was very sad.", "One day, a {} saw a big tree and")
-    names = ["Lily", "Tim", "Ben", "Tom", "Sue", "Max", "Mia", "Anna", "Jack", "Sam", "dog", "cat", "bird"]
-    names += ["fish", "boy", "girl", "bear"]
-    prompts = [tokenizer.encode(start.format(name)).ids for start in starts for name in names][:50]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    export_gguf(folder, tmp_path / "model.gguf", "f32")
-    engine = float_engine(tmp_path / "model.gguf", monkeypatch)
-    for prompt in prompts:
-        reference = model.generate(
-            torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0
-        )[0, len(prompt) :].tolist()
-        engine.rewind(0)
-        written: list[int] = []
-        feed = prompt
-        while len(written) < len(reference):
-            written.append(int(engine.forward(feed)[-1].argmax()))
-            feed = written[-1:]
-        assert written == reference, tokenizer.decode(prompt)
-    engine.close()

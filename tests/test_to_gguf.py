@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export import to_gguf
+from edgespec_export.file_check import BOUNDS
 from edgespec_export.quantize import PRECISIONS
 from edgespec_export.readback import gguf_field, gguf_weights
 from edgespec_export.to_gguf import export_gguf
-from edgespec_export.verify import BOUNDS
+from edgespec_runtime.doctor import EMBEDDING_BYTES
 from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
@@ -90,6 +91,9 @@ def test_precisions(wide: Path, tmp_path: Path, precision: str) -> None:
     assert gguf_field(reader, "general.file_type") == FILE_TYPES[precision]
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     assert set(kinds.values()) == MATRICES[precision]
+    embedded = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    reckoned = EMBEDDING_BYTES[precision]  # by doctor
+    assert int(embedded.n_bytes) == int(embedded.n_elements) * reckoned
     assert precision != "q4_0" or kinds["output.weight"] == "Q8_0" != kinds["token_embd.weight"]
     stored = load_file(wide / "model.safetensors")
     for name, weights in gguf_weights(file, ModelShape.from_config(read_json(wide / "config.json"))):
@@ -314,7 +318,7 @@ def test_what_cannot_be_exported_is_refused(families: dict[str, Path], tmp_path:
 
     refused("did you mean 'q8_0'", precision="q8")
     refused("'gemma' model", model_type="gemma")
-    refused("RoPE scaling 'yarn'", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0})
+    refused("RoPE scaling 'ntk'", rope_parameters={"rope_type": "ntk", "rope_theta": 1e4, "factor": 4.0})
     refused("vocabulary ends at 99", vocab_size=100)
     refused(
         "none of those matched",

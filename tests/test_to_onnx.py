@@ -85,7 +85,7 @@ def test_what_cannot_be_exported_is_refused(
     families: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InputError, match=r"did you mean 'int4'"):
-        export_onnx(families["llama"], tmp_path / "out", "int8")
+        export_onnx(families["llama"], tmp_path / "out", "int44")
     narrow = make_model_folder(tmp_path / "narrow", head_dim=8)
     with pytest.raises(InputError, match=r"heads of 8.*multiple of 16"):
         export_onnx(narrow, tmp_path / "out", "fp32")

@@ -39,18 +39,18 @@ class Bounds:
     block: float
 
 
-# Measured: weights 0 (Gemma 4e-7: its norms lie in the files as 1 + w) / 2e-4 / 6e-3 / 9e-2; engine 1e-6 / 1e-3 / 3e-2 / 1e-6 on
+# Measured: weights 0 / 2e-4 / 6e-3 / 9e-2; engine 1e-6 / 1e-3 / 3e-2 / 1e-6 on
 # random weights (a third of it on trained ones); block 1e-6 / 1e-3 / 0 (flash attention) / 1e-6. llama.cpp rounds activations:
 # to F16, and to int8 for Q8_0.
 BOUNDS = {
-    "fp32": Bounds(weights=1e-6, engine=1e-4, block=1e-4),
+    "fp32": Bounds(weights=1e-7, engine=1e-4, block=1e-4),
     "f16": Bounds(weights=1e-3, engine=3e-3, block=3e-3),
     "q8_0": Bounds(weights=2e-2, engine=5e-2, block=1e-4),
     "int4": Bounds(weights=2e-1, engine=1e-4, block=1e-4),
     "fp16": Bounds(weights=1e-3, engine=1e-4, block=1e-4),  # weights 2e-4 / 5e-3: float arithmetic as fp32
     "int8": Bounds(weights=2e-2, engine=1e-4, block=1e-4),
     # weights 0 / 2e-3 / 1e-1 / 7e-2 / 4e-2 / 2e-2; engine 1e-3 (keys and values are F16) / 1e-2 / 4e-2 to 5e-2
-    "f32": Bounds(weights=1e-6, engine=3e-3, block=3e-3),
+    "f32": Bounds(weights=1e-7, engine=3e-3, block=3e-3),
     "bf16": Bounds(weights=5e-3, engine=3e-2, block=1e-2),
     "q4_0": Bounds(weights=2e-1, engine=1e-1, block=1e-4),
     "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),

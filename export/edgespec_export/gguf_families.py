@@ -7,20 +7,17 @@ both alike, the context is cut and a note says so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from gguf import GGUFWriter
-from gguf.constants import MODEL_ARCH, RopeScalingType
+from gguf.constants import MODEL_ARCH
 
 from edgespec.errors import InputError
 from edgespec.shapes import ModelShape
-
-Vector = np.ndarray[Any, np.dtype[np.float32]]
+from edgespec_export.gguf_rope import Vector, write_rope
 
 SILU, GELU = "silu", "gelu_pytorch_tanh"
 _EVERYWHERE = ("default", "linear", "dynamic")
@@ -49,16 +46,24 @@ class Family:
     untied: bool = True
     full_width_heads: bool = False  # heads * head_dim must be the hidden size
     large_scale_layers: int = 0  # with as many layers the attention's scale is that of hidden / heads
+    nope_period: int = 0  # every period-th layer has no RoPE; 0: all have it
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LLAMA = Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True, rope_types=(*_EVERYWHERE, "llama3"))
-_GEMMA_DEFAULTS = {"tie_word_embeddings": True, "head_dim": 256, "hidden_activation": GELU}
+_LLAMA = Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True, rope_types=(*_EVERYWHERE, "llama3", "yarn"))
+_GEMMA_DEFAULTS = {"hidden_activation": GELU}
 FAMILIES = {
     "llama": _LLAMA,  # also TinyLlama and SmolLM
     "mistral": _LLAMA,
-    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2"),
-    "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3"),
+    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2", rope_types=(*_EVERYWHERE, "yarn")),
+    "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3", rope_types=(*_EVERYWHERE, "yarn")),
+    "smollm3": Family(
+        MODEL_ARCH.SMOLLM3,
+        "smollm3",
+        permute_qk=True,
+        rope_types=(*_EVERYWHERE, "yarn"),
+        nope_period=4,
+    ),
     "gemma2": Family(
         MODEL_ARCH.GEMMA2,
         "gemma2",
@@ -88,7 +93,6 @@ FAMILIES = {
         full_width_heads=True,
     ),
 }
-_OLD_ROPE_NAMES = {"su": "longrope"}
 
 
 def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
@@ -130,7 +134,7 @@ def write_hyperparameters(
         writer.add_attn_logit_softcapping(float(config["attn_logit_softcapping"]))
         writer.add_final_logit_softcapping(float(config["final_logit_softcapping"]))
     writer.add_context_length(_write_window(writer, family, shape, config, notes))
-    return _write_rope(writer, family, shape, config, notes)
+    return write_rope(writer, family, shape, config, notes)
 
 
 def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
@@ -160,6 +164,11 @@ def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None
     wanted = shape.hidden // shape.heads if wide else shape.head_dim
     if scalar is not None and scalar != wanted:
         refuse(f"query_pre_attn_scalar {scalar}", f"{wanted}")
+    with_rope = config.get("no_rope_layers") or [1] * shape.layers
+    period = family.nope_period or shape.layers + 1
+    if list(map(bool, with_rope)) != [bool((layer + 1) % period) for layer in range(shape.layers)]:
+        every = f"every layer but each {period}th" if family.nope_period else "every layer"
+        refuse(f"no_rope_layers {with_rope}", f"RoPE in {every}")
     if config.get("use_bidirectional_attention"):
         refuse("attention in both directions", "causal attention")
 
@@ -196,104 +205,3 @@ def _period(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> int
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     period = full[0] + 1 if full else shape.layers + 1
     return period if full == list(range(period - 1, shape.layers, period)) and period > 1 else 0
-
-
-def _write_rope(
-    writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
-) -> dict[str, Vector]:
-    rope, local = _rope_parameters(config, shape)
-    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
-    if partial != 1.0 and not family.partial_rotary:
-        raise InputError(
-            f"the model has partial_rotary_factor {partial}; llama.cpp's {family.name!r} needs 1.0"
-        )
-    rotated = int(shape.head_dim * partial)
-    theta = float(rope["rope_theta"])
-    writer.add_rope_dimension_count(rotated)
-    writer.add_rope_freq_base(theta)
-    if family.window_theta:
-        writer.add_rope_freq_base_swa(float(local.get("rope_theta") or 10000.0))
-    kind = rope["rope_type"]
-    if kind not in family.rope_types:
-        raise InputError(
-            f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.name!r}; known: {', '.join(family.rope_types)}"
-        )
-    if kind == "linear":
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    if kind == "dynamic":
-        notes.append(
-            f"the RoPE base grows beyond {shape.context_length} tokens in torch and not in llama.cpp: the context ends there"
-        )
-    if kind == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(rope, theta, rotated)}
-    return _write_longrope(writer, rope, shape, config, rotated, notes) if kind == "longrope" else {}
-
-
-def _rope_parameters(
-    config: Mapping[str, Any], shape: ModelShape
-) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """RoPE of the layers that attend in full, with rope_type and rope_theta, and of those that slide; old and new spellings."""
-    spelled = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = config.get("rope_parameters") or {}
-    local: Mapping[str, Any] = {"rope_theta": config.get("rope_local_base_freq")}
-    theta = shape.rope_theta
-    if isinstance(nested.get("full_attention"), Mapping):  # one table for each kind of layer
-        spelled, local = nested["full_attention"], nested.get("sliding_attention") or local
-        theta = float(spelled.get("rope_theta") or theta)
-    elif config.get("model_type") == "gemma3_text" and not config.get("rope_theta"):
-        theta = float(nested.get("rope_theta") or 1e6)
-    if local.get("rope_type", "default") != "default":
-        raise InputError(
-            f"RoPE scaling {local['rope_type']!r} of sliding layers is not known; known: default"
-        )
-    kind = spelled.get("rope_type") or spelled.get("type") or "default"
-    return {**spelled, "rope_theta": theta, "rope_type": _OLD_ROPE_NAMES.get(kind, kind)}, local
-
-
-def _llama3_factors(rope: Mapping[str, Any], theta: float, rotated: int) -> Vector:
-    """[rotated / 2] divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between (Llama 3.1).
-
-    The blend of the frequencies is linear in (original context / wavelength), so the divisor is its inverse.
-    """
-    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(rope["original_max_position_embeddings"])
-    turns = original * theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / (share + (1.0 - share) / factor)).astype(np.float32)
-
-
-def _write_longrope(
-    writer: GGUFWriter,
-    rope: Mapping[str, Any],
-    shape: ModelShape,
-    config: Mapping[str, Any],
-    rotated: int,
-    notes: list[str],
-) -> dict[str, Vector]:
-    """Phi-3's two lists of divisors, and the factor on cos and sin, √(1 + ln(factor) / ln(original context)) (LongRoPE)."""
-    original = int(
-        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 0
-    )
-    if original < 2:
-        raise InputError("longrope needs original_max_position_embeddings in config.json; it is not there")
-    factor = float(rope.get("factor") or shape.context_length / original)
-    scale = rope.get("attention_factor")
-    if scale is None:
-        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
-    writer.add_rope_scaling_orig_ctx_len(original)
-    writer.add_rope_scaling_attn_factors(float(scale))
-    notes.append(
-        f"llama.cpp takes the long RoPE factors where the context it is opened with is above {original} tokens, torch where the "
-        "text is"
-    )
-    tensors = {}
-    for length in ("long", "short"):
-        factors = np.asarray(rope[f"{length}_factor"], dtype=np.float32)
-        if factors.shape != (rotated // 2,):
-            raise InputError(
-                f"{length}_factor has {factors.size} values instead of {rotated // 2}; correct config.json"
-            )
-        tensors[f"rope_factors_{length}.weight"] = factors
-    return tensors

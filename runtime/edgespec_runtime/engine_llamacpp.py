@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import BundleError, EdgespecError, InputError, MissingExtra
+from edgespec_runtime.block_kernels import VERIFIED, BlockKernels, kernels_for
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
-from edgespec_runtime.safe_gguf import check_gguf
+from edgespec_runtime.safe_gguf import read_header
 
 BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
-FLOAT_FILE_TYPES = frozenset({0, 1, 32})  # llama_ftype: all F32, mostly F16, mostly BF16
+FLOAT_TYPES = frozenset({0, 1, 30})  # ggml_type: F32, F16, BF16
 
 _ERROR_LEVEL = 4
 _messages: deque[str] = deque(maxlen=4)
@@ -60,11 +61,12 @@ def is_available() -> bool:
 
 
 class LlamaCppEngine:
-    """One GGUF model and its key/value cache (F16).
+    """One GGUF model and its key/value cache (16 bits).
 
-    `flash_attention=None` chooses by the file: on for quantised weights, where it makes a block's logits equal those of single
-    steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why). `threads=None` takes every core
-    this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not exact.
+    `flash_attention=None` chooses by the file: on for quantised weights, where it and what block_kernels adds make a block's
+    logits equal those of single steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why).
+    `threads=None` takes every core this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not
+    exact.
 
     Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
     """
@@ -82,27 +84,25 @@ class LlamaCppEngine:
         self._batch: Any = None
         if not file.is_file():
             raise InputError(f"{file} is missing; give a GGUF file")
-        check_gguf(file)
+        types = read_header(file)[1]
+        self.float_weights = types <= FLOAT_TYPES
+        self._choose_kernels(types, threads, flash_attention)
         model_params = lib.llama_model_default_params()
         model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = self._kernels.repacked
         _messages.clear()
         self._model = lib.llama_model_load_from_file(os.fsencode(file), model_params)
         if not self._model:
             raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
         try:
-            self._open(file, context_length, threads, flash_attention)
+            self._open(file, context_length)
         except BaseException:
             self.close()
             raise
 
-    def _open(
-        self, file: Path, context_length: int | None, threads: int | None, flash_attention: bool | None
+    def _choose_kernels(
+        self, types: frozenset[int], threads: int | None, flash_attention: bool | None
     ) -> None:
-        lib = self._lib
-        self.name = f"llama.cpp {file.name}"
-        trained = int(lib.llama_model_n_ctx_train(self._model))
-        self.context_length = min(context_length or trained, trained)
-        self.float_weights = int(lib.llama_model_ftype(self._model)) in FLOAT_FILE_TYPES
         if flash_attention is None:
             flash_attention = not self.float_weights
             weights = "quantised" if flash_attention else "float"
@@ -111,6 +111,15 @@ class LlamaCppEngine:
             self.flash_attention_reason = "as asked"
         self.flash_attention = flash_attention
         self.threads = threads or default_threads()
+        self._kernels: BlockKernels = kernels_for(
+            types, self.threads, exact=flash_attention and not self.float_weights
+        )
+
+    def _open(self, file: Path, context_length: int | None) -> None:
+        lib = self._lib
+        self.name = f"llama.cpp {file.name}"
+        trained = int(lib.llama_model_n_ctx_train(self._model))
+        self.context_length = min(context_length or trained, trained)
         self.block_length = min(BLOCK_LENGTH, self.context_length)
         params = lib.llama_context_default_params()
         params.n_ctx = self.context_length
@@ -118,8 +127,10 @@ class LlamaCppEngine:
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self.threads
         params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
+        if self._kernels.value_type is not None:
+            params.type_v = self._kernels.value_type
         params.no_perf = True
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
@@ -140,15 +151,32 @@ class LlamaCppEngine:
         self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
         self._buffer_address = 0
         self._steps = np.arange(self.block_length, dtype=np.int32)
+        rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
+        self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
         self.n_past = 0
 
     def forward(self, tokens: Sequence[int]) -> Logits:
-        """Append `tokens` (at most `block_length`) to the cache; float32 logits [n, V], llama.cpp's own memory (no copy).
+        """Append `tokens` (at most `block_length`) to the cache; float32 logits [n, V], valid until the next call.
 
         Raises InputError where the tokens do not fit into what is left of the context, or lie outside the vocabulary.
         """
-        count = len(tokens)
+        count, piece = len(tokens), self._kernels.piece
         check_room(self, count)
+        if not piece < count <= len(self._joined):
+            return self._decoded(tokens)
+        before = self.n_past
+        try:
+            for start in range(0, count, piece):
+                part = tokens[start : start + piece]
+                self._joined[start : start + len(part)] = self._decoded(part)
+        except EdgespecError:
+            self.rewind(before)
+            raise
+        return self._joined[:count]
+
+    def _decoded(self, tokens: Sequence[int]) -> Logits:
+        """One pass; the logits are llama.cpp's own memory (no copy)."""
+        count = len(tokens)
         lib, batch = self._lib, self._batch
         self._tokens[:count] = tokens
         np.add(self._steps[:count], self.n_past, out=self._positions[:count])
@@ -201,6 +229,15 @@ class LlamaCppEngine:
                 f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens"
             )
         return list(buffer[:count])
+
+    def token_text(self, token: int) -> str | None:
+        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+        vocab = self._lib.llama_model_get_vocab(self._model)
+        none = self._lib.llama_vocab_type(vocab) == self._lib.LLAMA_VOCAB_TYPE_NONE
+        if none or not 0 <= token < self.vocab_size:
+            return None
+        text: bytes = self._lib.llama_vocab_get_text(vocab, token)
+        return text.decode("utf-8", "replace")
 
     def close(self) -> None:
         """Free the model; a second call does nothing."""

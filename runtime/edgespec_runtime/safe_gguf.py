@@ -57,6 +57,11 @@ def check_gguf(path: Path) -> dict[str, Any]:
     Returns its scalar and string metadata; of an array its length. Raises BundleError naming the file, the value seen, the
     value wanted and the next step.
     """
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], frozenset[int]]:
+    """`check_gguf`, and the ggml_types of the file's tensors."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -78,7 +83,7 @@ class _Header:
         self.data = data
         self.at = 0
 
-    def check(self) -> dict[str, Any]:
+    def check(self) -> tuple[dict[str, Any], frozenset[int]]:
         if (magic := self._bytes(4)) != b"GGUF":
             raise self._refuse(f"begins with {magic!r}", "b'GGUF'")
         if (version := self._number(4)) not in (2, 3):
@@ -91,8 +96,7 @@ class _Header:
                 raise self._refuse(f"has the key {key[:80]!r} twice", "each once")
             pairs[key] = self._value(key, self._number(4))
         self._check_pairs(pairs)
-        self._check_tensors(tensors, pairs.get("general.alignment", 32))
-        return pairs
+        return pairs, self._check_tensors(tensors, pairs.get("general.alignment", 32))
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
@@ -148,8 +152,9 @@ class _Header:
             if isinstance(tokens, range) and isinstance(other, range) and len(other) != len(tokens):
                 raise self._refuse(f"has {len(other)} {name} for {len(tokens)} tokens", "one for each")
 
-    def _check_tensors(self, count: int, alignment: int) -> None:
+    def _check_tensors(self, count: int, alignment: int) -> frozenset[int]:
         found: dict[str, tuple[int, int]] = {}
+        kinds = set()
         for _ in range(count):
             name = self._string("a tensor's name", MAX_NAME)
             if name in found:
@@ -167,6 +172,7 @@ class _Header:
             if offset % alignment:
                 raise self._refuse(f"has {name!r} at offset {offset}", f"a multiple of {alignment}")
             found[name] = (offset, math.prod(dimensions) // block * size)
+            kinds.add(kind)
         start = -(-self.at // alignment) * alignment
         for name, (offset, size) in found.items():
             if start + offset + size > len(self.data):
@@ -174,6 +180,7 @@ class _Header:
                     f"has {name!r} of {size} bytes at {start + offset}",
                     f"an end within its {len(self.data)} bytes",
                 )
+        return frozenset(kinds)
 
     def _count(self, width: int, what: str, most: int, least: int = 0) -> int:
         seen = self._number(width)

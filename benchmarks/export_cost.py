@@ -1,0 +1,256 @@
+"""What an export of a published shape costs: time, peak memory and size, each format in a process of its own.
+
+    python benchmarks/export_cost.py [TARGET] [--formats q4_0,f16,onnx-int4] [--shard-gib 1] [--folder build/export-cost] [--keep]
+
+The checkpoint has the target's shape and random bf16 weights, written shard by shard (a matrix in memory at a time), a byte-level
+tokenizer and nothing else. A format is a GGUF precision, or onnx- and an ONNX one. "peak" is the largest resident memory of the
+exporting process (Python, libraries and mapped files included), beside the largest shard: GGUF's bar is 1.3 times that, or 6 GiB.
+Each file is then opened in its engine and has to give finite logits. What is measured is kept in results.json, so an interrupted
+run goes on where it was; the models are removed once measured unless --keep is given. Linux only (the peak is read from /proc).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from edgespec.errors import InputError
+from edgespec.files import read_json, whole_file, write_json, write_text
+from edgespec.progress import progress
+from edgespec.report import table
+from edgespec.shapes import ModelShape
+from edgespec.targets import shape_of_target
+
+GIB = 2**30
+ONNX = "onnx-"
+PIECE = 2**24  # weights drawn at once
+BYTES = 2  # of a bf16 weight
+EXPORT = """
+import sys, time
+from pathlib import Path
+model, out, precision, onnx = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "onnx"
+start = time.monotonic()
+if onnx:
+    from edgespec_export.to_onnx import export_onnx as export
+else:
+    from edgespec_export.to_gguf import export_gguf as export
+result = export(model, out, precision)
+seconds = time.monotonic() - start
+peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
+import json
+print(json.dumps({"seconds": seconds, "peak": peak, **result}))
+"""
+OPEN = """
+import sys
+from pathlib import Path
+import numpy as np
+if sys.argv[2] == "onnx":
+    from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine as Engine
+else:
+    from edgespec_runtime.engine_llamacpp import LlamaCppEngine as Engine
+engine = Engine(Path(sys.argv[1]), 64)
+logits = np.array(engine.forward([1, 2, 3, 4]))
+assert np.isfinite(logits).all() and logits.std() > 0.01, logits
+"""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return int(np.prod(self.shape))
+
+
+def tensors(shape: ModelShape) -> Iterator[Tensor]:
+    """Every tensor of a Llama-style checkpoint."""
+    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield Tensor("model.embed_tokens.weight", (shape.vocab_size, hidden))
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            yield Tensor(f"{at}.self_attn.{part}_proj.weight", (rows, hidden))
+        yield Tensor(f"{at}.self_attn.o_proj.weight", (hidden, query))
+        for part in ("gate", "up"):
+            yield Tensor(f"{at}.mlp.{part}_proj.weight", (shape.intermediate, hidden))
+        yield Tensor(f"{at}.mlp.down_proj.weight", (hidden, shape.intermediate))
+        for part in ("input", "post_attention"):
+            yield Tensor(f"{at}.{part}_layernorm.weight", (hidden,))
+    yield Tensor("model.norm.weight", (hidden,))
+    if not shape.tied:
+        yield Tensor("lm_head.weight", (shape.vocab_size, hidden))
+
+
+def pieces(tensor: Tensor, generator: np.random.Generator) -> Iterator[np.ndarray[Any, Any]]:
+    """The tensor's bf16 bits: 1 in norms, else N(0, 1/columns)."""
+    if len(tensor.shape) == 1:
+        yield np.full(tensor.shape, 0x3F80, dtype="<u2")
+        return
+    for start in range(0, tensor.count, PIECE):
+        drawn = generator.standard_normal(min(PIECE, tensor.count - start), dtype=np.float32)
+        drawn *= np.float32(tensor.shape[1] ** -0.5)
+        yield (drawn.view("<u4") >> 16).astype("<u2")
+
+
+def write_checkpoint(folder: Path, shape: ModelShape, shard_bytes: int) -> None:
+    """A model folder as save_pretrained leaves it; shards that are there are kept."""
+    shards: list[list[Tensor]] = [[]]
+    for tensor in tensors(shape):
+        if shards[-1] and BYTES * sum(one.count for one in (*shards[-1], tensor)) > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
+    with progress("weights", len(shards), "shard") as bar:
+        for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
+            if not (folder / name).exists():
+                _write_shard(folder / name, shard, np.random.Generator(np.random.SFC64(number)))
+            bar.update(1)
+    write_json(folder / "config.json", _config(shape))
+    _write_tokenizer(folder)
+
+
+def _write_shard(file: Path, shard: list[Tensor], generator: np.random.Generator) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for tensor in shard:
+        end = start + BYTES * tensor.count
+        header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with whole_file(file) as temporary, open(temporary, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            for piece in pieces(tensor, generator):
+                piece.tofile(stream)
+
+
+def _config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "dtype": "bfloat16",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.context_length,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """Bytes, one merge (llama.cpp wants one) and one special token; the rest of the vocabulary goes unused."""
+    entries = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(entries)}, [("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|end|>", "eos_token": "<|end|>"}
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def measure(model: Path, out: Path, kind: str) -> dict[str, Any]:
+    """Export in one new process, open the file in another."""
+    engine = "onnx" if kind.startswith(ONNX) else "gguf"
+    done = _python(EXPORT, str(model), str(out), kind.removeprefix(ONNX), engine)
+    _python(OPEN, str(out), engine)
+    result: dict[str, Any] = json.loads(done.splitlines()[-1])
+    return result
+
+
+def _python(program: str, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    if done.returncode:
+        raise SystemExit(f"{arguments}: status {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def report(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            kind,
+            f"{one['seconds']:.0f} s",
+            f"{one['peak'] / GIB:.2f} GiB",
+            f"{one['peak'] / results['largest_shard']:.2f}",
+            f"{one['bytes'] / GIB:.2f} GiB",
+            "; ".join(one["notes"]),
+        ]
+        for kind, one in results["formats"].items()
+    ]
+    return table(("format", "time", "peak memory", "x largest shard", "written", ""), rows, markdown=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("target", nargs="?", default="tinyllama-1.1b-chat")
+    parser.add_argument("--formats", default="q4_0,f16,onnx-int4")
+    parser.add_argument("--shard-gib", type=float, default=1.0)
+    parser.add_argument("--folder", type=Path, default=Path("build/export-cost"))
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoint and the exported files")
+    given = parser.parse_args()
+    shape = shape_of_target(given.target)
+    base = given.folder / given.target
+    model, results_file = base / "model", base / "results.json"
+    base.mkdir(parents=True, exist_ok=True)
+    kinds = given.formats.split(",")
+    results: dict[str, Any] = read_json(results_file) if results_file.exists() else {"formats": {}}
+    missing = [kind for kind in kinds if kind not in results["formats"]]
+    needed, free = 3.0 * BYTES * shape.parameters, shutil.disk_usage(base).free
+    if missing and needed > free:  # the checkpoint, and at most an F16 file and scratch of its size beside it
+        raise InputError(
+            f"{base} has {free / GIB:.1f} GiB free and the run takes up to {needed / GIB:.1f} GiB; give --folder"
+        )
+    if missing:
+        start = time.monotonic()
+        write_checkpoint(model, shape, int(given.shard_gib * GIB))
+        sizes = [file.stat().st_size for file in model.glob("*.safetensors")]
+        results |= {"largest_shard": max(sizes), "shards": len(sizes), "checkpoint": sum(sizes)}
+        print(
+            f"checkpoint: {sum(sizes) / GIB:.2f} GiB in {len(sizes)} shards, {time.monotonic() - start:.0f} s"
+        )
+    for kind in missing:
+        out = base / (kind if kind.startswith(ONNX) else f"{kind}.gguf")
+        results["formats"][kind] = measure(model, out, kind)
+        write_json(results_file, results)
+        if not given.keep:
+            shutil.rmtree(out) if out.is_dir() else out.unlink()
+    if not given.keep:
+        shutil.rmtree(model, ignore_errors=True)
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()

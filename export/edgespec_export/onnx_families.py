@@ -1,0 +1,182 @@
+"""The families ONNX export knows, and what onnxruntime-genai's model builder must be told or corrected for each.
+
+The builder reads RoPE in one spelling, skips scalings it does not know without a word (linear in Llama models), attends in full
+where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
+sines in its graph are replaced by those of the model's own rotary module in torch; the factor is replaced too.
+Knows neither precisions nor the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.errors import EdgespecError, InputError
+from edgespec.shapes import ModelShape
+
+Array = np.ndarray[Any, Any]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+LONGROPE = ("longrope", "su")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one Hugging Face model_type is handed to the builder.
+
+    `tables`: the graph's names for the cosines and sines of each kind of layer, "cos_" and "sin_" left out; the kind is "" where
+    all layers share one. `scaled_embedding`: embeddings are multiplied by √hidden.
+    """
+
+    tables: Mapping[str, str]
+    scaled_embedding: bool = False
+
+
+_PLAIN = Family({"": "cache"})
+FAMILIES = {
+    "llama": _PLAIN,  # also TinyLlama and SmolLM
+    "mistral": _PLAIN,
+    "qwen2": _PLAIN,
+    "qwen3": _PLAIN,
+    "smollm3": _PLAIN,
+    "phi3": _PLAIN,
+    "gemma2": Family({"": "cache"}, scaled_embedding=True),
+    "gemma3_text": Family({FULL: "cache_global", SLIDING: "cache_local"}, scaled_embedding=True),
+}
+
+
+def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The table's entry for a config.json. Raises InputError naming what is known."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        hint = "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)" * (
+            kind == "gemma3"
+        )
+        raise InputError(f"{where} is a {kind!r} model; ONNX export knows {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[kind]
+
+
+def prepare(config: Any) -> None:
+    """Change a transformers config, in memory, into what the builder reads; `finish` puts the real RoPE in place."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    local = rope.get(SLIDING)
+    if isinstance(rope.get(FULL), Mapping):
+        rope = dict(rope[FULL])
+    if rope.get("rope_type") in LONGROPE:  # two tables and a choice between them: the builder's own
+        rope["type"] = "longrope"
+        config.rope_parameters = rope
+    else:
+        plain = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        config.rope_parameters = {"rope_type": "default", **plain}
+        config.original_max_position_embeddings = config.max_position_embeddings
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            setattr(config, name, rope[name])
+    if config.model_type == "smollm3":  # the builder's own fails where a layer has no RoPE
+        config.architectures = ["LlamaForCausalLM"]
+    if local is not None:
+        config.rope_local_base_freq = local["rope_theta"]
+    window = getattr(config, "sliding_window", None)
+    if window and not getattr(config, "layer_types", None):  # Mistral: the builder would attend in full
+        config.layer_types = [SLIDING] * config.num_hidden_layers
+
+
+def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
+    """Put torch's RoPE tables, layers without RoPE, and Gemma's exact factor into `folder`/model.onnx and its data file.
+
+    Raises EdgespecError where the builder's graph is not as expected.
+    """
+    import onnx
+
+    family, path = family_of(config, folder), folder / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
+    for name, table in _tables(model_folder, family):
+        if name not in initializers:
+            raise EdgespecError(f"{path} has no {name}; this onnxruntime-genai names RoPE's tables otherwise")
+        _replace(folder, initializers[name], table)
+    for layer, rotated in enumerate(_rotated_layers(config)):
+        if not rotated:
+            _leave_unrotated(model.graph, layer)
+    if family.scaled_embedding:
+        _scale_embedding(model.graph, ModelShape.from_config(config), path)
+    onnx.save(model, path)
+
+
+def _tables(model_folder: Path, family: Family) -> list[tuple[str, Array]]:
+    """(initializer, [context, rotated / 2] float32) as torch computes them; none for longrope."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_folder)
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in LONGROPE:
+        return []
+    with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
+        skeleton = AutoModelForCausalLM.from_config(config)
+    rotary = type(skeleton.model.rotary_emb)(config=config)
+    positions = torch.arange(config.max_position_embeddings)[None]
+    found = []
+    for kind, name in family.tables.items():
+        cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
+        half = cosines.shape[-1] // 2  # the second half repeats the first
+        found += [(f"cos_{name}", cosines[0, :, :half].numpy()), (f"sin_{name}", sines[0, :, :half].numpy())]
+    return found
+
+
+def _replace(folder: Path, tensor: Any, value: Array) -> None:
+    """Overwrite an initializer, in its data file where it has one."""
+    from onnx.external_data_helper import uses_external_data
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    if tuple(tensor.dims) != value.shape:
+        raise EdgespecError(
+            f"{folder}: {tensor.name} is {list(tensor.dims)}; torch's table is {list(value.shape)}"
+        )
+    data = np.ascontiguousarray(value, dtype=tensor_dtype_to_np_dtype(tensor.data_type)).tobytes()
+    if not uses_external_data(tensor):
+        tensor.raw_data = data
+        return
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    with open(folder / place["location"], "r+b") as stream:
+        stream.seek(int(place.get("offset", 0)))
+        stream.write(data)
+
+
+def _rotated_layers(config: Mapping[str, Any]) -> list[int]:
+    """SmolLM3: 0 for a layer without RoPE. Nothing for other models."""
+    if config.get("model_type") != "smollm3":
+        return []
+    period = int(config.get("no_rope_layer_interval") or 4)
+    default = [int((layer + 1) % period != 0) for layer in range(int(config["num_hidden_layers"]))]
+    return list(config.get("no_rope_layers") or default)
+
+
+def _leave_unrotated(graph: Any, layer: int) -> None:
+    node = next(node for node in graph.node if node.name == f"/model/layers.{layer}/attn/GroupQueryAttention")
+    for attribute in node.attribute:
+        if attribute.name == "do_rotary":
+            attribute.i = 0
+    for place, name in enumerate(node.input):
+        if name.startswith(("cos_", "sin_")):
+            node.input[place] = ""
+
+
+def _scale_embedding(graph: Any, shape: ModelShape, path: Path) -> None:
+    """√hidden to the last bit in place of the builder's two decimals."""
+    from onnx.numpy_helper import from_array, to_array
+
+    constants = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
+    for node in graph.node:
+        if node.name == "/model/embed_tokens/Mul":
+            rounded = to_array(constants[node.input[1]].attribute[0].t)
+            exact = np.array(shape.hidden**0.5, dtype=rounded.dtype)
+            graph.initializer.append(from_array(exact, "model.embed_tokens.scale"))
+            node.input[1] = "model.embed_tokens.scale"  # its own: the constant may serve other nodes
+            return
+    raise EdgespecError(
+        f"{path} does not scale its embeddings; this onnxruntime-genai writes Gemma otherwise"
+    )

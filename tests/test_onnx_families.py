@@ -1,0 +1,219 @@
+"""Every family of the ONNX table in ONNX Runtime against torch, fp32: RoPE scalings, windows, soft caps, Gemma's embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from edgespec_export import onnx_families
+from edgespec_export.onnx_families import FAMILIES
+from edgespec_export.to_onnx import export_onnx
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from tiny_models import make_model_folder, torch_logits
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from edgespec.errors import EdgespecError, InputError
+from edgespec.files import read_json, write_json
+
+TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
+BOUND = 1e-4  # largest difference of a logit; measured 2e-6 to 1e-5, logits have a standard deviation of 1
+SLIDING = {"sliding_window": 24}  # shorter than the tokens, so that a wrong window shows
+GEMMA = {**SLIDING, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
+LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
+FULL = {"rope_type": "default", "rope_theta": 1e6}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": np.linspace(1, 1.5, 8).tolist(),
+    "long_factor": np.linspace(1, 6, 8).tolist(),
+}
+SOFT = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"theta": 50000.0}),
+    "llama untied": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "llama llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"tied": False}),
+    "mistral window": ("mistral", SLIDING),
+    "qwen2": ("qwen2", {"theta": 1e6, "head_dim": 16}),
+    "qwen2 yarn": ("qwen2", {"head_dim": 16, "tied": False, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"theta": 1e6}),
+    "qwen3 untied": ("qwen3", {"theta": 1e6, "tied": False}),
+    "smollm3": ("smollm3", {"layers": 5, "theta": 5e6, "head_dim": 16}),
+    "smollm3 untied": (
+        "smollm3",
+        {"layers": 3, "head_dim": 16, "tied": False, "rope_parameters": YARN, "no_rope_layers": [1, 0, 1]},
+    ),
+    "gemma2": ("gemma2", {**GEMMA, **SOFT}),
+    "gemma2 odd": ("gemma2", {**GEMMA, **SOFT, "hidden": 80}),  # √80 has more than the builder's two decimals
+    "gemma3": (
+        "gemma3_text",
+        {**GEMMA, "layers": 7, "rope_parameters": {"full_attention": FULL, "sliding_attention": LOCAL}},
+    ),
+    "gemma3 untied": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            "layers": 4,
+            "tied": False,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": LOCAL,
+            },
+        },
+    ),
+    "phi3": ("phi3", {"head_dim": 16, "tied": False}),
+    "phi3 tied": ("phi3", {"hidden": 128, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
+    "phi3 longrope": (
+        "phi3",
+        {
+            "head_dim": 16,
+            "context": 512,
+            "tied": False,
+            "rope_parameters": LONG,
+            "original_max_position_embeddings": 256,
+        },
+    ),
+}
+
+
+def made(case: str, folder: Path) -> Path:
+    family, settings = CASES[case]
+    return make_model_folder(folder, family, seed=len(case), **settings)
+
+
+def difference(model: Path, onnx_folder: Path, tokens: list[int]) -> float:
+    """Largest difference of a logit between ONNX Runtime, fed in two blocks, and torch."""
+    engine = OnnxRuntimeEngine(onnx_folder, threads=1)
+    logits = [np.array(engine.forward(tokens[at : at + 60])) for at in range(0, len(tokens), 60)]
+    engine.close()
+    return float(np.abs(np.concatenate(logits) - torch_logits(model, tokens).numpy()).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_torch(case: str, tmp_path: Path) -> None:
+    model = made(case, tmp_path / "model")
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
+
+
+def test_every_family_of_the_table_is_tried() -> None:
+    assert {family for family, _ in CASES.values()} == set(FAMILIES)
+
+
+def test_long_texts_take_the_long_rope_factors(tmp_path: Path) -> None:
+    """From the pass on that ends beyond the original context, as in torch with a cache; keys before it stay as they are."""
+    folder = made("phi3 longrope", tmp_path / "model")
+    export_onnx(folder, tmp_path / "onnx", "fp32")
+    tokens = np.random.default_rng(1).integers(4, 512, 300).tolist()
+    engine = OnnxRuntimeEngine(tmp_path / "onnx", threads=1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    cache = DynamicCache()
+    for at in range(0, 300, 100):
+        with torch.inference_mode():
+            output = model(torch.tensor([tokens[at : at + 100]]), past_key_values=cache)
+        assert np.abs(engine.forward(tokens[at : at + 100]) - output.logits[0].numpy()).max() < BOUND, at
+    engine.rewind(200)
+    model.config.rope_parameters["long_factor"] = LONG["short_factor"]  # would these have done as well?
+    short = AutoModelForCausalLM.from_config(model.config).eval()
+    short.load_state_dict(model.state_dict())
+    cache.crop(-100)
+    with torch.inference_mode():
+        output = short(torch.tensor([tokens[200:]]), past_key_values=cache)
+    assert np.abs(engine.forward(tokens[200:]) - output.logits[0].numpy()).max() > 0.1
+    engine.close()
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3"])
+def test_int4_keeps_its_blocks_exact(case: str, tmp_path: Path) -> None:
+    model = made(case, tmp_path / "model")
+    export_onnx(model, tmp_path / "onnx", "int4")
+    engine = OnnxRuntimeEngine(tmp_path / "onnx", threads=1)
+
+    def fed(step: int) -> np.ndarray:
+        engine.rewind(0)
+        return np.concatenate([np.array(engine.forward(TOKENS[at : at + step])) for at in range(0, 60, step)])
+
+    single = fed(1)
+    assert np.abs(fed(4) - single).max() < BOUND
+    correlation = np.corrcoef(single.ravel(), torch_logits(model, TOKENS[:60]).numpy().ravel())[0, 1]
+    assert correlation > 0.7  # random weights in 4 bits
+    engine.close()
+
+
+@pytest.mark.parametrize("case", ["llama linear", "gemma3 untied", "gemma2 odd", "mistral window"])
+def test_what_the_builder_alone_gets_wrong(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without `finish` (and, for Mistral, the layers' kinds) the graph is not the model's."""
+    model = made(case, tmp_path / "model")
+    if case == "mistral window":
+        prepare = onnx_families.prepare
+
+        def forgetful(config: Any) -> None:
+            prepare(config)
+            config.layer_types = ["full_attention"] * config.num_hidden_layers
+
+        monkeypatch.setattr("edgespec_export.to_onnx.prepare", forgetful)
+    else:
+        monkeypatch.setattr("edgespec_export.to_onnx.finish", lambda *_: None)
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    assert difference(model, tmp_path / "onnx", TOKENS) > (2e-4 if case == "gemma2 odd" else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        ("llama", {"model_type": "gemma3"}, "ONNX export knows llama, .*save the text model alone"),
+        ("llama", {"model_type": "granite"}, "'granite' model; ONNX export knows llama"),
+        ("phi3", {"partial_rotary_factor": 0.5}, "rotates 8 of 16 values of a head"),
+    ],
+)
+def test_what_is_refused(case: str, change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = made(case, tmp_path / "model")
+    config = read_json(model / "config.json") | change
+    if "partial_rotary_factor" in change:
+        config["rope_parameters"] = config["rope_parameters"] | change
+    write_json(model / "config.json", config)
+    with pytest.raises(InputError, match=message):
+        export_onnx(model, tmp_path / "onnx", "fp32")
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_a_graph_of_another_builder_is_refused(tmp_path: Path) -> None:
+    model = made("gemma2", tmp_path / "model")
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    path, config = tmp_path / "onnx" / "model.onnx", read_json(model / "config.json")
+    graph = onnx.load(path, load_external_data=False)
+    embedded = next(node for node in graph.graph.node if node.name == "/model/embed_tokens/Mul")
+    embedded.name = "/another/Mul"
+    onnx.save(graph, path)
+    with pytest.raises(EdgespecError, match="does not scale its embeddings"):
+        onnx_families.finish(tmp_path / "onnx", model, config)
+    write_json(model / "config.json", config | {"max_position_embeddings": 128})
+    with pytest.raises(EdgespecError, match=r"cos_cache is \[256, 16\]; torch's table is \[128, 16\]"):
+        onnx_families.finish(tmp_path / "onnx", model, config)
+    table = next(tensor for tensor in graph.graph.initializer if tensor.name == "cos_cache")
+    table.name = "cosines"
+    onnx.save(graph, path)
+    with pytest.raises(EdgespecError, match="has no cos_cache"):
+        onnx_families.finish(tmp_path / "onnx", model, config)
