@@ -31,19 +31,44 @@ VERBS = {
         "edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"
     ),
     "recipes": Verb("edgespec.recipes_verb", "list, show, copy or check the recipes that come with edgespec"),
+    "plan": Verb("edgespec.plan", "what a drafter for a target costs and what it would give, before you pay"),
     "build-drafter": Verb(
         "edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"
     ),
+    "rehearse": Verb(
+        "edgespec.rehearse",
+        "run every stage of a build at a target's true size, with random weights",
+        resumes=True,
+    ),
+    "devices": Verb("edgespec.devices_verb", "list the devices edgespec has a profile of, or show one"),
+    "export": Verb(
+        "edgespec.export_verb", "export two model folders, or a build, for a device: files, checks, bundle"
+    ),
+    "push": Verb("edgespec.publish_push", "send a bundle to a hub repository (shows it first)", resumes=True),
+    "pull": Verb("edgespec.publish_pull", "fetch a bundle from a hub repository, checked", resumes=True),
     "study": Verb(
         "edgespec.study_verb",
         "compare losses, data, token selection and initialisations, and write docs",
     ),
     "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
+    "serve": Verb("edgespec_runtime.serve", "serve a bundle to programs that speak OpenAI's protocol"),
     "bench": Verb("edgespec.bench_verb", "plain against speculative decoding, side by side"),
     "tradeoff": Verb(
         "edgespec_runtime.tradeoff",
         "quality against latency for acceptance rules that give up some for speed",
+    ),
+    "export-optimum": Verb(
+        "edgespec_export.optimum_graph",
+        "write a model as optimum-onnx's graph (in an environment of its own: make.py optimum)",
+    ),
+    "verify": Verb(
+        "edgespec_export.verify_bundle",
+        "hold a bundle's files against their models, and measure the exported pair",
+    ),
+    "elsewhere": Verb(
+        "edgespec_export.elsewhere_check",
+        "run a bundle's pair in other engines: the same text, and as much accepted?",
     ),
     "doctor": Verb(
         "edgespec_runtime.doctor", "measure what speculation costs on this device, and say whether it pays"
@@ -65,7 +90,9 @@ _EXTRA_OF = {
     "llama_cpp": "llamacpp",
     "matplotlib": "plot",
     "datasets": "data",
+    "optimum": "optimum",
     "pyarrow": "data",
+    "bitsandbytes": "bits",
 }
 
 

@@ -83,9 +83,14 @@ def passing_activation_bytes(shape: ModelShape, tokens: int, context: int) -> in
     return FLOAT * tokens * (4 * shape.hidden + max(3 * shape.intermediate, attention))
 
 
+def cache_values(shape: ModelShape) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim
+
+
 def cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
     """The KV cache of `rows` rows of `tokens` tokens, times two: its buffers double when they are full."""
-    return 2 * FLOAT * 2 * shape.layers * shape.kv_heads * shape.head_dim * rows * tokens
+    return 2 * FLOAT * cache_values(shape) * rows * tokens
 
 
 def sampling_bytes(shape: ModelShape, rows: int) -> int:

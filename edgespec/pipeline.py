@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from edgespec.devices import device_of
+from edgespec.devices_fit import check_fit, fit
 from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_text
@@ -32,7 +34,9 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The derived figures of evaluation.json; the raw counts travel in that file."""
+    """The derived figures of evaluation.json; the raw counts travel in that file. Nothing where nothing was measured."""
+    if not evaluation:
+        return {}
     settings = [
         {key: value for key, value in setting.items() if key not in ("counts", "teacher_forced")}
         for setting in evaluation["settings"]
@@ -97,7 +101,12 @@ class Build:
             from edgespec_recipes.resolve import resolve_target
 
             target = resolve_target(name)
-            return {"name": target.name, "folder": str(target.folder), "source": target.source}
+            return {
+                "name": target.name,
+                "folder": str(target.folder),
+                "source": target.source,
+                "licence": target.licence,
+            }
 
         found = self.stage(stage, f"find or make {name}", {"target": name}, find)
         if not (Path(found["folder"]) / "config.json").is_file():
@@ -134,11 +143,15 @@ class Build:
         else:
             shape = derive(target_shape, options)
         print(describe(target_shape, shape), flush=True)
+        self._fitted(target_shape, shape, self.recipe.target)
 
         def plan(place: Path) -> dict[str, Any]:
+            from edgespec_export.possible import check_possible
             from edgespec_recipes.prompts import read_prompts
 
-            # what cannot be read is said now, and not after hours of pretraining
+            # what cannot be read or exported is said now, and not after hours of pretraining
+            for note in check_possible(target, shape, self.recipe.export):
+                print(f"Note: {note}", flush=True)
             read_prompts(self.recipe.generate.instructions, "seed")
             read_prompts(self.recipe.evaluate.prompts_file, "heldout")
             found = {
@@ -151,6 +164,15 @@ class Build:
 
         self.stage("plan", "the drafter's shape", options, plan)
         return target_shape, shape
+
+    def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
+        """Where the files are for a device: show the memory they take there. Raises InputError where it is too much."""
+        device = device_of(self.recipe)
+        if device is None:
+            return
+        found = fit(device, target, drafter)
+        print(f"\n{found.table()}", flush=True)
+        check_fit(found, name)
 
     def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
@@ -171,7 +193,7 @@ class Build:
             "generate",
             "the target writes responses",
             recipe.generate,
-            lambda place: generate(place, target, recipe.generate, seed),
+            lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
             together=True,
             damaged=datagen.damaged_shards,
         )
@@ -183,6 +205,7 @@ class Build:
             text_cache=out / "pretrain" / "text",
             store=out / "store" if recipe.distill.target_side == "stored" else None,
             reference=out / "reference" / "model" if recipe.distill.select_fraction < 1 else None,
+            inference=recipe.inference,
         )
         if inputs.store:
             self.stage(
@@ -227,24 +250,37 @@ class Build:
                 options,
                 self.recipe.seed,
                 cost_ratio,
+                self.recipe.inference,
             ),
         )
         print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)
 
     def _exported(self, target: Path, drafter: Path) -> None:
         from edgespec_export.export import export_pair
-        from edgespec_export.verify import verification_table, verify_pair
+        from edgespec_export.verify import verify_pair
+        from edgespec_export.verify_report import verification_table
 
         options, out = self.recipe.export, self.out
         self.stage(
-            "export", "ONNX and GGUF", options, lambda place: export_pair(place, target, drafter, options)
+            "export",
+            "the files of each format",
+            options,
+            lambda place: export_pair(
+                place, target, drafter, options, lambda: self._calibration_rows(target)
+            ),
         )
         self.stage(
             "verify",
             "every file against torch",
             options,
             lambda place: verify_pair(
-                place, out / "export", target, drafter, self._verify_prompts(target), options
+                place,
+                out / "export",
+                target,
+                drafter,
+                self._verify_prompts(target, options.verify_prompts),
+                options,
+                trials=self._trials(target, options.acceptance_prompts),
             ),
         )
         print(verification_table(out / "verify" / "verify.json"), flush=True)
@@ -253,9 +289,10 @@ class Build:
         from edgespec_export.bundle import write_bundle
 
         recipe, out = self.recipe, self.out
+        device = device_of(recipe)
 
         def pack(place: Path) -> dict[str, Any]:
-            evaluation = read_json(out / "evaluate" / "evaluation.json")
+            evaluation = self._evaluation()
             return write_bundle(
                 out / "bundle",
                 out / "export",
@@ -264,10 +301,12 @@ class Build:
                 recipe.export,
                 target_name=found["name"],
                 target_source=found["source"],
+                licence=found.get("licence", ""),  # builds of before have none
                 prompts=self._held_out(recipe.export.bundle_prompts),
                 evaluation=evaluation,
                 verification=read_json(out / "verify" / "verify.json"),
                 metrics=_without_counts(evaluation),
+                device=device,
                 provenance={
                     "recipe": to_mapping(recipe),
                     "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
@@ -278,15 +317,40 @@ class Build:
 
         self.stage("pack", "manifest, checksums, model card", {}, pack)
 
+    def _evaluation(self) -> dict[str, Any]:
+        """What was measured in torch, raw counts and all."""
+        measured: dict[str, Any] = read_json(self.out / "evaluate" / "evaluation.json")
+        return measured
+
     def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
         from edgespec_recipes.prompts import read_prompts
 
         return read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
 
-    def _verify_prompts(self, target: Path) -> list[list[int]]:
+    def _calibration_rows(self, target: Path) -> list[list[int]]:
+        """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
+        from edgespec_export.qdq_rows import written_rows
+
+        return written_rows(self._responses()) or self._verify_prompts(
+            target, self.recipe.export.verify_prompts
+        )
+
+    def _responses(self) -> Path:
+        """Where the target's responses lie, if it wrote some."""
+        return self.out / "generate"
+
+    def _trials(self, target: Path, count: int) -> Any:
+        """What the exported pairs decode; None for nothing."""
+        from edgespec_export.exported_pair import Trials
+        from edgespec_runtime.tokenizer import ChatTokenizer
+
+        if not count:
+            return None
+        stop = ChatTokenizer(target).stop_ids
+        return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
+
+    def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
         from edgespec_runtime.tokenizer import ChatTokenizer
 
         tokenizer = ChatTokenizer(target)
-        return [
-            tokenizer.encode_chat(messages) for messages in self._held_out(self.recipe.export.verify_prompts)
-        ]
+        return [tokenizer.encode_chat(messages) for messages in self._held_out(count)]

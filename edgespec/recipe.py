@@ -13,6 +13,54 @@ PYTHON_STDLIB = "python-stdlib"
 
 
 @dataclass(frozen=True)
+class InferenceOptions:
+    """How the target runs where it writes responses and distributions: for targets that do not fit as float32 weights."""
+
+    source: str = knob(
+        "torch",
+        "the target's weights in torch, an exported file through the runtime's engine, or an OpenAI-compatible server",
+        choices=("torch", "file", "server"),
+    )
+    dtype: str = knob(
+        "float32",
+        "torch: type of the target's weights in memory",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    max_memory: tuple[str, ...] = knob(
+        (),
+        "torch: spread the target over devices, whole layers at a time: auto, or a budget for each (0=20GiB,cpu=8GiB); "
+        "layers beyond stay on the disk (accelerate)",
+    )
+    bits: int | None = knob(
+        None,
+        "torch: round the target's matrices to so many bits; needs a GPU and bitsandbytes",
+        choices=(4, 8),
+    )
+    file: str = knob("", "file: a bundle, an ONNX model folder or a .gguf file of the target")
+    precision: str = knob(
+        "", "file: which of a bundle's precisions, q4_0 or int4 for example (default: the bundle's)"
+    )
+    context: int | None = knob(
+        None,
+        "file: length of the context in tokens (default: the model's); its cache takes memory",
+        at_least=2,
+    )
+    threads: int | None = knob(None, "file: compute threads (default: all processors)", at_least=1)
+    url: str = knob("", "server: its address up to and without /v1, as http://127.0.0.1:8000")
+    model: str = knob("", "server: the model's name there (default: the only one it has)")
+    prompts: str = knob(
+        "auto",
+        "server: send prompts as token ids, as text, or as ids where it takes them (auto)",
+        choices=("auto", "ids", "text"),
+    )
+    parallel: int = knob(8, "server: requests at once", at_least=1, at_most=256)
+    timeout: float = knob(600.0, "server: seconds to wait for an answer", at_least=0.1)
+    retries: int = knob(
+        5, "server: further tries after a failure that may pass, after 1, 2, 4 ... seconds", at_least=0
+    )
+
+
+@dataclass(frozen=True)
 class DrafterOptions:
     size_fraction: float = knob(
         0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
@@ -181,13 +229,38 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    onnx: tuple[str, ...] = knob(("fp32", "int4"), "ONNX precisions", choices=("fp32", "int4"))
+    onnx: tuple[str, ...] = knob(
+        ("fp32", "int4"), "ONNX precisions", choices=("fp32", "fp16", "int8", "int4")
+    )
     gguf: tuple[str, ...] = knob(
         ("f16", "q8_0"),
         "GGUF precisions",
         choices=("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
     )
+    npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=("fp32", "qdq8", "qdq16"))
+    npu_length: int = knob(
+        1024,
+        "static graphs: tokens of the KV cache, the longest text (at most the model's context)",
+        at_least=2,
+    )
+    npu_prefill: int = knob(
+        64, "static graphs: tokens of the one that reads a prompt", at_least=2, at_most=4096
+    )
+    npu_gamma: int = knob(
+        3,
+        "static graphs: draft tokens that the verifying one takes, besides the token before them",
+        at_least=1,
+        at_most=64,
+    )
+    context: int | None = knob(
+        None, "tokens of context that a device's memory is planned for (default: its profile's)", at_least=2
+    )
     verify_prompts: int = knob(8, "held-out prompts on which every file is held against torch", at_least=1)
+    acceptance_prompts: int = knob(
+        16,
+        "held-out prompts on which the acceptance of the exported pairs is measured; 0 for none",
+        at_least=0,
+    )
     bundle_prompts: int = knob(64, "held-out prompts that travel in the bundle, for bench", at_least=1)
 
 
@@ -195,6 +268,13 @@ class ExportOptions:
 class Recipe:
     target: str = knob(help="alias (edgespec targets list), hub id, or local folder in Hugging Face layout")
     seed: int = knob(0, "seed of every random choice", at_least=0)
+    device: str = knob(
+        "",
+        "device profile (edgespec devices list): which files are exported, and how chat and bench run them",
+    )
+    inference: InferenceOptions = section(
+        InferenceOptions, "how the target runs where it writes responses and distributions"
+    )
     drafter: DrafterOptions = section(DrafterOptions, "shape of the drafter")
     tune: TuneOptions = section(
         TuneOptions, "tune the target before anything else (off unless steps are given)"
@@ -248,14 +328,27 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 
 def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
-    """flag > YAML > preset > default."""
-    values = merge(file_values, flags)
+    """flag > device of a flag > YAML > preset, device of the YAML > default."""
+    values = _with_device(file_values, flags)
     distill = values.get("distill")
     if isinstance(distill, dict) and distill.get("preset") in PRESETS:
         values = {**values, "distill": merge(PRESETS[distill["preset"]], distill)}
     recipe = from_mapping(Recipe, values)
     _check_together(recipe)
     return recipe
+
+
+def _with_device(file_values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Both, with the files that the device's profile names. Raises InputError for an unknown device."""
+    name = flags.get("device", file_values.get("device"))
+    if not name or not isinstance(name, str):
+        return merge(file_values, flags)
+    from edgespec.devices import profile  # which needs the options of this file
+
+    files = {"export": profile(name).export()}
+    if "device" in flags:
+        return merge(merge(file_values, files), flags)
+    return merge(files, merge(file_values, flags))
 
 
 def _check_together(recipe: Recipe) -> None:
@@ -277,4 +370,29 @@ def _check_together(recipe: Recipe) -> None:
     if distill.labels == "hard" and distill.select_fraction < 1:
         raise InputError(
             "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
+        )
+    _check_inference(recipe.inference, distill)
+
+
+def _check_inference(inference: InferenceOptions, distill: DistillOptions) -> None:
+    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch."""
+    own = {"file": "file", "server": "url"}
+    for source, name in own.items():
+        given = getattr(inference, name)
+        if (inference.source == source) != bool(given):
+            raise InputError(
+                f"inference.source is {inference.source!r} and inference.{name} is {given!r}; "
+                f"give both source: {source} and {name}, or neither"
+            )
+    if inference.source == "torch" or not distill.steps:
+        return
+    asked = {"text_fraction": 0.0, "fixed_fraction": 0.0, "student_fraction": 0.0}
+    wanted = [name for name, value in asked.items() if getattr(distill, name) != value]
+    if distill.labels == "soft" and (wanted or distill.target_side != "stored"):
+        seen = (
+            f"distill.{wanted[0]} is {getattr(distill, wanted[0]):g}" if wanted else "target_side is 'live'"
+        )
+        raise InputError(
+            f"inference.source is {inference.source!r}, which gives the target's distributions on its own responses alone, and "
+            f"{seen}; give --distill.target-side stored --distill.text-fraction 0 and no fixed or student data"
         )

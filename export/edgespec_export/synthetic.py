@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME
-from edgespec_runtime.synthetic_bench import SyntheticPair, available_memory
+from edgespec_runtime.synthetic_bench import SyntheticPair
 
+from edgespec.devices_fit import LOADED, WORKING_MEMORY
 from edgespec.drafter import derive
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import read_json, write_json
+from edgespec.preflight import free_memory
 from edgespec.progress import progress
 from edgespec.recipe import DrafterOptions
 from edgespec.shapes import ModelShape
@@ -28,11 +30,6 @@ from edgespec.targets import TARGETS, cache_folder, shape_of_target
 
 SCHEMA = 1  # of the files; a change makes new ones
 GIB = 2**30
-LOADED = {
-    LLAMACPP: 1.1,
-    ONNXRUNTIME: 1.1,
-}  # bytes of the files that must stay resident: weights, or their repacked copies
-WORKING_MEMORY = 400 * 2**20  # both engines' code and buffers, and a short KV cache
 ROLES = ("target", "drafter")
 
 
@@ -60,7 +57,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     missing = [role for role in ROLES if not paths[role].exists()]
     plans = {role: _plan(shape, engine, precision) for role, shape in shapes.items()}
     what = f"{plain_name} on {engine} in {precision}"
-    _check_memory(what, engine, [plan.kept for plan in plans.values()])
+    _check_memory(what, [plan.kept for plan in plans.values()])
     _check_room(folder, what, [plans[role] for role in missing])
     with progress(
         f"make {plain_name} {engine} {precision}", len(ROLES), "file", done=2 - len(missing)
@@ -69,6 +66,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
             bar.set_postfix_str(role)
             _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
             bar.update(1)
+    fast = _fast_graphs(paths) if engine == ONNXRUNTIME and precision == "int4" else {}
     return SyntheticPair(
         name=plain_name,
         engine=engine,
@@ -77,7 +75,18 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
         paths=paths,
         streamed_bytes=_streamed(folder / "sizes.json", engine, precision, paths),
         made=tuple(missing),
+        fast_graphs=fast,
     )
+
+
+def _fast_graphs(paths: dict[str, Path]) -> dict[str, Path]:
+    """The graphs that round activations, written beside the others where they are missing."""
+    from edgespec_export.to_onnx import FAST_GRAPH, write_fast_graph
+
+    for folder in paths.values():
+        if not (folder / FAST_GRAPH).exists():
+            write_fast_graph(folder)
+    return {role: folder / FAST_GRAPH for role, folder in paths.items()}
 
 
 @dataclass(frozen=True)
@@ -101,9 +110,9 @@ def _plan(shape: ModelShape, engine: str, precision: str) -> _Plan:
     return _Plan(*synthetic_onnx.planned_bytes(shape, precision), synthetic_onnx.build_memory(shape))
 
 
-def _check_memory(what: str, engine: str, sizes: list[int]) -> None:
+def _check_memory(what: str, sizes: list[int]) -> None:
     """Both models must fit in memory together, else every step would read from the disk."""
-    available, needed = available_memory(), int(LOADED[engine] * sum(sizes)) + WORKING_MEMORY
+    available, needed = free_memory(), int(LOADED * sum(sizes)) + WORKING_MEMORY
     if available is not None and needed > available:
         raise InputError(
             f"{what} takes about {needed / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB are free; close other programs, "
@@ -125,7 +134,7 @@ def _check_room(folder: Path, what: str, plans: list[_Plan]) -> None:
             f"the files of {what} take {needed / GIB:.1f} GiB on the disk and {place} has {free / GIB:.1f} GiB free; "
             "make room, or set EDGESPEC_HOME to a folder on another disk"
         )
-    available, memory = available_memory(), max(plan.memory for plan in plans)
+    available, memory = free_memory(), max(plan.memory for plan in plans)
     if available is not None and memory > available:
         raise InputError(
             f"making the files of {what} takes {memory / GIB:.1f} GiB of memory and {available / GIB:.1f} GiB are free; "

@@ -23,8 +23,9 @@ from edgespec.errors import EdgespecError, InputError, did_you_mean
 from edgespec.files import read_json, whole_folder, write_json
 from edgespec.shapes import ModelShape
 from edgespec_export.synthetic_gguf import family_of
-from edgespec_export.to_onnx import BLOCK_SIZE, HEAD_STEP, PRECISIONS, check_widths, export_onnx
+from edgespec_export.to_onnx import BLOCK_SIZE, HEAD_STEP, check_widths, export_onnx
 
+PRECISIONS = ("fp32", "int4")
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
 DATA = "model.onnx.data"
 EXPORTER_MEMORY = 500 * 2**20  # without any weights
@@ -119,11 +120,12 @@ def write_template(shape: ModelShape, folder: Path, seed: int) -> None:
     write_json(folder / "config.json", config)
     _write_tokenizer(folder)
     generator = np.random.Generator(np.random.SFC64(seed))
-    tensors = {name: _weights(name, size, generator) for name, size in _template_tensors(shape, layers)}
+    tensors = {name: _weights(name, size, generator) for name, size in checkpoint_tensors(shape, layers)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _template_tensors(shape: ModelShape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def checkpoint_tensors(shape: ModelShape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(Hugging Face name, shape) of every weight, in the order in which a token meets them."""
     hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
     for layer in range(layers):
@@ -187,28 +189,28 @@ def repeat_layers(exported: Path, out_folder: Path, layers: int, turn: int = TUR
         shutil.copyfile(exported / DATA, folder / DATA)
         if layers > has:
             graph = model.graph
-            _repeat_nodes(graph.node, layers)
+            repeat_nodes(graph.node, layers)
             for values in (graph.input, graph.output, graph.value_info):
-                _repeat_named(values, layers)
+                repeat_named(values, layers)
             with open(exported / DATA, "rb") as source, open(folder / DATA, "ab") as sink:
                 _repeat_weights(graph.initializer, layers, turn, source, sink)
         onnx.save(model, folder / "model.onnx")
         write_json(folder / "genai_config.json", config)
 
 
-def _moved(name: str, by: int) -> str:
+def moved(name: str, by: int) -> str:
     """A name of one layer as that of the layer `by` further up; names without a layer stay."""
     return _LAYER.sub(lambda found: str(int(found[0]) + by), name)
 
 
-def _layer(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     found = _LAYER.search(name)
     return int(found[0]) if found else None
 
 
-def _repeat_nodes(nodes: Any, layers: int) -> None:
+def repeat_nodes(nodes: Any, layers: int) -> None:
     """Copies of the second layer's nodes go behind it; what follows them reads from the last copy."""
-    second = [place for place, node in enumerate(nodes) if _layer(node.name) == 1]
+    second = [place for place, node in enumerate(nodes) if layer_of(node.name) == 1]
     if not second:
         raise EdgespecError(
             "the exported graph has no nodes of a layer 1; this onnxruntime-genai names them otherwise"
@@ -222,26 +224,26 @@ def _repeat_nodes(nodes: Any, layers: int) -> None:
 
 def _moved_node(node: Any, by: int) -> Any:
     made = copy.deepcopy(node)
-    made.name = _moved(node.name, by)
-    made.input[:] = [_moved(name, by) for name in node.input]
-    made.output[:] = [_moved(name, by) for name in node.output]
+    made.name = moved(node.name, by)
+    made.input[:] = [moved(name, by) for name in node.input]
+    made.output[:] = [moved(name, by) for name in node.output]
     return made
 
 
 def _copies(named: Iterable[Any], layers: int) -> Iterator[Any]:
     """Further layers' copies of the entries of layer 1. Entries behind the layers (the last norm) are renamed in place."""
     for one in named:
-        layer = _layer(one.name)
+        layer = layer_of(one.name)
         if layer == TEMPLATE_LAYERS:
-            one.name = _moved(one.name, layers - TEMPLATE_LAYERS)
+            one.name = moved(one.name, layers - TEMPLATE_LAYERS)
         elif layer == 1:
             for by in range(1, layers - 1):
                 made = copy.deepcopy(one)
-                made.name = _moved(one.name, by)
+                made.name = moved(one.name, by)
                 yield made
 
 
-def _repeat_named(values: Any, layers: int) -> None:
+def repeat_named(values: Any, layers: int) -> None:
     values.extend(list(_copies(values, layers)))
 
 

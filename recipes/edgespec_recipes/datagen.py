@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from edgespec.errors import InputError
 from edgespec.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from edgespec.progress import progress
-from edgespec.recipe import GenerateOptions
+from edgespec.recipe import GenerateOptions, InferenceOptions
 from edgespec.report import count
 from edgespec_recipes import processes
 from edgespec_recipes.decoding import sample_responses, stop_ids
-from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.loading import load_tokenizer
+from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.prompts import Messages, encode_prompt, read_prompts, with_system
 
@@ -137,15 +139,38 @@ def read_responses(folder: Path) -> list[dict[str, Any]]:
         ) from error
 
 
+class Writer(Protocol):
+    """The target as a writer, wherever it runs."""
+
+    @property
+    def stops(self) -> Sequence[int]:
+        """Token ids that end a response."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and response may have together."""
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in, and why."""
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
+
+
 @dataclass(frozen=True)
-class _Writer:
-    """The target with all its answers depend on."""
+class _TorchWriter:
+    """The target in torch with all its answers depend on."""
 
     model: Any
     stops: list[int]
     precision: Precision
     options: GenerateOptions
     seed: int
+
+    @property
+    def context_length(self) -> int:
+        return int(self.model.config.max_position_embeddings)
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         """The answers to the requests of shard `number`, in order: a function of the arguments alone."""
@@ -163,32 +188,52 @@ class _Writer:
                     generator=generator,
                     stops=self.stops,
                 )
-                rows += [_row(request, answer) for request, answer in zip(batch, answers, strict=True)]
+                rows += [row_of(request, answer) for request, answer in zip(batch, answers, strict=True)]
                 written += sum(map(len, answers))
                 bar.set_postfix_str(f"{count(written / (time.monotonic() - start))} tok/s", refresh=False)
                 bar.update(len(batch))
         return sorted(rows, key=lambda row: int(row["id"]))
 
 
-def generate(out: Path, target_folder: Path, options: GenerateOptions, seed: int) -> dict[str, Any]:
+def _writer(
+    target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, inference: InferenceOptions
+) -> Writer:
+    if inference.source == "file":
+        from edgespec_recipes.file_target import FileTarget, FileWriter
+
+        return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
+    if inference.source == "server":
+        from edgespec_recipes.server_target import ServerTarget, ServerWriter
+
+        return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
+    model = load_target(target_folder, inference, processes.device())
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    precision = choose_precision(processes.device())
+    return _TorchWriter(model, sorted({*stop_ids(model), *ends}), precision, options, seed)
+
+
+def generate(
+    out: Path,
+    target_folder: Path,
+    options: GenerateOptions,
+    seed: int,
+    inference: InferenceOptions | None = None,
+) -> dict[str, Any]:
     """Write `out`/shard-00000.jsonl ... (rows: id, messages, prompt_ids, response_ids, temperature); skip whole shards.
 
     Process r makes the shards r, r + world, ...; all return the same counts. A shard that was whole and is damaged is named in
-    the log and in the counts, and made again. Raises InputError: no instruction fits, more processes than shards.
+    the log and in the counts, and made again. `inference` says where the target runs (default: in torch, float32); its tokenizer
+    is that of `target_folder`. Raises InputError: no instruction fits, more processes than shards, what the source raises.
     """
     world = processes.world()
     if world > (most := -(-options.prompts // options.shard_size)):
         raise InputError(
             f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
         )
-    tokenizer, model = load_tokenizer(target_folder), load_model(target_folder).to(processes.device())
-    precision = choose_precision(processes.device())
-    stops = sorted(
-        {*stop_ids(model), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
-    )
-    requests, left_out = plan_requests(options, tokenizer, model.config.max_position_embeddings)
+    tokenizer = load_tokenizer(target_folder)
+    writer = _writer(target_folder, tokenizer, options, seed, inference or InferenceOptions())
+    requests, left_out = plan_requests(options, tokenizer, writer.context_length)
     shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
-    writer = _Writer(model, stops, precision, options, seed)
     mine = range(processes.rank(), len(shards), world)
     remade, written, seconds = [], 0, 0.0
     label = "target writes responses" + (f" (share 1 of {world})" if world > 1 else "")
@@ -214,7 +259,7 @@ def generate(out: Path, target_folder: Path, options: GenerateOptions, seed: int
     for number in range(len(shards)):
         for row in read_shard(out / shard_name(number)):
             tokens += len(row["response_ids"])
-            ended += row["response_ids"][-1] in stops
+            ended += row["response_ids"][-1] in writer.stops
     return {
         "responses": len(requests),
         "response_tokens": tokens,
@@ -223,8 +268,8 @@ def generate(out: Path, target_folder: Path, options: GenerateOptions, seed: int
         "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
         "instructions_too_long": left_out,
         "tokens_per_second": round(float(rate.sum()), 1) or None,
-        "precision": precision.name,
-        "precision_reason": precision.reason,
+        "precision": writer.precision.name,
+        "precision_reason": writer.precision.reason,
     }
 
 
@@ -234,7 +279,8 @@ def _batches(requests: list[Request], size: int) -> list[list[Request]]:
     return [ordered[at : at + size] for at in range(0, len(ordered), size)]
 
 
-def _row(request: Request, answer: list[int]) -> dict[str, Any]:
+def row_of(request: Request, answer: list[int]) -> dict[str, Any]:
+    """What a shard holds of one answer."""
     return {
         "id": request.id,
         "messages": request.messages,

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions
+from edgespec.files import read_json
+from edgespec.recipe import DistillOptions, InferenceOptions
+from edgespec.shapes import ModelShape
 from edgespec_recipes import processes
 from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.datagen import read_responses
-from edgespec_recipes.decoding import stop_ids
-from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.losses import divergence
+from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.mixing import (
     FIXED,
     STUDENT,
@@ -45,7 +47,7 @@ class DistillInputs:
 
     target, drafter: model folders. responses: the generate stage's shards. text, text_cache: the pretraining text and the
     folder its token ids lie in or go to. store: stored distributions of the target on the response rows. reference: AdaSPEC's
-    reference drafter.
+    reference drafter. inference: how the target runs.
     """
 
     target: Path
@@ -55,6 +57,7 @@ class DistillInputs:
     text_cache: Path
     store: Path | None = None
     reference: Path | None = None
+    inference: InferenceOptions = InferenceOptions()
 
 
 def responses_of(folder: Path, context: int) -> Rows:
@@ -67,11 +70,14 @@ def responses_of(folder: Path, context: int) -> Rows:
 def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
     """Store the target's distributions at every position of the responses that `distill` will compare.
 
-    The counts say what the recipe's divergence loses by it on the first rows, against the live target.
+    The counts say what the recipe's divergence loses by it on the first rows, against the live target where that is in torch.
     """
     rows = responses_of(inputs.responses, options.context)
-    counts = store_targets(out, inputs.target, rows, options.stored_top_k)
-    target, draft = (load_model(folder).to(processes.device()) for folder in (inputs.target, inputs.drafter))
+    counts = store_targets(out, inputs.target, rows, options.stored_top_k, inference=inputs.inference)
+    if inputs.inference.source != "torch":
+        return counts
+    target = load_target(inputs.target, inputs.inference, processes.device())
+    draft = load_model(inputs.drafter).to(processes.device())
     measured = range(min(MEASURED_ROWS, len(rows)))
     functions = {options.divergence: divergence(options)}
     return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
@@ -89,8 +95,9 @@ def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
     )
 
 
-def _check_context(models: Sequence[Any], options: DistillOptions) -> None:
-    longest = min(model.config.max_position_embeddings for model in models)
+def _check_context(folders: Sequence[Path], options: DistillOptions) -> None:
+    shapes = [ModelShape.from_config(read_json(folder / "config.json")) for folder in folders]
+    longest = min(shape.context_length for shape in shapes)
     if options.context > longest:
         raise InputError(
             f"distill.context is {options.context}; the models hold {longest} tokens: give at most that"
@@ -99,14 +106,13 @@ def _check_context(models: Sequence[Any], options: DistillOptions) -> None:
 
 def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int) -> dict[str, Any]:
     """Distil `inputs.drafter` into `out`/model; goes on from the last checkpoint in `out`. Drafters kept on the way lie in
-    `out`/kept/step-NNNNNN.
+    `out`/kept/step-NNNNNN. The target is loaded only where its distributions are not all stored.
 
     Raises InputError: tokenizers that differ, a context longer than a model's, a selection without a reference.
     """
     check_same_vocabulary(inputs.target, inputs.drafter, "the target and the drafter")
-    target, draft = load_model(inputs.target), load_model(inputs.drafter)
-    target.requires_grad_(False)
-    _check_context([target, draft], options)
+    _check_context([inputs.target, inputs.drafter], options)
+    draft = load_model(inputs.drafter)
     if options.select_fraction < 1 and inputs.reference is None:
         raise InputError(
             f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
@@ -116,7 +122,7 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     if options.select_fraction < 1 and inputs.reference is not None:
         reference = load_model(inputs.reference).to(device).requires_grad_(False)
 
-    stops = sorted({*stop_ids(target), tokenizer.eos_token_id})
+    stops = stop_ids_of(inputs.target, tokenizer)
     responses = responses_of(inputs.responses, options.context)
     learnt, held_out = _held_out(responses, options.watch_rows if options.watch_steps else 0)
     parts = shares(options)
@@ -134,8 +140,9 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
         sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context)
 
     stored = options.target_side == "stored" and inputs.store is not None
+    asked = not stored or set(parts) != {TARGET}
     objective = Objective(
-        target.to(device),
+        load_target(inputs.target, inputs.inference, device) if asked else None,
         options,
         stops=stops,
         seed=seed,

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, whole_folder, write_json, write_text
+from edgespec.preflight_weights import check_weights
 from edgespec.shapes import ModelShape
 from edgespec_recipes.vocabulary import plain_config, plain_weights, wrap
 
@@ -57,6 +58,7 @@ def check_model_folder(folder: Path) -> ModelShape:
         raise InputError(
             f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it"
         )
+    check_weights(folder, shape)
     if not load_tokenizer(folder).chat_template:
         raise InputError(
             f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, "
@@ -74,10 +76,11 @@ def load_tokenizer(folder: Path) -> Any:
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
 
 
-def load_model(folder: Path) -> Any:
-    """The causal language model of a folder, float32, in eval mode. Raises InputError where it cannot be loaded.
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: Any) -> Any:
+    """The causal language model of a folder, in eval mode. Raises InputError where it cannot be loaded.
 
-    A drafter with a vocabulary subset reads the target's token ids and gives logits [.., V] (vocabulary.py).
+    A drafter with a vocabulary subset reads the target's token ids and gives logits [.., V] (vocabulary.py). `placement` is
+    what transformers' from_pretrained knows of devices and rounding (low_memory.py).
     """
     quiet()
     vocabulary = vocabulary_of(folder)
@@ -88,14 +91,35 @@ def load_model(folder: Path) -> Any:
             )  # of from_pretrained about fields of old configs: nothing the user can act on
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=torch.float32,
+                dtype=dtype,
                 trust_remote_code=False,
                 use_safetensors=True,
                 local_files_only=True,
+                **placement,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     return (wrap(model, vocabulary) if vocabulary else model).eval()
+
+
+def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
+    """Ids that end a response of the model in a folder, in order: from its generation config, else its config, and the tokenizer.
+
+    Weights are not read. Raises InputError where there is none.
+    """
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if ids is not None:
+            found |= {int(token) for token in (ids if isinstance(ids, list) else [ids])}
+            break
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        raise InputError(
+            f"{folder} names no token that ends a response; set eos_token_id in its generation_config.json"
+        )
+    return sorted(found)
 
 
 def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:

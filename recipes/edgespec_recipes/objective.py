@@ -33,7 +33,7 @@ class Objective:
     """Loss function of trainer.train.
 
     Args:
-        target: the model whose distributions are learnt, on the training device, without gradient.
+        target: the model whose distributions are learnt, on the training device, without gradient; None where all are stored.
         options: divergence, labels, selection, how the drafter writes.
         stops: token ids that end a response.
         seed: of the drafter's own responses.
@@ -43,7 +43,7 @@ class Objective:
 
     def __init__(
         self,
-        target: Any,
+        target: Any | None,
         options: DistillOptions,
         *,
         stops: Sequence[int],
@@ -55,7 +55,9 @@ class Objective:
         self.hard = options.labels == "hard"
         self.divergence = divergence(options)
         self.fraction = options.select_fraction
-        self.tokens = SelectedTokens(target.config.vocab_size)
+        assert target is not None or store is not None
+        size = target.config.vocab_size if target is not None else store.vocab_size  # type: ignore[union-attr]
+        self.tokens = SelectedTokens(size)
         self.writes = options.student_fraction > 0
         self.write = partial(
             write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed

@@ -11,9 +11,10 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,13 +23,15 @@ from torch import Tensor
 from edgespec.errors import InputError
 from edgespec.files import read_json, sha256_file, whole_file, write_json
 from edgespec.progress import progress
+from edgespec.recipe import InferenceOptions
 from edgespec.report import count
 from edgespec_recipes import processes
 from edgespec_recipes.data import inputs_of
 from edgespec_recipes.decoding import logits_at
 from edgespec_recipes.head_loss import Rows, TargetRows
-from edgespec_recipes.loading import load_model
+from edgespec_recipes.loading import load_tokenizer
 from edgespec_recipes.losses import Divergence
+from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.target_rows import live_rows
 from edgespec_recipes.top_k import compress, divergence_errors, expand
@@ -132,17 +135,73 @@ class StoredTargets:
         return target_rows
 
 
+class Distributions(Protocol):
+    """The target as a source of distributions, wherever it runs."""
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in, and why."""
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        """(records of `record_type` at the compared positions of the next of these rows, how many rows they are of)."""
+
+
+@dataclass(frozen=True)
+class _TorchTarget:
+    model: Any
+    precision: Precision
+    device: torch.device
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        for batch in _passes(rows, part, self.device):
+            yield _records(self.model, self.precision, batch, top_k), len(batch["input_ids"])
+
+
+def _open_target(folder: Path, inference: InferenceOptions) -> Distributions:
+    if inference.source == "file":
+        from edgespec_recipes.file_target import FileTarget
+
+        return FileTarget(inference, folder)
+    if inference.source == "server":
+        from edgespec_recipes.server_target import ServerTarget
+
+        return ServerTarget(inference, folder, load_tokenizer(folder))
+    device = processes.device()
+    return _TorchTarget(load_target(folder, inference, device), choose_precision(device), device)
+
+
+def _identity(folder: Path, inference: InferenceOptions) -> str:
+    """What the distributions depend on besides the rows: a store of another target is refused."""
+    if inference.source == "file":
+        from edgespec_recipes.file_target import identity
+
+        return identity(inference)
+    if inference.source == "server":
+        return f"{inference.url} {inference.model}"
+    plain = InferenceOptions()
+    if (inference.dtype, inference.bits) == (plain.dtype, plain.bits):
+        return _target_hash(folder)
+    return f"{_target_hash(folder)} in {inference.bits or inference.dtype}"
+
+
 def store_targets(
-    out: Path, target_folder: Path, rows: Any, top_k: int, shard_rows: int = SHARD_ROWS
+    out: Path,
+    target_folder: Path,
+    rows: Any,
+    top_k: int,
+    shard_rows: int = SHARD_ROWS,
+    inference: InferenceOptions | None = None,
 ) -> dict[str, Any]:
     """Write `out`/shard-00000.npy ..., and `store.json` when all are there; whole shards of the same rows and target are kept.
 
     `rows[i]` has input_ids, position_ids, document_ids and compared [T], as mixing.response_rows makes them; its row id is i.
     Process r makes the shards r, r + world, ... A corrupt shard is named in the log and in the counts, and made again. A shard
     made for something else is no accident of the disk but maybe hours of another target's work: refused, not overwritten.
+    `inference` says where the target runs (default: in torch, float32).
 
     Raises InputError: shards of something else, top_k above the vocabulary, more processes than shards.
     """
+    inference = inference or InferenceOptions()
     vocab_size = int(read_json(target_folder / "config.json")["vocab_size"])
     if not 1 <= top_k <= vocab_size:
         raise InputError(
@@ -155,7 +214,7 @@ def store_targets(
         )
     made_for = {
         "format": FORMAT,
-        "target": _target_hash(target_folder),
+        "target": _identity(target_folder, inference),
         "vocab_size": vocab_size,
         "top_k": top_k,
         "rows": _rows_hash(rows),
@@ -164,21 +223,22 @@ def store_targets(
     _refuse_others(out, made_for)
     mine = list(range(processes.rank(), len(parts), processes.world()))
     missing, remade = _not_whole(out, mine)
-    precision = choose_precision(processes.device())
+    precision = choose_precision(processes.device()) if inference.source == "torch" else None
     start, tokens = time.monotonic(), 0
     if missing:  # else the target is not even loaded
-        model = load_model(target_folder).to(processes.device())
+        target = _open_target(target_folder, inference)
+        precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         with progress(
             "store the target's distributions", sum(len(parts[n]) for n in mine), "row", done
         ) as bar:
             for number in missing:
                 records = []
-                for batch in _passes(rows, parts[number], processes.device()):
-                    records.append(_records(model, precision, batch, top_k))
-                    tokens += batch["input_ids"].numel()
+                for found, done_rows in target.records(rows, parts[number], top_k):
+                    records.append(found)
+                    tokens += done_rows * len(rows[parts[number][0]]["input_ids"])
                     bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
-                    bar.update(len(batch["input_ids"]))
+                    bar.update(done_rows)
                 positions = [int(rows[row]["compared"].sum()) for row in parts[number]]
                 _write_shard(out, number, np.concatenate(records), positions, made_for)
     seconds = time.monotonic() - start
@@ -198,8 +258,8 @@ def store_targets(
         "shards": len(parts),
         "remade_shards": [data_path(out, number).name for number in sorted(numbers)],
         "tokens_per_second": round(tokens / seconds, 1) if tokens else None,
-        "precision": precision.name,
-        "precision_reason": precision.reason,
+        "precision": precision.name if precision else None,
+        "precision_reason": precision.reason if precision else "nothing was left to do",
     }
 
 

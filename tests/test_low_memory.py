@@ -1,0 +1,156 @@
+"""A target in torch that does not fit: layers on the disk, narrower types, and what is asked of a machine that cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from edgespec_recipes import low_memory
+from edgespec_recipes.datagen import generate
+from edgespec_recipes.loading import load_model
+from edgespec_recipes.low_memory import budgets, device_map, load_target
+from edgespec_recipes.mixing import response_rows
+from edgespec_recipes.stored import store_targets
+from tiny_models import make_model_folder
+
+from edgespec.errors import InputError, MissingExtra
+from edgespec.files import write_jsonl
+from edgespec.recipe import GenerateOptions, InferenceOptions, resolve
+
+CPU = torch.device("cpu")
+SPREAD = InferenceOptions(max_memory=("cpu=512KiB",))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five layers of 180 KB in float32, and 260 KB that cannot be spread."""
+    return make_model_folder(tmp_path_factory.mktemp("target"), layers=5, tied=False)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(torch.tensor([[5, 6, 7, 300, 2]])).logits
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_on_the_disk_give_the_same_logits(target: Path, dtype: str) -> None:
+    before = sorted(target.iterdir())
+    spread = load_target(target, replace(SPREAD, dtype=dtype), CPU)
+    places = spread.hf_device_map
+    assert places["lm_head"] == places["model.embed_tokens"] == places["model.norm"] == "cpu"
+    assert places["model.layers.4"] == "disk"
+    assert places["model.layers.0"] == "cpu"
+    assert (
+        spread.model.layers[4].mlp.up_proj.weight.device.type == "meta"
+    )  # between two passes it is not here
+    whole = load_model(target, getattr(torch, dtype))
+    assert whole.dtype == spread.dtype == getattr(torch, dtype)
+    assert torch.equal(logits(spread), logits(whole))
+    assert sorted(target.iterdir()) == before  # nothing is written beside the weights
+
+
+def test_whole_layers_fill_the_budget_in_order(target: Path) -> None:
+    places = device_map(target, torch.float32, {"cpu": 2**30}, CPU)
+    assert set(places.values()) == {"cpu"}
+    none = device_map(target, torch.float32, {"cpu": 300_000}, CPU)
+    assert [none[f"model.layers.{layer}"] for layer in range(5)] == ["disk"] * 5
+    halves = device_map(target, torch.bfloat16, {"cpu": 512 * 1024}, CPU)
+    singles = device_map(target, torch.float32, {"cpu": 512 * 1024}, CPU)
+    assert list(halves.values()).count("disk") < list(singles.values()).count("disk")
+
+
+@pytest.mark.parametrize("path", ["generate", "store"])
+def test_data_generation_from_the_disk_is_that_of_the_whole_target(
+    target: Path, tmp_path: Path, path: str
+) -> None:
+    if path == "generate":
+        write_jsonl(tmp_path / "seed.jsonl", [{"instruction": text} for text in ("Hello", "naïve", "1 2 3")])
+        options = GenerateOptions(
+            instructions=str(tmp_path / "seed.jsonl"), prompts=4, max_new_tokens=6, shard_size=2
+        )
+        for name, how in (("whole", None), ("spread", SPREAD)):
+            generate(tmp_path / name, target, options, 3, how)
+        pattern = "shard-*.jsonl"
+    else:
+        rows = response_rows([([5, 6, 7], [8, 9, 2]), ([300, 4], [17, 18, 19, 2])], 16)
+        for name, how in (("whole", None), ("spread", SPREAD)):
+            store_targets(tmp_path / name, target, rows, 8, inference=how)
+        pattern = "shard-*.npy"
+    contents = [
+        {file.name: file.read_bytes() for file in (tmp_path / name).glob(pattern)}
+        for name in ("whole", "spread")
+    ]
+    assert contents[0]
+    assert contents[0] == contents[1]
+
+
+def test_a_store_of_another_type_is_refused(target: Path, tmp_path: Path) -> None:
+    rows = response_rows([([5, 6, 7], [8, 9, 2])], 16)
+    store_targets(tmp_path, target, rows, 8)
+    with pytest.raises(InputError, match="stored for something else"):
+        store_targets(tmp_path, target, rows, 8, inference=InferenceOptions(dtype="bfloat16"))
+    records = np.load(tmp_path / "shard-00000.npy")
+    assert len(records) == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"bits": 4}, "no CUDA GPU, where torch could multiply in 4 bits; on a CPU give an exported file"),
+        ({"bits": 8}, "inference.bits is 8"),
+        ({"max_memory": ("cpu=lots",)}, "max_memory has 'cpu=lots'; give auto"),
+        ({"max_memory": ("cpu",)}, "max_memory has 'cpu'"),
+        ({"max_memory": ("7=1GiB",)}, r"names device '7'; this machine has \d GPUs"),
+        ({"max_memory": ("tpu=1GiB",)}, "names device 'tpu'"),
+        ({"max_memory": ("cpu=100KiB",)}, r"the embedding and the output layer alone take 0 MiB there"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_said(target: Path, how: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        load_target(target, InferenceOptions(**how), CPU)  # type: ignore[arg-type]
+
+
+def test_bits_need_their_package(monkeypatch: pytest.MonkeyPatch, target: Path) -> None:
+    monkeypatch.setattr(low_memory, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[bits\]'"):
+        load_target(target, InferenceOptions(bits=4), torch.device("cuda", 0))
+
+
+def test_auto_is_what_is_free() -> None:
+    found = budgets(("auto",), CPU)
+    assert list(found) == ["cpu"]
+    assert found["cpu"] > 2**20
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"inference": {"source": "file"}}, "give both source: file and file, or neither"),
+        ({"inference": {"url": "http://127.0.0.1"}}, "give both source: server and url, or neither"),
+        (
+            {"inference": {"source": "file", "file": "x.gguf"}},
+            "distill.text_fraction is 0.1; give --distill.target-side",
+        ),
+        (
+            {"inference": {"source": "server", "url": "http://h"}, "distill": {"text_fraction": 0}},
+            "target_side is 'live'; give --distill.target-side stored",
+        ),
+        ({"inference": {"source": "files"}}, "did you mean 'file'"),
+    ],
+)
+def test_recipes_that_do_not_go_together(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        resolve({}, {"target": "tiny-chat", **flags})
+
+
+def test_recipes_that_do() -> None:
+    stored = {"target_side": "stored", "text_fraction": 0.0}
+    recipe = resolve(
+        {}, {"target": "x", "inference": {"source": "file", "file": "x.gguf"}, "distill": stored}
+    )
+    assert recipe.inference.file == "x.gguf"
+    resolve({}, {"target": "x", "inference": {"source": "file", "file": "x"}, "distill": {"labels": "hard"}})

@@ -1,0 +1,116 @@
+"""An export of two layers at a time is the export of the whole model; and a file is checked one layer at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec_export.onnx_by_layers import export_by_layers
+from edgespec_export.readback import gguf_weights, onnx_weights
+from edgespec_export.streamed_check import StreamedCheck, check_streamed, opened, streamed_logits
+from edgespec_export.to_gguf import export_gguf
+from edgespec_export.to_onnx import export_onnx
+from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from safetensors.numpy import load_file, save_file
+from tiny_models import make_model_folder, torch_logits
+
+from edgespec.errors import InputError
+from edgespec.files import read_json
+from edgespec.shapes import ModelShape
+
+PROMPTS = [[5, 6, 7, 300, 2, 17], [9, 8, 7]]
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "tied"),
+    [("llama", 5, False), ("qwen3", 4, True), ("qwen2", 3, True), ("mistral", 2, False)],
+)
+def test_by_layers_is_the_same_as_whole(tmp_path: Path, family: str, layers: int, tied: bool) -> None:
+    head_dim = 16 if family == "qwen2" else 32
+    model = make_model_folder(tmp_path / "model", family, layers=layers, tied=tied, head_dim=head_dim)
+    export_onnx(model, tmp_path / "whole", "int4")
+    export_by_layers(model, tmp_path / "slices")
+    names = [sorted(file.name for file in (tmp_path / one).iterdir()) for one in ("whole", "slices")]
+    assert names[0] == names[1]
+    shape = ModelShape.from_config(read_json(model / "config.json"))
+    whole, slices = (dict(onnx_weights(tmp_path / one, shape)) for one in ("whole", "slices"))
+    assert whole.keys() == slices.keys()
+    for name, weight in whole.items():
+        np.testing.assert_array_equal(weight, slices[name], name)
+    for graph in ("model.onnx", "model-fast.onnx"):
+        engines = [
+            OnnxRuntimeEngine(tmp_path / one, graph=tmp_path / one / graph) for one in ("whole", "slices")
+        ]
+        ours, theirs = (engine.forward(PROMPTS[0]) for engine in engines)
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_families_with_unlike_layers_are_refused(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", "gemma2", layers=4)
+    with pytest.raises(InputError, match=r"'gemma2' model; an export by layers knows llama"):
+        export_by_layers(model, tmp_path / "out")
+    with pytest.raises(InputError, match=r"'gemma2' model; the check by layers knows llama"):
+        streamed_logits(iter(()), model, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("streamed")
+    model = make_model_folder(root / "model", layers=4, tied=False)
+    export_gguf(model, root / "f32.gguf", "f32")
+    export_gguf(model, root / "q4_0.gguf", "q4_0")
+    export_by_layers(model, root / "int4")
+    return {"model": model, "f32": root / "f32.gguf", "q4_0": root / "q4_0.gguf", "int4": root / "int4"}
+
+
+def checked(exported: dict[str, Path], name: str, model: Path | None = None) -> StreamedCheck:
+    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
+    weights, engine = opened(exported[name], shape, 64)
+    return check_streamed(weights, engine, model or exported["model"], PROMPTS)
+
+
+def test_layer_by_layer_is_torch(exported: dict[str, Path]) -> None:
+    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
+    found = streamed_logits(gguf_weights(exported["f32"], shape), exported["model"], PROMPTS)
+    for prompt, logits in zip(PROMPTS, found, strict=True):
+        np.testing.assert_allclose(logits, torch_logits(exported["model"], prompt).numpy(), atol=1e-4)
+
+
+def test_weights_in_any_order(exported: dict[str, Path]) -> None:
+    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
+    backwards = reversed(list(gguf_weights(exported["f32"], shape)))
+    found = streamed_logits(backwards, exported["model"], PROMPTS)
+    np.testing.assert_allclose(found[0], torch_logits(exported["model"], PROMPTS[0]).numpy(), atol=1e-4)
+    some = [pair for pair in gguf_weights(exported["f32"], shape) if "layers.2.mlp" not in pair[0]]
+    with pytest.raises(InputError, match="the file has 2 whole layers of 4"):
+        streamed_logits(iter(some), exported["model"], PROMPTS)
+
+
+@pytest.mark.parametrize(("name", "weights", "engine"), [("q4_0", 0.2, 0.1), ("int4", 0.2, 1e-4)])
+def test_whole_files_pass(exported: dict[str, Path], name: str, weights: float, engine: float) -> None:
+    check = checked(exported, name)
+    assert 0.01 < check.weights < weights
+    assert check.engine < engine
+    assert check.block < 1e-4
+    assert check.positions == 9
+
+
+def test_a_matrix_of_another_layer_is_noticed(exported: dict[str, Path], tmp_path: Path) -> None:
+    """The checkpoint changes instead of the file: which of them is wrong does not matter to the distance."""
+    other = shutil.copytree(exported["model"], tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    one, two = (f"model.layers.{layer}.mlp.gate_proj.weight" for layer in (1, 2))
+    weights[one], weights[two] = weights[two], weights[one]
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    check = checked(exported, "int4", other)
+    assert check.weights > 1
+    assert check.worst in (one, two)
+
+
+def test_a_wrong_rope_base_is_noticed(exported: dict[str, Path], tmp_path: Path) -> None:
+    other = shutil.copytree(exported["model"], tmp_path / "other")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("10000.0", "500.0"))
+    assert checked(exported, "int4", other).engine > 1e-2
