@@ -11,6 +11,7 @@ import pytest
 import yaml
 from edgespec_export.card import MAX_TEXT, Card, CardFile, hub_id, licence_of, plain, rates_of
 from edgespec_export.elsewhere import Elsewhere
+from edgespec_export.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
 from edgespec_runtime.vocabulary import Vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -75,6 +76,19 @@ def front_matter(text: str) -> tuple[dict[str, Any], str]:
 def row(text: str, first: str) -> list[str]:
     (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
     return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_what_quantising_cost_is_shown() -> None:
+    base = PairRun(
+        "llama.cpp", "f16", FLOAT_PAIR, "f16", "f16", 0.0, 3, (Trial(10, 30, 30, 20, 30, 20.0),) * 12
+    )
+    trials = (Trial(10, 27, 30, 17, 30, 17.0),) * 12
+    worse = replace(base, precision="q8_0", cause=DRAFTER, drafter="q8_0", trials=trials)
+    text = replace(CARD, acceptance=as_json([base, worse])).text()
+    assert "12 held-out prompts, γ = 3" in text
+    assert row(text, f"llama.cpp q8_0: {DRAFTER}")[1:3] == ["0", "2.70 [2.70, 2.70]"]
+    assert "-0.100 [-0.100, -0.100]" in text
+    assert "The exported files" not in CARD.text()
 
 
 def test_front_matter() -> None:

@@ -123,6 +123,7 @@ def write_bundle(
             onnx=onnx,
             gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
             evaluation=evaluation,
+            acceptance=verification.get("acceptance", []),
             licence=licence,
             subset=subset,
         )

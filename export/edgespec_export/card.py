@@ -19,6 +19,7 @@ from edgespec.manifest import BundleModel
 from edgespec.report import count, interval, table
 from edgespec_export.card_engines import Commands, Rates, Values, engine_sections
 from edgespec_export.elsewhere import Elsewhere
+from edgespec_export.exported_pair_report import about, acceptance_table
 
 MAX_TEXT = 200  # characters of a stranger's name, licence or source
 HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -40,8 +41,8 @@ class CardFile:
 class Card:
     """Everything the card says. `evaluation` is evaluation.json's content ({}: nothing was measured).
 
-    `gguf` is the precision to name in llama.cpp's command (None: the bundle has no pair of GGUF files); `subset` the
-    drafter's own vocabulary; `licence` is the note that came with the target.
+    `acceptance` is verify.json's: what quantising cost the pair. `gguf` is the precision to name in llama.cpp's command (None:
+    the bundle has no pair of GGUF files); `subset` the drafter's own vocabulary; `licence` is the note that came with the target.
     """
 
     target: BundleModel
@@ -53,6 +54,7 @@ class Card:
     onnx: Sequence[str]
     gguf: str | None
     evaluation: Mapping[str, Any]
+    acceptance: Sequence[dict[str, Any]] = ()
     licence: str = ""
     subset: Vocabulary | None = None
 
@@ -61,6 +63,7 @@ class Card:
         parts = [
             self._head(),
             self._measured(),
+            *([self._exported()] if self.acceptance else []),
             self._engines(),
             self._files(),
             self._limits(),
@@ -116,8 +119,15 @@ class Card:
             "brackets are 95 % bootstrap intervals over prompts. τ is the tokens emitted per target pass, α the share of "
             "draft tokens accepted at positions of the target's own text: under rejection sampling (lossless, "
             "Σ min(p, q)), where the draft is greedy and kept if a sample of the target equals it (p(argmax q)), and where it "
-            "is sampled and kept so (Σ p·q). Rounded weights change both models and with them these figures: verify.json.\n\n"
+            "is sampled and kept so (Σ p·q). Rounded weights change both models and with them these figures.\n\n"
             f"{table(headers, rows, markdown=True)}\n"
+        )
+
+    def _exported(self) -> str:
+        return (
+            "## The exported files\n\nThe same pair from its files, on edgespec's engines, by what was quantised: "
+            f"{about(self.acceptance)}. Differences are paired, to the float files of that engine.\n\n"
+            f"{acceptance_table(self.acceptance, markdown=True)}\n"
         )
 
     def _engines(self) -> str:
