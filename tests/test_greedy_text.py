@@ -13,7 +13,7 @@ from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 from float_cache import float_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-PROMPTS, TOKENS = 50, 24
+PROMPTS, TOKENS = 50, 40
 STORIES = ("Once, {} went to the park.", "The {} was very sad.", "One day, a {} saw a big tree and")
 WHO = ["Lily", "Tim", "Ben", "Tom", "Sue", "Max", "Mia", "Anna", "Jack", "Sam", "dog", "cat", "bird"]
 WHO += ["fish", "boy", "girl", "bear"]

@@ -249,7 +249,7 @@ def test_other_models_and_vocabularies_are_refused(root: Path, url: str, tmp_pat
     with spoiling(url, silent) as server:
         target_at(server.url, root)  # held against the number of tokens alone
         with pytest.raises(
-            InputError, match=r"counts \d+ tokens in a test text, the target in .* \d+; serve the same"
+            InputError, match=r"counts \d+ tokens in a test text, the target in .* \d+; serve that model"
         ):
             ServerTarget(at(server.url), other, load_tokenizer(other))
 

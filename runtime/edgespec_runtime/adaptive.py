@@ -2,7 +2,7 @@
 
 Expected tokens per second of a draft of γ:
 
-    (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1) + overhead)      a_i: acceptance at position i of the block
+    (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
 is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
@@ -33,8 +33,12 @@ CREDIT_STEPS = 120.0  # ... or of as many plain steps, where the reply is shorte
 SURE = 1.3  # times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses
 BUCKET = 64  # tokens of context that share a row of costs: interpolating anew for every block would cost as much as sampling
 REFRESH = 40  # blocks after which a plain step shows again what it takes: all gains are measured by it
+WORTH = 1.03  # times faster than plain steps a draft must be expected to be: costs and rates are not known better than that
 REST = 8  # plain steps after which speculation is considered again where it did not pay: considering costs microseconds too
-DRIFT = 0.1  # weight of a block's time in the running ratio of measured to calibrated seconds
+DRIFT = 0.1  # weight of a block's time in the running ratio of measured to calibrated seconds ...
+CATCHING_UP = (
+    0.3  # ... and in what a drafter takes for each token of the plain steps before, which it reads first
+)
 
 
 @dataclass(frozen=True)
@@ -65,20 +69,21 @@ class Adaptive:
         self._tested = [0.0] * self._most
         self._accepted = [0.0] * self._most
         self._draft_ratio = self._verify_ratio = 1.0
-        self._size_ratio: dict[int, float] = {}  # of passes of one size, which need not all be off alike
+        # of passes of one size, which need not all be off alike, with the sampling and the loop's work that follow them
+        self._size_ratio: dict[int, float] = {}
         self._seen: dict[int, int] = {}  # passes of each size
         self._since_plain = REFRESH
         self._resting = self._idle = (
             0  # plain steps still to come without a look; those since a draft was last tested
         )
-        self._overhead = 0.0  # seconds of a block beside both models
+        self._catch_up = 0.0  # seconds in which a drafter reads one of the tokens it has missed
         self._rows: dict[int, _Row] = {}
         self.begin()
 
     def begin(self) -> None:
         """The account of a new reply is empty; what is known of acceptance and the machine stays."""
         self._lost = self._spent = 0.0
-        self._resting = 0
+        self._resting = self._missed = 0
 
     def acceptance(self) -> list[float]:
         """Estimated probability, for every position of a block, that its token is accepted where those before it were."""
@@ -101,7 +106,7 @@ class Adaptive:
         """Expected seconds of a block with a draft of `length`; 0: of a plain step."""
         size = row.size[length]
         verifying = self._size_ratio.get(size, self._verify_ratio) * row.verify[size]
-        return length * self._draft_ratio * row.draft + verifying + self._overhead
+        return length * self._draft_ratio * row.draft + verifying
 
     def _row(self, context: int) -> _Row:
         bucket = context // BUCKET
@@ -130,15 +135,16 @@ class Adaptive:
         """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
         row = self._row(context)
         step = self._seconds(row, 0)
+        missed = self._missed * self._catch_up
         plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
         estimates, doubt = self._estimates()
-        likely, likely_rate, hoped, hoped_rate = 0, plain, 0, plain
+        likely, likely_rate, hoped, hoped_rate = 0, WORTH * plain, 0, WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
         for length in range(1, most + 1):
-            estimate, seconds = estimates[length - 1], self._seconds(row, length)
+            estimate, seconds = estimates[length - 1], missed + self._seconds(row, length)
             low_reach *= max(estimate - CAUTION * doubt, 0.0)
             middle_reach *= estimate
             high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
@@ -158,26 +164,35 @@ class Adaptive:
         return sizes[count - 1] if count <= len(sizes) else count
 
     def observe(self, outcome: Outcome) -> None:
-        context, drafted, _, emitted, size, draft_seconds, verify_seconds, seconds = outcome
+        context, drafted, _, emitted, size, draft_seconds, _, seconds = outcome
         row = self._row(context)
         if drafted:
             self._lost += seconds - emitted * self._seconds(row, 0)
+            self._learn_drafting(draft_seconds, drafted * row.draft)
             self._learn(outcome)
-            if row.draft:
-                ratio = _within(draft_seconds / (drafted * row.draft))
-                self._draft_ratio += DRIFT * (ratio - self._draft_ratio)
         else:
+            self._missed += 1
             self._idle += 1
         self._spent += seconds
         if size < len(row.verify):
-            ratio = _within(verify_seconds / row.verify[size])
-            self._verify_ratio += DRIFT * (ratio - self._verify_ratio)
             seen = self._seen.get(size, 0) + 1
             known = self._size_ratio.get(size, self._verify_ratio)
+            ratio = _near(
+                known, (seconds - draft_seconds) / row.verify[size]
+            )  # sampling and the loop belong to it
+            self._verify_ratio += DRIFT * (ratio - self._verify_ratio)
             self._seen[size] = seen
             self._size_ratio[size] = known + max(DRIFT, 1.0 / (seen + 1)) * (ratio - known)
         self._since_plain = 0 if size == 1 else self._since_plain + 1
-        self._overhead += DRIFT * (seconds - draft_seconds - verify_seconds - self._overhead)
+
+    def _learn_drafting(self, seconds: float, calibrated: float) -> None:
+        """After plain steps a draft takes longer, since the drafter reads them first; less time tells of its steps even so."""
+        late = seconds - self._draft_ratio * calibrated
+        if self._missed and late > 0.0:
+            self._catch_up += CATCHING_UP * (late / self._missed - self._catch_up)
+        elif calibrated:
+            self._draft_ratio += DRIFT * (_near(self._draft_ratio, seconds / calibrated) - self._draft_ratio)
+        self._missed = 0
 
     def _learn(self, outcome: Outcome) -> None:
         """Plain steps make it forget as well, so that it tries again where the long run promises a gain."""
@@ -192,6 +207,6 @@ class Adaptive:
                 self._all_accepted += 1
 
 
-def _within(ratio: float) -> float:
-    """One slow pass (another program's turn) must not drown ten others."""
-    return min(max(ratio, 0.5), 2.0)
+def _near(known: float, ratio: float) -> float:
+    """One slow pass (another program's turn) must not drown ten others; a machine far from its calibration is still found out."""
+    return min(max(ratio, 0.5 * known), 2.0 * known)
