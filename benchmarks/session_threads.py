@@ -48,6 +48,7 @@ WAYS: dict[
     "no spinning, drafter": ({}, NO_SPIN, True),
     "spinning ends with the pass": (STOPS, STOPS, True),
     "drafter on one thread": ({}, {}, False),
+    "both of these": (STOPS, STOPS, False),
 }
 
 

@@ -23,9 +23,10 @@ OPENVINO = "openvino"  # the same files, on OpenVINO
 # ONNX precisions with a faster kernel, one that rounds activations; fp32 and fp16 have one kernel only.
 ROUNDED = frozenset({"int4", "int8"})
 WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
-# A drafter this small gains nothing from a second thread (0.3M: 0.053 ms against 0.046 ms a token), and its waiting threads
-# would take the cores from the target's: at γ = 1 the pair ran at 0.57-0.91 of plain decoding with them, 0.79-0.86 without.
-ONE_THREAD_BELOW = 1_000_000
+# A model this small gains little from a second thread, and a drafter's waiting threads take the cores from the target's. On ONNX
+# Runtime and two cores, γ = 3, a pair is 2.0x as fast with its drafter on one thread at 13.9M with 0.3M (fp32), and 1.7x at 134.8M
+# with 5M (int4): benchmarks/session_threads.py. Larger drafters were not measured.
+ONE_THREAD_BELOW = {"target": 1_000_000, "drafter": 10_000_000}
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     threads = options.threads or default_threads()
 
     def load(role: str) -> CachedEngine:
-        own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW else threads
+        own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW[role] else threads
         model = load_model(manifest, role, engine, precision, options, own_threads)
         if role == "drafter" and vocabulary is not None:
             model = SubsetEngine(model, vocabulary)

@@ -249,7 +249,7 @@ def _load(pair: SyntheticPair, role: str, options: Options, context: int, thread
     if fast and pair.engine == LLAMACPP and flash_attention is None:
         flash_attention = False
     graph = pair.fast_graphs.get(role) if fast or role == "drafter" else None
-    own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW else threads
+    own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW[role] else threads
     return load_engine(pair.engine, pair.paths[role], context, own, flash_attention, graph)
 
 
