@@ -18,24 +18,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from edgespec_export.synthetic_checkpoint import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgespec.errors import InputError
-from edgespec.files import read_json, whole_file, write_json, write_text
-from edgespec.progress import progress
+from edgespec.files import read_json, write_json, write_text
 from edgespec.report import table
-from edgespec.shapes import ModelShape
 from edgespec.targets import shape_of_target
 
 GIB = 2**30
 ONNX = "onnx-"
-PIECE = 2**24  # weights drawn at once
 BYTES = 2  # of a bf16 weight
 EXPORT = """
 import sys, time
@@ -66,104 +61,7 @@ assert np.isfinite(logits).all() and logits.std() > 0.01, logits
 """
 
 
-@dataclass(frozen=True)
-class Tensor:
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        return int(np.prod(self.shape))
-
-
-def tensors(shape: ModelShape) -> Iterator[Tensor]:
-    """Every tensor of a Llama-style checkpoint."""
-    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield Tensor("model.embed_tokens.weight", (shape.vocab_size, hidden))
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}"
-        for part, rows in (("q", query), ("k", key), ("v", key)):
-            yield Tensor(f"{at}.self_attn.{part}_proj.weight", (rows, hidden))
-        yield Tensor(f"{at}.self_attn.o_proj.weight", (hidden, query))
-        for part in ("gate", "up"):
-            yield Tensor(f"{at}.mlp.{part}_proj.weight", (shape.intermediate, hidden))
-        yield Tensor(f"{at}.mlp.down_proj.weight", (hidden, shape.intermediate))
-        for part in ("input", "post_attention"):
-            yield Tensor(f"{at}.{part}_layernorm.weight", (hidden,))
-    yield Tensor("model.norm.weight", (hidden,))
-    if not shape.tied:
-        yield Tensor("lm_head.weight", (shape.vocab_size, hidden))
-
-
-def pieces(tensor: Tensor, generator: np.random.Generator) -> Iterator[np.ndarray[Any, Any]]:
-    """The tensor's bf16 bits: 1 in norms, else N(0, 1/columns)."""
-    if len(tensor.shape) == 1:
-        yield np.full(tensor.shape, 0x3F80, dtype="<u2")
-        return
-    for start in range(0, tensor.count, PIECE):
-        drawn = generator.standard_normal(min(PIECE, tensor.count - start), dtype=np.float32)
-        drawn *= np.float32(tensor.shape[1] ** -0.5)
-        yield (drawn.view("<u4") >> 16).astype("<u2")
-
-
-def write_checkpoint(folder: Path, shape: ModelShape, shard_bytes: int) -> None:
-    """A model folder as save_pretrained leaves it; shards that are there are kept."""
-    shards: list[list[Tensor]] = [[]]
-    for tensor in tensors(shape):
-        if shards[-1] and BYTES * sum(one.count for one in (*shards[-1], tensor)) > shard_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
-    places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": places})
-    with progress("weights", len(shards), "shard") as bar:
-        for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
-            if not (folder / name).exists():
-                _write_shard(folder / name, shard, np.random.Generator(np.random.SFC64(number)))
-            bar.update(1)
-    write_json(folder / "config.json", _config(shape))
-    _write_tokenizer(folder)
-
-
-def _write_shard(file: Path, shard: list[Tensor], generator: np.random.Generator) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for tensor in shard:
-        end = start + BYTES * tensor.count
-        header[tensor.name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(file) as temporary, open(temporary, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        for tensor in shard:
-            for piece in pieces(tensor, generator):
-                piece.tofile(stream)
-
-
-def _config(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "dtype": "bfloat16",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": shape.context_length,
-        "rope_theta": shape.rope_theta,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-
-
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     """Bytes, one merge (llama.cpp wants one) and one special token; the rest of the vocabulary goes unused."""
     entries = ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(entries)}, [("t", "h")]))
@@ -235,7 +133,8 @@ def main() -> None:
         )
     if missing:
         start = time.monotonic()
-        write_checkpoint(model, shape, int(given.shard_gib * GIB))
+        write_checkpoint(shape, model, shard_bytes=int(given.shard_gib * GIB))
+        write_tokenizer(model)
         sizes = [file.stat().st_size for file in model.glob("*.safetensors")]
         results |= {"largest_shard": max(sizes), "shards": len(sizes), "checkpoint": sum(sizes)}
         print(

@@ -16,8 +16,7 @@ import numpy as np
 from edgespec.files import whole_file, write_json
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
-from edgespec_export.synthetic_gguf import family_of
-from edgespec_export.synthetic_onnx import checkpoint_tensors
+from edgespec_export.synthetic_onnx import checkpoint_tensors, model_config
 
 SHARD_BYTES = 2 * 2**30
 PIECE = 2**23  # weights drawn at once: 32 MiB as float32
@@ -33,7 +32,7 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     Matrices have deviation 1/√columns, norms are 1, biases 0: logits stay finite and spread like a trained model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", model_config(shape))
+    write_json(folder / "config.json", model_config(shape, "bfloat16"))
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
     tensors = list(checkpoint_tensors(shape, shape.layers))
     shards = _shards(tensors, shard_bytes)
@@ -48,32 +47,6 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor, _ in shard}
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return total
-
-
-def model_config(shape: ModelShape) -> dict[str, Any]:
-    """config.json, readable for transformers 4.57 and 5.x."""
-    kind = family_of(shape)
-    return {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"],
-        "model_type": kind,
-        "vocab_size": shape.vocab_size,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": shape.context_length,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "dtype": "bfloat16",
-        "torch_dtype": "bfloat16",
-    }
 
 
 def _size(size: tuple[int, ...]) -> int:

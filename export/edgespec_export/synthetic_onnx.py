@@ -14,6 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,14 +97,25 @@ def write_template(shape: ModelShape, folder: Path, seed: int) -> None:
 
     folder.mkdir(parents=True)
     layers = min(shape.layers, TEMPLATE_LAYERS)
+    config = model_config(replace(shape, layers=layers), "float16")
+    config |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    write_json(folder / "config.json", config)
+    _write_tokenizer(folder)
+    generator = np.random.Generator(np.random.SFC64(seed))
+    tensors = {name: _weights(name, size, generator) for name, size in checkpoint_tensors(shape, layers)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def model_config(shape: ModelShape, dtype: str) -> dict[str, Any]:
+    """config.json, readable for transformers 4.57 and 5.x."""
     kind = family_of(shape)
-    config = {
+    return {
         "architectures": [f"{kind.capitalize()}ForCausalLM"],
         "model_type": kind,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.intermediate,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
@@ -111,17 +123,13 @@ def write_template(shape: ModelShape, folder: Path, seed: int) -> None:
         "max_position_embeddings": shape.context_length,
         "rms_norm_eps": shape.rms_norm_eps,
         "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "tie_word_embeddings": shape.tied,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-        "dtype": "float16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": dtype,
+        "torch_dtype": dtype,
     }
-    write_json(folder / "config.json", config)
-    _write_tokenizer(folder)
-    generator = np.random.Generator(np.random.SFC64(seed))
-    tensors = {name: _weights(name, size, generator) for name, size in checkpoint_tensors(shape, layers)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def checkpoint_tensors(shape: ModelShape, layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
