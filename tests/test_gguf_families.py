@@ -11,6 +11,7 @@ import torch
 from edgespec_export.gguf_families import FAMILIES
 from edgespec_export.readback import gguf_field, gguf_weights
 from edgespec_export.to_gguf import export_gguf
+from family_cases import GEMMA, GEMMA3, LOCAL, LONG, SOFT
 from float_cache import float_engine
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
@@ -24,16 +25,6 @@ from edgespec.shapes import ModelShape
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8
 GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3
-SLIDING = {"sliding_window": 24}  # shorter than the tokens, so that a wrong window shows
-GEMMA = {**SLIDING, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
-LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
-FULL = {"rope_type": "default", "rope_theta": 1e6}
-LONG: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": np.linspace(1, 1.5, 8).tolist(),
-    "long_factor": np.linspace(1, 6, 8).tolist(),
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -67,24 +58,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 untied": ("qwen2", {"theta": 1e6, "head_dim": 16, "tied": False}),
     "qwen3": ("qwen3", {"theta": 1e6}),
     "qwen3 untied": ("qwen3", {"theta": 1e6, "tied": False}),
-    "gemma2": ("gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
-    "gemma3": (
-        "gemma3_text",
-        {**GEMMA, "layers": 7, "rope_parameters": {"full_attention": FULL, "sliding_attention": LOCAL}},
-    ),
-    "gemma3 untied": (
-        "gemma3_text",
-        {
-            **GEMMA,
-            "layers": 4,
-            "tied": False,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": LOCAL,
-            },
-        },
-    ),
+    "gemma2": ("gemma2", {**GEMMA, **SOFT}),
+    **GEMMA3,
     "phi3": ("phi3", {**PHI, "tied": False}),
     "phi3 tied": ("phi3", {**PHI, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
     "phi3 longrope": (

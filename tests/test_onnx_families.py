@@ -13,6 +13,7 @@ from edgespec_export import onnx_families
 from edgespec_export.onnx_families import FAMILIES
 from edgespec_export.to_onnx import export_onnx
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from family_cases import GEMMA, GEMMA3, LOCAL, LONG, SLIDING, SOFT
 from tiny_models import make_model_folder, torch_logits
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -21,10 +22,6 @@ from edgespec.files import read_json, write_json
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; measured 2e-6 to 1e-5, logits have a standard deviation of 1
-SLIDING = {"sliding_window": 24}  # shorter than the tokens, so that a wrong window shows
-GEMMA = {**SLIDING, "query_pre_attn_scalar": 32, "hidden_activation": "gelu_pytorch_tanh"}
-LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
-FULL = {"rope_type": "default", "rope_theta": 1e6}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -34,13 +31,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 128,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
-LONG: dict[str, Any] = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": np.linspace(1, 1.5, 8).tolist(),
-    "long_factor": np.linspace(1, 6, 8).tolist(),
-}
-SOFT = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"theta": 50000.0}),
     "llama untied": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
@@ -64,23 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma2": ("gemma2", {**GEMMA, **SOFT}),
     "gemma2 odd": ("gemma2", {**GEMMA, **SOFT, "hidden": 80}),  # √80 has more than the builder's two decimals
-    "gemma3": (
-        "gemma3_text",
-        {**GEMMA, "layers": 7, "rope_parameters": {"full_attention": FULL, "sliding_attention": LOCAL}},
-    ),
-    "gemma3 untied": (
-        "gemma3_text",
-        {
-            **GEMMA,
-            "layers": 4,
-            "tied": False,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-                "sliding_attention": LOCAL,
-            },
-        },
-    ),
+    **GEMMA3,
     "phi3": ("phi3", {"head_dim": 16, "tied": False}),
     "phi3 tied": ("phi3", {"hidden": 128, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
     "phi3 longrope": (
