@@ -177,6 +177,7 @@ def _raw(url: str, head: str) -> str:
 def test_sizes_are_bounded_before_they_are_read(url: str) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     assert " 413 " in _raw(url, f"{head}Content-Length: {MAX_BODY + 1}\r\n\r\n")
+    assert " 413 " in _raw(url, f"{head}Content-Length: {'9' * 5000}\r\n\r\n")  # more digits than int() takes
     assert " 411 " in _raw(url, f"{head}\r\n")
     assert " 411 " in _raw(url, f"{head}Content-Length: -5\r\n\r\n")
     assert " 400 " in _raw(url, f'{head}Content-Length: 50\r\n\r\n{{"prompt": "a"')

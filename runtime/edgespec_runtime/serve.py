@@ -115,9 +115,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal():
             raise Refused(411, "the body has no Content-Length")
-        if int(length) > MAX_BODY:
-            self.close_connection = True
-            raise Refused(413, f"the body has {length} bytes; at most {MAX_BODY} are read")
+        if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
+            raise Refused(413, f"the body has {length[:20]} bytes; at most {MAX_BODY} are read")
         data = self.rfile.read(int(length))
         if len(data) < int(length):
             raise Refused(400, f"the body ends after {len(data)} of {length} bytes")
