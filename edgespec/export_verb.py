@@ -18,9 +18,9 @@ from edgespec.devices_fit import weight_bytes
 from edgespec.errors import InputError, did_you_mean
 from edgespec.estimate import size
 from edgespec.files import read_json, write_text
+from edgespec.free_space import free_disk
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.pipeline import RECIPE_FILE, Build
-from edgespec.preflight import free_disk
 from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe, load_recipe, resolve
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape

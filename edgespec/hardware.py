@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgespec.errors import InputError, did_you_mean
+from edgespec.free_space import free_memory
 
 THIS_MACHINE = "this machine"
 GIB = 2**30
@@ -120,8 +121,6 @@ def this_machine() -> Hardware:
     """This machine's processor, measured: float32 products of numpy, a read of the memory, and the memory that is free now."""
     from edgespec_runtime.device import free_share, read_bandwidth
     from edgespec_runtime.engine import default_threads
-
-    from edgespec.preflight import free_memory
 
     threads = default_threads()
     share = free_share(threads)

@@ -7,7 +7,6 @@ and tokens, so `--force` goes on all the same. Arithmetic, and questions to the 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,71 +14,14 @@ from pathlib import Path
 from edgespec.drafter import derive
 from edgespec.errors import InputError
 from edgespec.estimate import StageCost, estimate, size
+from edgespec.free_space import free_disk, free_memory
 from edgespec.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
 from edgespec.recipe import Recipe
 from edgespec.shapes import ModelShape
 from edgespec.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, is_hub_id
 
-CGROUPS = (  # the limit of a container, and what it has taken: version 2, then version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "/sys/fs/cgroup/memory/memory.stat",
-    ),
-)
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
-
-
-def free_memory() -> int | None:
-    """Bytes that programs may still take without swapping, within a container's limit; None where the system does not say."""
-    free = _machine_memory()
-    for limit, used, stat in CGROUPS:
-        bound, taken = _number(limit), _number(used)
-        if bound is not None and taken is not None and bound < 2**60:
-            room = max(0, bound - taken + _reclaimable(stat))
-            free = room if free is None else min(free, room)
-    return free
-
-
-def _machine_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:  # macOS and the BSDs: all of it, since what is free is not told
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _number(file: str) -> int | None:
-    try:
-        return int(Path(file).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # also 'max'
-        return None
-
-
-def _reclaimable(file: str) -> int:
-    """Bytes of files in a container's memory that the kernel gives back when programs ask."""
-    try:
-        for line in Path(file).read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def free_disk(place: Path) -> int:
-    """Bytes that can still be written where `place` is or will be."""
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    return shutil.disk_usage(place).free
 
 
 @dataclass(frozen=True)

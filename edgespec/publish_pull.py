@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 from edgespec.errors import BundleError, InputError
 from edgespec.estimate import size
 from edgespec.files import sha256_file, writing
+from edgespec.free_space import free_disk
 from edgespec.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.options import from_mapping, knob
-from edgespec.preflight import free_disk
 from edgespec.progress import progress
 from edgespec.publish import check_head, check_names, check_repo, endpoint, hub_errors
 

@@ -18,9 +18,9 @@ from edgespec.drafter import derive, describe
 from edgespec.errors import CheckFailed, InputError
 from edgespec.estimate import size
 from edgespec.files import read_json, write_json
+from edgespec.free_space import free_disk, free_memory
 from edgespec.measured import run_measured
 from edgespec.options import from_mapping, knob, to_mapping
-from edgespec.preflight import free_disk, free_memory
 from edgespec.recipe import DrafterOptions
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape

@@ -12,18 +12,17 @@ import pytest
 from edgespec_recipes.loading import check_model_folder
 from tiny_models import make_model_folder
 
-from edgespec import preflight
+from edgespec import free_space, preflight
 from edgespec.cli import main
 from edgespec.errors import InputError
 from edgespec.estimate import StageCost, estimate
 from edgespec.files import read_json
+from edgespec.free_space import free_disk, free_memory
 from edgespec.preflight import (
     RUNNING,
     Room,
     check,
     check_processes,
-    free_disk,
-    free_memory,
     refuse,
     shortages,
 )
@@ -91,7 +90,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, text in {"max": "1000000", "now": "900000", "stat": "anon 5\ninactive_file 300000\n"}.items():
         (tmp_path / name).write_text(text)
     files = tuple(str(tmp_path / name) for name in ("max", "now", "stat"))
-    monkeypatch.setattr(preflight, "CGROUPS", (files,))
+    monkeypatch.setattr(free_space, "CGROUPS", (files,))
     assert free_memory() == 400_000
     (tmp_path / "max").write_text("max\n")
     assert (free_memory() or 0) > 2**20
@@ -118,7 +117,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage._replace(free=free))
+    monkeypatch.setattr(free_space.shutil, "disk_usage", lambda _: usage._replace(free=free))
 
 
 def test_a_build_is_refused_before_it_starts(

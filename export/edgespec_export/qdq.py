@@ -30,8 +30,7 @@ from edgespec_runtime.engine_static_settings import SETTINGS, StaticSettings, re
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import whole_folder, write_json
 from edgespec.progress import progress
-from edgespec_export.to_npu import DATA
-from edgespec_export.to_npu_weights import DataFile
+from edgespec_export.to_npu_weights import DATA, DataFile
 
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]

@@ -22,7 +22,7 @@ from edgespec.devices_fit import LOADED, WORKING_MEMORY
 from edgespec.drafter import derive
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import read_json, write_json
-from edgespec.preflight import free_memory
+from edgespec.free_space import free_memory
 from edgespec.progress import progress
 from edgespec.recipe import DrafterOptions
 from edgespec.shapes import ModelShape

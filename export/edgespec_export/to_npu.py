@@ -24,10 +24,9 @@ from edgespec.files import read_json, whole_folder, write_json
 from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
 from edgespec_export.to_npu_graph import MASKED, decoder
-from edgespec_export.to_npu_weights import DataFile, write_weights
+from edgespec_export.to_npu_weights import DATA, DataFile, write_weights
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-DATA = "weights.data"
 FLOAT_PRECISION = "fp32"
 
 

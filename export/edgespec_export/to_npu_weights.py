@@ -17,6 +17,7 @@ from edgespec.shapes import ModelShape
 from edgespec_export.to_gguf import Checkpoint
 
 Array = np.ndarray[Any, Any]
+DATA = "weights.data"
 ALIGNED = 4096  # bytes; offsets are multiples, so that a tensor can be mapped
 FIXED_ROPE = frozenset(
     {"default", "linear", "llama3", "yarn"}

@@ -9,59 +9,18 @@ A graph runs on ONNX Runtime, or on OpenVINO where that is asked for: a program 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.errors import BundleError, EdgespecError, InputError, did_you_mean
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engine_static_program import Array, Feeds, Program, open_onnxruntime
 from edgespec_runtime.engine_static_settings import StaticSettings, read_static_settings
 from edgespec_runtime.safe_onnx import check_onnx
 
-Array = NDArray[Any]
 ONNXRUNTIME, OPENVINO = "onnxruntime", "openvino"
-Feeds = dict[str, Array]
-
-
-class Program(Protocol):
-    """One compiled graph."""
-
-    def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        """Run it: inputs by name, outputs by name (valid until the next call)."""
-
-
-def open_onnxruntime(path: Path, threads: int, inputs: Feeds, outputs: Feeds) -> Program:
-    """A graph in ONNX Runtime that takes arrays like `inputs`, and writes into those of `outputs`."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    seen = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
-    check_shapes(seen, inputs | outputs)
-    binding = session.io_binding()
-    for name, array in outputs.items():
-        binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-
-    def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
-        for name, array in feeds.items():
-            binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        session.run_with_iobinding(binding)
-        return outputs
-
-    return run
-
-
-def check_shapes(seen: Mapping[str, tuple[Any, ...]], wanted: Feeds) -> None:
-    """The settings size the memory that the graph reads and writes, so both must say the same. Raises ValueError."""
-    for name, array in wanted.items():
-        if seen.get(name) != array.shape:
-            raise ValueError(f"the settings want {name} as {array.shape} and the graph has {seen.get(name)}")
 
 
 class StaticEngine:

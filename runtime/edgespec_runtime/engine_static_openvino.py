@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.errors import InputError, MissingExtra
-from edgespec_runtime.engine_static import Array, Feeds, Program, check_shapes
+from edgespec_runtime.engine_static_program import Array, Feeds, Program, check_shapes
 
 
 @cache
