@@ -12,7 +12,7 @@ import pytest
 from edgespec_recipes.loading import check_model_folder
 from tiny_models import make_model_folder
 
-from edgespec import free_space, preflight
+from edgespec import free_space
 from edgespec.cli import main
 from edgespec.errors import InputError
 from edgespec.estimate import StageCost, estimate
