@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from edgespec_recipes import head_loss, stored
+from edgespec_recipes import head_loss, stored, top_k
 from edgespec_recipes.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.mixing import TARGET
 from edgespec_recipes.objective import Objective
@@ -274,7 +274,7 @@ def test_what_the_rooms_use_is_what_is_counted() -> None:
     assert stored.PASS_TOKENS == STORED_AT_ONCE
     for vocabulary in (512, 2**16, 2**16 + 1):
         shape = replace(WIDE, vocab_size=vocabulary)
-        assert stored.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)
+        assert top_k.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)
 
 
 def names(values: dict[str, Any]) -> list[str]:

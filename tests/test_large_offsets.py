@@ -20,8 +20,9 @@ from edgespec_export.readback import gguf_weights, onnx_weights
 from edgespec_export.to_gguf import Checkpoint
 from edgespec_recipes import stored
 from edgespec_recipes.data import TextBlocks
-from edgespec_recipes.stored import StoredTargets, record_type
+from edgespec_recipes.stored import StoredTargets
 from edgespec_recipes.token_shards import STATE, TokenShards, shard_file
+from edgespec_recipes.top_k import record_type
 from edgespec_runtime.safe_gguf import check_gguf
 from edgespec_runtime.safe_onnx import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind

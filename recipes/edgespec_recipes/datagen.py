@@ -26,19 +26,10 @@ from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.loading import load_tokenizer
 from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.precision import Precision, choose_precision
-from edgespec_recipes.prompts import Messages, encode_prompt, read_prompts, with_system
+from edgespec_recipes.prompts import encode_prompt, read_prompts, with_system
+from edgespec_recipes.response_rows import Request, row_of
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One response to be written."""
-
-    id: int
-    messages: Messages
-    prompt_ids: list[int]
-    temperature: float
 
 
 def shard_name(number: int) -> str:
@@ -277,14 +268,3 @@ def _batches(requests: list[Request], size: int) -> list[list[Request]]:
     """Requests of like length together: padding is computed and thrown away."""
     ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
     return [ordered[at : at + size] for at in range(0, len(ordered), size)]
-
-
-def row_of(request: Request, answer: list[int]) -> dict[str, Any]:
-    """What a shard holds of one answer."""
-    return {
-        "id": request.id,
-        "messages": request.messages,
-        "prompt_ids": request.prompt_ids,
-        "response_ids": answer,
-        "temperature": request.temperature,
-    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,8 @@ from edgespec.recipe import GenerateOptions, InferenceOptions
 from edgespec_recipes.data import PADDING
 from edgespec_recipes.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.precision import Precision
-from edgespec_recipes.stored import record_type
-from edgespec_recipes.top_k import compress
-
-if TYPE_CHECKING:
-    from edgespec_recipes.datagen import Request
+from edgespec_recipes.response_rows import Request, row_of
+from edgespec_recipes.top_k import compress, record_type
 
 SAME = 0.95  # share of the tokens whose text must be the same; special tokens may be written otherwise
 
@@ -145,8 +142,6 @@ class FileWriter:
         return self.target.context_length
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        from edgespec_recipes.datagen import row_of
-
         answered, counts = [], RawCounts()
         for request in requests:
             how = DecodingOptions(

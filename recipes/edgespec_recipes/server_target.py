@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,8 @@ from edgespec_recipes.http_json import JsonServer, Refusal
 from edgespec_recipes.loading import stop_ids_of
 from edgespec_recipes.precision import Precision
 from edgespec_recipes.prompts import render
-from edgespec_recipes.stored import record_type
-from edgespec_recipes.top_k import LEAST
-
-if TYPE_CHECKING:
-    from edgespec_recipes.datagen import Request
+from edgespec_recipes.response_rows import Request, row_of
+from edgespec_recipes.top_k import LEAST, record_type
 
 PROBE = "The café costs 12.50 € — naïve, isn't it?\n\tdef f(x): return x ** 2"
 SHORT = "Hello"
@@ -239,8 +236,6 @@ class ServerWriter:
         self.stops = stop_ids_of(target.folder, target.tokenizer)
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        from edgespec_recipes.datagen import row_of
-
         rows = []
         with ThreadPoolExecutor(self.target.how.parallel) as pool:
             try:

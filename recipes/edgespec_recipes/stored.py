@@ -34,7 +34,7 @@ from edgespec_recipes.losses import Divergence
 from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.target_rows import live_rows
-from edgespec_recipes.top_k import compress, divergence_errors, expand
+from edgespec_recipes.top_k import compress, divergence_errors, expand, record_type
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,6 @@ OPEN_SHARDS = 64
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
 
 Batch = dict[str, Tensor]
-
-
-def record_type(top_k: int, vocab_size: int) -> np.dtype[np.void]:
-    """One position on disk: 4 bytes for a token (6 where the vocabulary exceeds 65,536) and 2 for the remainder."""
-    ids = np.uint16 if vocab_size <= 2**16 else np.uint32
-    return np.dtype([("ids", ids, (top_k,)), ("log_p", np.float16, (top_k,)), ("log_rest", np.float16)])
 
 
 def data_path(folder: Path, number: int) -> Path:

@@ -12,10 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 LEAST = -80.0  # log of the least remainder: exp(−80) is still a normal float32
+
+
+def record_type(top_k: int, vocab_size: int) -> np.dtype[np.void]:
+    """One position on disk: 4 bytes for a token (6 where the vocabulary exceeds 65,536) and 2 for the remainder."""
+    ids = np.uint16 if vocab_size <= 2**16 else np.uint32
+    return np.dtype([("ids", ids, (top_k,)), ("log_p", np.float16, (top_k,)), ("log_rest", np.float16)])
 
 
 def compress(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
