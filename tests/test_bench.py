@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_copied_draft_tokens_cost_nothing_in_mbsu(copied: int, steps: float) -> 
     _, drafted = summarise(runs, {"bytes": 0.05})
     assert drafted.mbsu == {"bytes": pytest.approx(3.0 / (1 + 0.05 * steps))}
     assert metrics_of(runs[1].counts, 3, {"bytes": 0.05})["mbsu_bytes"] == drafted.mbsu["bytes"]
+
+
+def test_a_drafter_step_costs_what_it_costs_where_it_drafted() -> None:
+    """Two of three prompts stayed plain: their zero is not the price of a step."""
+    runs = []
+    for prompt, draft in enumerate((3, 0, 0)):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.01))
+        run = known_run(prompt, draft, blocks=20 if draft else 60, emitted=60, step=0.01, draft_step=0.002)
+        runs.append(replace(run, draft_length=AUTO))
+    plain, chosen = summarise(runs, {"parameters": 0.1})
+    assert chosen.draft_cost == pytest.approx(0.2)
+    assert plain.draft_cost == 0.0
 
 
 def test_ratios_are_taken_prompt_by_prompt() -> None:

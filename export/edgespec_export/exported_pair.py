@@ -28,10 +28,10 @@ from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary
 from edgespec.metrics import RawCounts
 from edgespec.progress import progress
 from edgespec_export.export import ExportedFile
+from edgespec_export.file_check import SMALL
 
 # the first of these that is there is an engine's float pair
 FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "static": ("fp32",)}
-SMALL = 50_000_000  # parameters below which one thread is enough
 LEAST = 3  # prompts that are decoded however long they take
 FLOAT_PAIR, DRAFTER, TARGET, BOTH = "float pair", "drafter quantised", "target quantised", "both quantised"
 

@@ -113,6 +113,12 @@ def _draft_step_seconds(run: Run) -> float:
     return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else 0.0
 
 
+def _draft_cost(length: int, prompts: Sequence[_Prompt]) -> float:
+    """c_t, of the prompts for which something was drafted: a chosen draft length can leave most of them plain. 0 for none."""
+    drafted = [prompt for prompt in prompts if prompt.summed(length).drafted]
+    return median([prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in drafted] or [0.0])
+
+
 def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summary]:
     """Summaries by ascending draft length, plain first, chosen ones last. Every prompt must have every draft length."""
     grouped: dict[int, list[Run]] = {}
@@ -142,9 +148,7 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
                     name: mbsu(efficiency[0], total.computed(mean), ratio)
                     for name, ratio in cost_ratios.items()
                 },
-                draft_cost=median(
-                    [prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in prompts]
-                ),
+                draft_cost=_draft_cost(length, prompts),
                 verify_cost=median(
                     [prompt.ratio(length, _pass_seconds, _pass_seconds) for prompt in prompts]
                 ),
