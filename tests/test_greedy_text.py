@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from edgespec_export.to_gguf import export_gguf
+from edgespec_export.to_npu import export_npu
 from edgespec_export.to_onnx import export_onnx
 from edgespec_runtime.engine import Engine
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_runtime.engine_static import StaticEngine
 from float_cache import float_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from edgespec.recipe import ExportOptions
 
 PROMPTS, TOKENS = 50, 40
 STORIES = ("Once, {} went to the park.", "The {} was very sad.", "One day, a {} saw a big tree and")
@@ -69,9 +73,12 @@ def test_greedy_text_is_that_of_torch(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     export_gguf(folder, tmp_path / "model.gguf", "f32")
     engines: list[Engine] = [float_engine(tmp_path / "model.gguf", monkeypatch)]
-    if name == "concierge":  # the other's heads of 8 are too narrow for ONNX Runtime's attention
+    if name == "concierge":
         export_onnx(folder, tmp_path / "onnx", "fp32")
         engines.append(OnnxRuntimeEngine(tmp_path / "onnx", threads=1))
+    else:  # heads of 8 are too narrow for ONNX Runtime's attention: the graph of plain operators
+        export_npu(folder, tmp_path / "static", ExportOptions(npu_length=128))
+        engines.append(StaticEngine(tmp_path / "static", threads=1))
     for engine in engines:
         texts = [written(engine, prompt, TOKENS) for prompt in prompts]
         assert len({tuple(text) for text in texts}) > PROMPTS / 2  # not one answer to everything
