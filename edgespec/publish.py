@@ -15,7 +15,10 @@ from edgespec.errors import BundleError, EdgespecError, InputError
 from edgespec.files import write_error
 
 SUFFIXES = frozenset(
-    {".json", ".jsonl", ".jinja", ".md", ".txt", ".png", ".model", ".onnx", ".data", ".gguf", ".safetensors"}
+    {
+        *(".json", ".jsonl", ".yaml", ".jinja", ".md", ".txt", ".png"),
+        *(".model", ".onnx", ".data", ".gguf", ".safetensors"),
+    }
 )
 """Endings of the files a bundle may have."""
 NAMES = frozenset({"LICENSE", "NOTICE"})

@@ -28,7 +28,9 @@ from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.errors import InputError
+from edgespec.manifest import open_manifest
 from edgespec.metrics import RawCounts
+from edgespec.publish import check_names
 
 LIMIT = 40
 GREEDY = DecodingOptions(temperature=0.0, draft_length=DRAFT_LENGTH, max_new_tokens=LIMIT)
@@ -288,3 +290,9 @@ def test_the_default_precision_goes_first(folder: Path, tmp_path: Path) -> None:
         assert write_elsewhere(bundle, None, ("fp32", "int4"), default).genai == wanted
         assert f"onnx-{wanted}" in (bundle / GENAI_SETTINGS).read_text()
         assert not (bundle / CHECKPOINT).exists()
+
+
+def test_a_bundle_with_all_of_this_can_be_pushed(folder: Path) -> None:
+    names = open_manifest(folder / "bundle").files
+    assert {"elsewhere/vllm.yaml", "drafter/checkpoint/model.safetensors"} <= set(names)
+    check_names(names, "the bundle")
