@@ -54,7 +54,8 @@ def check_head(file: Path, name: str, where: str) -> None:
     """Raise BundleError where a file is a pickle whatever its name: a bare one, or the zip that torch.save writes."""
     with open(file, "rb") as stream:
         head = stream.read(HEAD)
-    bare = len(head) > 2 and head[0] == 0x80 and head[1] <= 5
+    # a safetensors file begins with its header's length, which can look like a protocol; no opcode is below "("
+    bare = len(head) > 2 and head[0] == 0x80 and head[1] <= 5 and head[2] >= ord("(")
     if bare or head.startswith(b"PK\x03\x04"):
         raise BundleError(
             f"{where} has {name!r}, and its first bytes are those of {'a Python pickle' if bare else 'a zip archive'}: opening "

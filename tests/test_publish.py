@@ -308,6 +308,10 @@ def test_a_pickle_under_another_name(bundle: Path, tmp_path: Path, head: bytes) 
         check_head(file, "model.safetensors", "a bundle")
     for path in bundle.rglob("*.gguf"):
         check_head(path, path.name, "a bundle")
+    file.write_bytes(
+        0x480.to_bytes(8, "little") + b'{"__metadata__"'
+    )  # a header of 1,152 bytes, not protocol 4
+    check_head(file, "model.safetensors", "a bundle")
 
 
 def test_gate_token_network_and_names(hub: Hub, bundle: Path, tmp_path: Path) -> None:
