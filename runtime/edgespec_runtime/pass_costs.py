@@ -107,9 +107,19 @@ class Costs:
 
     def cheapest_length(self, n: int, context: int) -> int:
         """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
-        cheapest = min(range(n, max(n, self.longest) + 1), key=lambda m: self.verify(m, context))
-        saves = self.verify(cheapest, context) < (1 - PADDING_GAIN) * self.verify(n, context)
-        return cheapest if saves else n
+        return self.cheapest_lengths(context)[n - 1] if n <= self.longest else n
+
+    def cheapest_lengths(self, context: int) -> list[int]:
+        """`cheapest_length` of 1 .. `longest` tokens."""
+        lengths = list(range(1, self.longest + 1))
+        seconds = [self.verify(n, context) for n in lengths]
+        cheapest = self.longest  # from n on
+        for n in reversed(lengths):
+            if seconds[n - 1] <= seconds[cheapest - 1]:
+                cheapest = n
+            if seconds[cheapest - 1] < (1 - PADDING_GAIN) * seconds[n - 1]:
+                lengths[n - 1] = cheapest
+        return lengths
 
     def _at(self, values: tuple[float, ...] | list[float], context: int) -> float:
         """Linear between two contexts, constant outside them."""

@@ -34,14 +34,17 @@ class Categorical:
     probs: float32 [n] or [V], summing to 1 within rounding.
     """
 
-    __slots__ = ("ids", "probs")
+    __slots__ = ("_only", "ids", "probs")
 
     def __init__(self, ids: NDArray[np.int64] | None, probs: NDArray[Any]) -> None:
         self.ids = ids
         self.probs = probs
+        self._only = int(ids[0]) if ids is not None and len(ids) == 1 else None
 
     def prob(self, token: int) -> float:
         """Probability of one token; 0 outside the list."""
+        if self._only is not None:
+            return float(token == self._only)
         if self.ids is None:
             return float(self.probs[token])
         place = int(self.ids.searchsorted(token))
@@ -56,8 +59,8 @@ class Categorical:
 
     def sample(self, generator: np.random.Generator) -> int:
         """Draw one token by inversion; one uniform number per draw, none where there is one token."""
-        if self.ids is not None and len(self.ids) == 1:
-            return int(self.ids[0])
+        if self._only is not None:
+            return self._only
         place = _invert(self.probs, generator.random())
         return place if self.ids is None else int(self.ids[place])
 
@@ -71,6 +74,8 @@ class Categorical:
 
 
 _STRIDE = 256
+_CERTAIN = np.ones(1, dtype=np.float32)
+_CERTAIN.setflags(write=False)  # every greedy distribution shares it
 _COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the largest logits is left at this one
 
 
@@ -106,7 +111,7 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     wins a tie), as in the nucleus sampling of Holtzman et al. 2020. The kept tokens are renormalised.
     """
     if how.temperature == 0.0:
-        return Categorical(np.array([logits.argmax()], dtype=np.int64), np.ones(1, dtype=np.float32))
+        return Categorical(np.array([logits.argmax()], dtype=np.int64), _CERTAIN)
     ids: NDArray[np.int64] | None = None
     if 0 < how.top_k < len(logits):
         ids = _largest(logits, how.top_k)

@@ -1,0 +1,168 @@
+"""Chosen draft lengths against fixed ones on recorded replies, prompt by prompt, without the noise of a clock.
+
+    python benchmarks/schedule_replay.py BUNDLE [--engine llama.cpp] [--precision q8_0] [--prompts 48] [--lengths 64,120]
+
+"Never slower than plain decoding by 2 % on any prompt" cannot be seen with a stopwatch: two runs of the same reply of 64 tokens
+differ by more. So the pair writes every reply once, and after each of its tokens the drafter proposes 8 and the target says how
+many it accepts. Every schedule then decodes the same replies in simulated time: passes take what was measured on this machine,
+the loop and the sampling what they took while recording, and the schedule's own work what it takes here and now. One schedule
+goes through all prompts in their order, as a chat does; it starts from the acceptance that the bundle's evaluation found.
+Greedy replies are the same whatever is drafted, so for them the replay is exact; at T > 0 it is one draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from edgespec_runtime.adaptive import Adaptive
+from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
+from edgespec_runtime.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.decoding import DecodingOptions
+from edgespec_runtime.engine import default_threads
+from edgespec_runtime.evaluated import expected_rate
+from edgespec_runtime.loop import decode
+from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+
+from edgespec.files import write_json
+from edgespec.metrics import RawCounts, median
+from edgespec.progress import progress
+from edgespec.report import table
+
+MOST = 8  # longest draft
+REPEATS = 5  # a pause of the machine falls into the schedule's own work too: medians
+BAR = 1.02  # times plain decoding's seconds, on any prompt
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One reply. `accepted[i]`: how many tokens of a draft of MOST the target accepts after i tokens of the reply."""
+
+    context: int
+    accepted: tuple[int, ...]
+
+
+def record(
+    pair: Pair, prompts: Sequence[Sequence[int]], new: int, temperature: float
+) -> tuple[list[Trace], float]:
+    """The replies, and the seconds that a plain block takes beyond its pass."""
+    traces, counts = [], RawCounts()
+    with progress(f"recording at T = {temperature:g}", len(prompts), "reply") as bar:
+        for seed, prompt in enumerate(prompts):
+            for model in (pair.target, pair.draft):
+                if model is not None:
+                    model.rewind(0)
+            plain = DecodingOptions(max_new_tokens=new + MOST + 1, temperature=temperature, seed=seed)
+            text = list(prompt)
+            for block in decode(pair.target, None, prompt, plain, (), counts):
+                text += block.tokens
+            accepted = []
+            for done in range(min(new, len(text) - len(prompt) - MOST)):
+                how = DecodingOptions(
+                    max_new_tokens=MOST + 1, temperature=temperature, seed=seed * new + done
+                )
+                blocks = decode(
+                    pair.target, pair.draft, text[: len(prompt) + done], how, (), RawCounts(), Fixed(MOST)
+                )
+                accepted.append(next(blocks).accepted)
+                blocks.close()
+            traces.append(Trace(len(prompt), tuple(accepted)))
+            bar.update(1)
+    return traces, counts.loop_seconds / counts.blocks
+
+
+def seconds_of(schedule: Schedule, trace: Trace, tokens: int, costs: Costs, work: float) -> float:
+    """Simulated seconds of the first `tokens` of a reply; those that choosing took are real ones."""
+    emitted, spent = 0, 0.0
+    tokens = min(tokens, len(trace.accepted))
+    while emitted < tokens:
+        context = trace.context + emitted
+        asked = perf_counter()
+        drafted = schedule.draft_length(context, min(MOST, tokens - emitted - 1))
+        size = schedule.pass_length(drafted + 1, context)
+        choosing = perf_counter() - asked
+        accepted = min(trace.accepted[emitted], drafted)
+        drafting, verifying = drafted * costs.draft(context), costs.verify(size, context)
+        seconds = drafting + verifying + work + choosing
+        asked = perf_counter()
+        schedule.observe(
+            Outcome(context, drafted, accepted, accepted + 1, size, drafting, verifying, seconds)
+        )
+        spent += seconds + perf_counter() - asked
+        emitted += accepted + 1
+    return spent
+
+
+def replies(
+    schedule: Schedule, traces: Sequence[Trace], tokens: int, costs: Costs, work: float
+) -> list[float]:
+    taken = []
+    for trace in traces:
+        schedule.begin()
+        taken.append(seconds_of(schedule, trace, tokens, costs, work))
+    return taken
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, ONNXRUNTIME))
+    parser.add_argument("--precision", default="q8_0")
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--lengths", default="64,120", help="tokens of a reply")
+    parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--json", type=Path, help="write every reply's seconds to this file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse()
+    pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
+    prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
+    lengths = [int(value) for value in given.lengths.split(",")]
+    middle = sum(map(len, prompts)) // len(prompts) + max(lengths) // 2
+    costs = calibrate(pair.target, pair.draft, CalibrateOptions(seconds=20.0, contexts=(middle,)))
+    sizes = ", ".join(f"{costs.v(n, middle):.2f}" for n in range(2, MOST + 2))
+    print(f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts")
+    print(
+        f"a plain step {1e3 * costs.verify(1, middle):.3f} ms, c_t {costs.c_t(middle):.3f}, v(2) .. v({MOST + 1}) {sizes}\n"
+    )
+    rows, report = [], {}
+    for temperature in (float(value) for value in given.temperatures.split(",")):
+        traces, work = record(pair, prompts, max(lengths), temperature)
+        for tokens in lengths:
+            fixed = [replies(Fixed(length), traces, tokens, costs, work) for length in range(MOST + 1)]
+            guess = expected_rate(pair.manifest.metrics, temperature)
+            runs = [
+                replies(Adaptive(costs, guess, MOST), traces, tokens, costs, work) for _ in range(REPEATS)
+            ]
+            chosen = [median(seconds) for seconds in zip(*runs, strict=True)]
+            best = min(range(MOST + 1), key=lambda length: sum(fixed[length]))
+            slower = [mine / plain for mine, plain in zip(chosen, fixed[0], strict=True)]
+            rows.append(
+                (
+                    f"{temperature:g}",
+                    str(tokens),
+                    f"{sum(fixed[0]) / sum(chosen):.3f}",
+                    f"{sum(fixed[0]) / sum(fixed[best]):.3f} (γ = {best})",
+                    f"{sum(chosen) / sum(fixed[best]) - 1:+.1%}",
+                    f"{max(slower) - 1:+.1%}",
+                    f"{sum(ratio > BAR for ratio in slower)} of {len(slower)}",
+                )
+            )
+            report[f"{temperature:g}/{tokens}"] = {"chosen": chosen, "fixed": fixed, "work": work}
+    heads = ("T", "tokens", "chosen x plain", "best fixed x plain", "seconds against it")
+    print(table((*heads, "slowest prompt against plain", f"beyond {BAR - 1:.0%}"), rows))
+    if given.json:
+        write_json(given.json, {"engine": pair.engine, "precision": given.precision, "replies": report})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

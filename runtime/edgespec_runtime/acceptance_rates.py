@@ -1,0 +1,64 @@
+"""How likely a draft token is accepted, at each position of a block: what held so far, moved by what held lately.
+
+Replies of one kind differ little in their acceptance rate, far less than fifty tests of one of them tell; so what a pair has
+shown in all its replies is the better guess, and the recent blocks move it only as far as they prove that this text is another.
+"""
+
+from __future__ import annotations
+
+import math
+
+GUESS_TESTS = 8.0  # how many tested tokens the first guess is worth in the rates of the long run
+DOUBT_TESTS = 4.0
+POSITION_TESTS = 20.0  # ... and the rate of all positions at each of them
+LONG_RUN_TESTS = 40.0  # how many tested tokens the long run is worth beside the recent ones, at most
+MEMORY = 0.98  # weight that a tested token keeps with every later block: about the last 50 blocks are recent
+MOST = 0.99
+
+
+class AcceptanceRates:
+    """Estimates for the positions 1 .. `positions` of a block; learns from block to block and over replies.
+
+    Args:
+        guess: acceptance rate before anything was tested.
+    """
+
+    def __init__(self, guess: float, positions: int) -> None:
+        self._guess = min(max(guess, 1.0 - MOST), MOST)
+        self._tested = [0.0] * positions
+        self._accepted = [0.0] * positions
+        self._long_run = [self._guess] * positions
+        # recent tests, acceptances, and acceptances that the long run expected of them
+        self._recent = self._met = self._expected = 0.0
+
+    def estimate(self, idle: int = 0) -> tuple[list[float], float]:
+        """(the rates by position, one standard deviation of them) after `idle` blocks in which nothing was tested.
+
+        Plain steps make it forget as well, so that drafting is tried again where the long run promises a gain.
+        """
+        kept = MEMORY**idle
+        tests = sum(self._tested)
+        known = min(GUESS_TESTS + tests, LONG_RUN_TESTS) * self._long_run[0]
+        change = (known + kept * self._met) / (known + kept * self._expected)
+        rates = [min(change * rate, MOST) for rate in self._long_run]
+        # A guess is no test: until there are some, nearly everything is possible.
+        return rates, math.sqrt(
+            rates[0] * (1.0 - rates[0]) / (DOUBT_TESTS + min(tests, LONG_RUN_TESTS) + kept * self._recent)
+        )
+
+    def learn(self, tested: int, accepted: int, idle: int) -> None:
+        """A block in which `tested` draft tokens were looked at and the first `accepted` stayed, after `idle` without a draft."""
+        kept = MEMORY ** (idle + 1)
+        self._recent, self._met, self._expected = kept * self._recent, kept * self._met, kept * self._expected
+        for position in range(min(tested, len(self._tested))):
+            self._recent += 1.0
+            self._expected += self._long_run[position]
+            self._tested[position] += 1.0
+            if position < accepted:
+                self._met += 1.0
+                self._accepted[position] += 1.0
+        everywhere = (GUESS_TESTS * self._guess + sum(self._accepted)) / (GUESS_TESTS + sum(self._tested))
+        self._long_run = [
+            (POSITION_TESTS * everywhere + accepted) / (POSITION_TESTS + tested)
+            for tested, accepted in zip(self._tested, self._accepted, strict=True)
+        ]
