@@ -5,8 +5,9 @@
 "Never slower than plain decoding by 2 % on any prompt" cannot be seen with a stopwatch: two runs of the same reply of 64 tokens
 differ by more. So the pair writes every reply once, and after each of its tokens the drafter proposes 8 and the target says how
 many it accepts. Every schedule then decodes the same replies in simulated time: passes take what was measured on this machine,
-the loop and the sampling what they took while recording, and the schedule's own work what it takes here and now. One schedule
-goes through all prompts in their order, as a chat does; it starts from the acceptance that the bundle's evaluation found.
+beginning a draft, the loop and the sampling what they took while recording, and the schedule's own work what it takes here and
+now. One schedule goes through all prompts in their order, as a chat does; it starts from the acceptance that the bundle's
+evaluation found.
 Greedy replies are the same whatever is drafted, so for them the replay is exact; at T > 0 it is one draw.
 """
 
@@ -47,11 +48,25 @@ class Trace:
     accepted: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Seconds: of passes; of a plain and of a drafted block beyond its passes; of beginning a draft."""
+
+    costs: Costs
+    plain_work: float
+    drafted_work: float
+    beginning: float
+
+    def drafting(self, length: int, context: int) -> float:
+        return self.beginning + length * self.costs.draft(context) if length else 0.0
+
+
 def record(
-    pair: Pair, prompts: Sequence[Sequence[int]], new: int, temperature: float
-) -> tuple[list[Trace], float]:
-    """The replies, and the seconds that a plain block takes beyond its pass."""
-    traces, counts = [], RawCounts()
+    pair: Pair, prompts: Sequence[Sequence[int]], new: int, temperature: float, costs: Costs
+) -> tuple[list[Trace], Machine]:
+    """The replies, and what their blocks took."""
+    traces, counts, drafted = [], RawCounts(), RawCounts()
+    step = costs.draft(costs.contexts[0])
     with progress(f"recording at T = {temperature:g}", len(prompts), "reply") as bar:
         for seed, prompt in enumerate(prompts):
             for model in (pair.target, pair.draft):
@@ -67,16 +82,18 @@ def record(
                     max_new_tokens=MOST + 1, temperature=temperature, seed=seed * new + done
                 )
                 blocks = decode(
-                    pair.target, pair.draft, text[: len(prompt) + done], how, (), RawCounts(), Fixed(MOST)
+                    pair.target, pair.draft, text[: len(prompt) + done], how, (), drafted, Fixed(MOST)
                 )
                 accepted.append(next(blocks).accepted)
                 blocks.close()
             traces.append(Trace(len(prompt), tuple(accepted)))
             bar.update(1)
-    return traces, counts.loop_seconds / counts.blocks
+    beginning = max(0.0, drafted.draft_seconds / drafted.blocks - MOST * step)
+    work, drafted_work = (each.loop_seconds / each.blocks for each in (counts, drafted))
+    return traces, Machine(costs, work, drafted_work, beginning)
 
 
-def seconds_of(schedule: Schedule, trace: Trace, tokens: int, costs: Costs, work: float) -> float:
+def seconds_of(schedule: Schedule, trace: Trace, tokens: int, machine: Machine) -> float:
     """Simulated seconds of the first `tokens` of a reply; those that choosing took are real ones."""
     emitted, spent = 0, 0.0
     tokens = min(tokens, len(trace.accepted))
@@ -87,7 +104,8 @@ def seconds_of(schedule: Schedule, trace: Trace, tokens: int, costs: Costs, work
         size = schedule.pass_length(drafted + 1, context)
         choosing = perf_counter() - asked
         accepted = min(trace.accepted[emitted], drafted)
-        drafting, verifying = drafted * costs.draft(context), costs.verify(size, context)
+        drafting, verifying = machine.drafting(drafted, context), machine.costs.verify(size, context)
+        work = machine.drafted_work if drafted else machine.plain_work
         seconds = drafting + verifying + work + choosing
         asked = perf_counter()
         schedule.observe(
@@ -98,13 +116,11 @@ def seconds_of(schedule: Schedule, trace: Trace, tokens: int, costs: Costs, work
     return spent
 
 
-def replies(
-    schedule: Schedule, traces: Sequence[Trace], tokens: int, costs: Costs, work: float
-) -> list[float]:
+def replies(schedule: Schedule, traces: Sequence[Trace], tokens: int, machine: Machine) -> list[float]:
     taken = []
     for trace in traces:
         schedule.begin()
-        taken.append(seconds_of(schedule, trace, tokens, costs, work))
+        taken.append(seconds_of(schedule, trace, tokens, machine))
     return taken
 
 
@@ -135,13 +151,11 @@ def main() -> int:
     )
     rows, report = [], {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
-        traces, work = record(pair, prompts, max(lengths), temperature)
+        traces, machine = record(pair, prompts, max(lengths), temperature, costs)
         for tokens in lengths:
-            fixed = [replies(Fixed(length), traces, tokens, costs, work) for length in range(MOST + 1)]
+            fixed = [replies(Fixed(length), traces, tokens, machine) for length in range(MOST + 1)]
             guess = expected_rate(pair.manifest.metrics, temperature)
-            runs = [
-                replies(Adaptive(costs, guess, MOST), traces, tokens, costs, work) for _ in range(REPEATS)
-            ]
+            runs = [replies(Adaptive(costs, guess, MOST), traces, tokens, machine) for _ in range(REPEATS)]
             chosen = [median(seconds) for seconds in zip(*runs, strict=True)]
             best = min(range(MOST + 1), key=lambda length: sum(fixed[length]))
             slower = [mine / plain for mine, plain in zip(chosen, fixed[0], strict=True)]
@@ -156,7 +170,11 @@ def main() -> int:
                     f"{sum(ratio > BAR for ratio in slower)} of {len(slower)}",
                 )
             )
-            report[f"{temperature:g}/{tokens}"] = {"chosen": chosen, "fixed": fixed, "work": work}
+            report[f"{temperature:g}/{tokens}"] = {
+                "chosen": chosen,
+                "fixed": fixed,
+                "seconds": vars(machine) | {"costs": vars(costs)},
+            }
     heads = ("T", "tokens", "chosen x plain", "best fixed x plain", "seconds against it")
     print(table((*heads, "slowest prompt against plain", f"beyond {BAR - 1:.0%}"), rows))
     if given.json:
