@@ -179,3 +179,36 @@ def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
     assert 1 <= tries <= 3
     schedule.begin()
     assert schedule.draft_length(50, 50) > 0
+
+
+def test_a_drafter_that_ends_every_draft_at_once_is_left_alone() -> None:
+    """Confidence stop: the draft is empty, its time is lost, and plain decoding is never much slower for it."""
+    costs = costs_of(FLAT, 0.3)
+    schedule = after_a_plain_step(costs, 0.8)
+    asked, spent, steps = 0, 0.0, 300
+    for position in range(steps):
+        drafting = costs.draft(50) if schedule.draft_length(50 + position, steps - position) else 0.0
+        asked += drafting > 0
+        seconds = drafting + costs.verify(1, 50)
+        schedule.observe(Outcome(50 + position, 0, 0, 1, 1, drafting, costs.verify(1, 50), seconds))
+        spent += seconds
+    assert asked >= 1
+    assert spent <= 1.02 * steps * costs.verify(1, 50)
+
+
+def test_prompt_lookup_may_find_nothing_most_of_the_time() -> None:
+    """Looking costs microseconds, so misses are no reason to stop: with hits in one block of five, all that is found is tried."""
+    costs = Costs((32, 1024), (tuple(STEP * v for v in FLAT),) * 2, (0.0, 0.0))
+    schedule = after_a_plain_step(costs, 0.7)
+    asked, looking, blocks = 0, 2e-5, 200
+    for block in range(blocks):
+        length = schedule.draft_length(100, 100)
+        asked += length > 0
+        drafted = length if block % 5 == 0 else 0
+        accepted = drafted if block % 15 else 0
+        verifying = costs.verify(drafted + 1, 100)
+        outcome = Outcome(
+            100, drafted, accepted, accepted + 1, drafted + 1, looking, verifying, looking + verifying
+        )
+        schedule.observe(outcome)
+    assert asked > 0.9 * blocks

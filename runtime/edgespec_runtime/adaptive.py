@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgespec_runtime.acceptance_rates import AcceptanceRates
+from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 
@@ -30,8 +30,8 @@ BUCKET = 64  # tokens of context that share a row of costs: interpolating for ev
 REFRESH = 40  # blocks after which a plain step shows again what it takes: all gains are measured by it
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
-# Weight of a block's time in the running ratio of measured to calibrated seconds, and in what a drafter takes for each token that
-# it missed in plain steps and reads first.
+# Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
+# the drafter missed in plain steps and reads first, drafts that came to nothing.
 DRIFT, CATCHING_UP = 0.1, 0.3
 BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps
 
@@ -68,6 +68,10 @@ class Adaptive:
         self._rows: dict[int, _Row] = {}
         # Plain steps are only counted, and learnt from when drafting is next considered: counting takes no time.
         self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
+        self._asked = 0  # tokens of the last draft, of which the drafter may have made none
+        # seconds of such empty drafts since the last real one, and of those before one usually
+        self._in_vain = self._usually_in_vain = 0.0
+        self._vain_at = 0  # of `_idle`, when the last one came
         self._idle = 0  # blocks since a draft was last tested
         self._rest = SHORT_REST
         self.begin()
@@ -91,6 +95,10 @@ class Adaptive:
     def _draft_seconds(self, row: _Row, length: int) -> float:
         return self._begin_draft + length * self._draft_ratio * row.draft if length else 0.0
 
+    def _vain(self) -> float:
+        """Seconds of empty drafts since the last real one, long ago ones for less."""
+        return MEMORY ** (self._idle + self._plain_steps - self._vain_at) * self._in_vain
+
     def _row(self, context: int) -> _Row:
         bucket = context // BUCKET
         row = self._rows.get(bucket)
@@ -104,13 +112,14 @@ class Adaptive:
         return row
 
     def draft_length(self, context: int, room: int) -> int:
+        self._asked = 0
         if self._resting:
             self._resting -= 1
             return 0
         if self._since_plain >= REFRESH:
             return 0
         self._count_plain_steps()
-        length = self._best(context, min(self._most, room))
+        length = self._asked = self._best(context, min(self._most, room))
         if length:
             self._rest = SHORT_REST
         else:
@@ -122,7 +131,7 @@ class Adaptive:
         """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
         row = self._row(context)
         step = self._seconds(row, 0)
-        missed = self._missed * self._catch_up
+        before = self._missed * self._catch_up + max(self._usually_in_vain, self._vain())
         plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
@@ -131,7 +140,7 @@ class Adaptive:
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
         for length in range(1, most + 1):
-            estimate, seconds = estimates[length - 1], missed + self._seconds(row, length)
+            estimate, seconds = estimates[length - 1], before + self._seconds(row, length)
             low_reach *= max(estimate - CAUTION * doubt, 0.0)
             middle_reach *= estimate
             high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
@@ -157,7 +166,10 @@ class Adaptive:
             self._plain_seconds += seconds - draft_seconds
             self._plain_context = context
             self._since_plain = 0
-            self._lost += draft_seconds  # choosing, and a draft that its maker ended before it began
+            if self._asked:  # the drafter ended its draft before it began
+                self._lost += draft_seconds
+                self._in_vain = self._vain() + draft_seconds
+                self._vain_at = self._idle + self._plain_steps
             return
         row = self._row(context)
         self._since_plain += 1
@@ -166,7 +178,8 @@ class Adaptive:
             self._lost += seconds - emitted * self._seconds(row, 0)
             self._learn_drafting(row, drafted, draft_seconds)
             self._rates.learn(min(drafted, emitted), accepted, self._idle)
-            self._idle = 0
+            self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
+            self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         else:  # a plain step in a longer pass, where that is cheaper
             self._missed += 1
             self._idle += 1
