@@ -13,13 +13,14 @@ Knows costs and counts; no engines, no tokens.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 
-CURIOSITY, CAUTION = 3.0, 0.5  # standard deviations above and below
+CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
 ALLOWED_STEPS = 0.35  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.015  # what a draft that seems to pay may lose, in shares of the time so far ...
@@ -33,7 +34,9 @@ SHORT_REST, LONG_REST = 8, 32
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
 # the drafter missed in plain steps and reads first, drafts that came to nothing.
 DRIFT, CATCHING_UP = 0.1, 0.3
-BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps
+COLD = 0.3  # trust in what a pass takes that follows plain steps: caches and threads have to find their way first
+HICCUP = 1.3  # times what is expected: more is another program's turn
+BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps and n² of n missed tokens
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,17 @@ class Adaptive:
         self._draft_ratio = self._verify_ratio = 1.0
         # of passes of one size, which need not all be off alike, with the sampling and the loop's work that follow them
         self._size_ratio: dict[int, float] = {}
-        self._seen: dict[int, int] = {}  # passes of each size
+        self._seen: dict[int, float] = {}  # passes of each size
+        # what the last pass of a size and the last draft were, in the same units: one slow one must not stay
+        self._last_ratio: dict[int, float] = {}
+        self._last_draft = 1.0
         self._since_plain = REFRESH
         # seconds in which a drafter begins, whatever the length, and in which it reads one of the tokens it has missed
         self._begin_draft = self._catch_up = 0.0
         self._rows: dict[int, _Row] = {}
         # Plain steps are only counted, and learnt from when drafting is next considered: counting takes no time.
         self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
+        self._longest_step = math.inf
         self._asked = 0  # tokens of the last draft, of which the drafter may have made none
         # seconds of such empty drafts since the last real one, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
@@ -163,7 +170,7 @@ class Adaptive:
         context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
         if size == 1:
             self._plain_steps += 1
-            self._plain_seconds += seconds - draft_seconds
+            self._plain_seconds += min(seconds - draft_seconds, self._longest_step)
             self._plain_context = context
             self._since_plain = 0
             if self._asked:  # the drafter ended its draft before it began
@@ -171,11 +178,12 @@ class Adaptive:
                 self._in_vain = self._vain() + draft_seconds
                 self._vain_at = self._idle + self._plain_steps
             return
-        row = self._row(context)
+        row, trust = self._row(context), COLD if self._missed else 1.0
         self._since_plain += 1
         self._spent += seconds
         if drafted:
-            self._lost += seconds - emitted * self._seconds(row, 0)
+            known = HICCUP * self._seconds(row, drafted) if self._seen.get(size, 0) > 1 else math.inf
+            self._lost += min(seconds, known) - emitted * self._seconds(row, 0)
             self._learn_drafting(row, drafted, draft_seconds)
             self._rates.learn(min(drafted, emitted), accepted, self._idle)
             self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
@@ -183,7 +191,7 @@ class Adaptive:
         else:  # a plain step in a longer pass, where that is cheaper
             self._missed += 1
             self._idle += 1
-        self._learn_pass(row, size, seconds - draft_seconds, 1)
+        self._learn_pass(row, size, seconds - draft_seconds, trust)
 
     def _count_plain_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
@@ -193,33 +201,40 @@ class Adaptive:
             self._spent += seconds
             self._learn_pass(self._row(self._plain_context), 1, seconds / steps, steps)
             self._plain_steps, self._plain_seconds = 0, 0.0
+            self._longest_step = HICCUP * self._seconds(self._row(self._plain_context), 0)
 
-    def _learn_pass(self, row: _Row, size: int, seconds: float, count: int) -> None:
-        """`count` passes of `size` took `seconds` each, with the sampling and the loop's work."""
+    def _learn_pass(self, row: _Row, size: int, seconds: float, count: float) -> None:
+        """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
         if size >= len(row.verify):
             return
-        seen = self._seen[size] = self._seen.get(size, 0) + count
+        seen = self._seen[size] = self._seen.get(size, 0.0) + count
         known = self._size_ratio.get(size, self._verify_ratio)
-        ratio = _near(known, seconds / row.verify[size])
+        measured = seconds / row.verify[size]
+        # Plain steps come many at a time, without those that are too long to be true.
+        ratio = measured if size == 1 else _middle(known, self._last_ratio.get(size, known), measured)
+        self._last_ratio[size] = measured
         weight = 1.0 - (1.0 - DRIFT) ** count
         self._verify_ratio += weight * (ratio - self._verify_ratio)
         self._size_ratio[size] = known + max(weight, count / (seen + 1)) * (ratio - known)
 
     def _learn_drafting(self, row: _Row, length: int, seconds: float) -> None:
-        """After plain steps a draft takes longer, since the drafter reads them first; less time tells of its steps even so."""
-        known = self._draft_seconds(row, length)
-        late = seconds - known
-        if self._missed and late > 0.0:
-            self._catch_up += CATCHING_UP * (late / self._missed - self._catch_up)
-        elif row.draft:
-            # One number tells of two: the beginning, which no calibration measured, and the steps share what is unexpected.
-            error = DRIFT * known * (_near(1.0, seconds / known) - 1.0)
-            share = BEGINNING / (BEGINNING + length * length)
-            self._begin_draft = max(0.0, self._begin_draft + share * error)
-            self._draft_ratio = max(0.1, self._draft_ratio + (1.0 - share) * error / (length * row.draft))
-        self._missed = 0
+        """One number tells of three: the beginning, the steps and the missed tokens share what is unexpected of it."""
+        missed, self._missed = self._missed, 0
+        if not row.draft:
+            return
+        known = self._draft_seconds(row, length) + missed * self._catch_up
+        if missed:  # these drafts are rare, so each must tell
+            error = CATCHING_UP * (seconds - known)
+        else:
+            surprise = seconds / known
+            error = DRIFT * known * (_middle(1.0, self._last_draft, surprise) - 1.0)
+            self._last_draft = surprise
+        error /= BEGINNING + length * length + missed * missed
+        self._begin_draft = max(0.0, self._begin_draft + BEGINNING * error)
+        self._draft_ratio = max(0.1, self._draft_ratio + length * error / row.draft)
+        self._catch_up = max(0.0, self._catch_up + missed * error)
 
 
-def _near(known: float, ratio: float) -> float:
-    """One slow pass (another program's turn) must not drown ten others; a machine far from its calibration is still found out."""
-    return min(max(ratio, 0.5 * known), 2.0 * known)
+def _middle(known: float, last: float, now: float) -> float:
+    """One slow pass (another program's turn) changes nothing; two that agree do."""
+    return max(min(known, last), min(max(known, last), now))
