@@ -28,6 +28,7 @@ from edgespec_runtime.engine import default_threads
 from edgespec_runtime.evaluated import expected_rate
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 
 from edgespec.files import write_json
@@ -130,6 +131,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, ONNXRUNTIME))
     parser.add_argument("--precision", default="q8_0")
     parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--prompts-file", type=Path, help="other prompts than the bundle's held-out ones")
     parser.add_argument("--lengths", default="64,120", help="tokens of a reply")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--threads", type=int, default=default_threads())
@@ -140,7 +142,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     given = parse()
     pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
-    prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
+    chats = read_chats(given.prompts_file) if given.prompts_file else pair.prompts()
+    prompts = [pair.tokenizer.encode_chat(chat) for chat in chats[: given.prompts]]
     lengths = [int(value) for value in given.lengths.split(",")]
     middle = sum(map(len, prompts)) // len(prompts) + max(lengths) // 2
     costs = calibrate(pair.target, pair.draft, CalibrateOptions(seconds=20.0, contexts=(middle,)))
