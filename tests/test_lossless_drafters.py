@@ -18,7 +18,7 @@ from edgespec_runtime.decoding import HYBRID, LOOKUP, DecodingOptions
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Schedule
+from edgespec_runtime.schedule import Outcome, Schedule
 from pair_law import fit, law_of_next, law_of_pairs
 
 from edgespec.metrics import RawCounts
@@ -123,6 +123,25 @@ def test_drafts_that_end_where_the_drafter_is_unsure(pair: Pair, begins: bool) -
     assert heard.follow_the_target(pair, chat)
 
 
+class AtKeptCosts:
+    """A schedule that is told CHEAP_DRAFTS' seconds: on these tiny models drafts would not pay, and it would soon make none."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self.begin, self.draft_length, self.pass_length = (
+            schedule.begin,
+            schedule.draft_length,
+            schedule.pass_length,
+        )
+
+    def observe(self, outcome: Outcome) -> None:
+        drafting = outcome.drafted * CHEAP_DRAFTS.draft(32)
+        verifying = CHEAP_DRAFTS.verify(outcome.size, 32)
+        self._schedule.observe(
+            outcome._replace(draft_seconds=drafting, verify_seconds=verifying, seconds=drafting + verifying)
+        )
+
+
 def test_a_draft_length_chosen_block_by_block(
     pair: Pair, prompt: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +150,7 @@ def test_a_draft_length_chosen_block_by_block(
     store_costs(pair, CHEAP_DRAFTS, seconds=100.0)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(temperature=COLD))
-    heard = Heard(pair, prompt, schedule)
+    heard = Heard(pair, prompt, AtKeptCosts(schedule))
     assert notes == []
     lengths = {length for _, length in heard.drafted}
     assert 0 in lengths

@@ -10,6 +10,7 @@ import math
 
 GUESS_TESTS = 8.0  # how many tested tokens the first guess is worth in the rates of the long run
 DOUBT_TESTS = 4.0
+FADING = 0.999  # of its weight that the long run keeps with every block in which nothing is tested
 POSITION_TESTS = 20.0  # ... and the rate of all positions at each of them
 LONG_RUN_TESTS = 40.0  # how many tested tokens the long run is worth beside the recent ones, at most
 MEMORY = 0.98  # weight that a tested token keeps with every later block: about the last 50 blocks are recent
@@ -41,10 +42,9 @@ class AcceptanceRates:
         known = min(GUESS_TESTS + tests, LONG_RUN_TESTS) * self._long_run[0]
         change = (known + kept * self._met) / (known + kept * self._expected)
         rates = [min(change * rate, MOST) for rate in self._long_run]
-        # A guess is no test: until there are some, nearly everything is possible.
-        return rates, math.sqrt(
-            rates[0] * (1.0 - rates[0]) / (DOUBT_TESTS + min(tests, LONG_RUN_TESTS) + kept * self._recent)
-        )
+        # A guess is no test: until there are some, nearly everything is possible; and what was tested long ago may be so no more.
+        sure = FADING**idle * (DOUBT_TESTS + min(tests, LONG_RUN_TESTS)) + kept * self._recent
+        return rates, math.sqrt(rates[0] * (1.0 - rates[0]) / sure)
 
     def learn(self, tested: int, accepted: int, idle: int) -> None:
         """A block in which `tested` draft tokens were looked at and the first `accepted` stayed, after `idle` without a draft."""

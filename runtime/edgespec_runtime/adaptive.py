@@ -65,6 +65,7 @@ class Adaptive:
         # of passes of one size, which need not all be off alike, with the sampling and the loop's work that follow them
         self._size_ratio: dict[int, float] = {}
         self._seen: dict[int, float] = {}  # passes of each size
+        self._drafts = 0  # those that were timed
         # what the last pass of a size and the last draft were, in the same units: one slow one must not stay
         self._last_ratio: dict[int, float] = {}
         self._last_draft = 1.0
@@ -214,14 +215,17 @@ class Adaptive:
         ratio = measured if size == 1 else _middle(known, self._last_ratio.get(size, known), measured)
         self._last_ratio[size] = measured
         weight = 1.0 - (1.0 - DRIFT) ** count
+        if not self._drafts:  # the machine's speed is all that is known of other passes and of the drafter's
+            self._verify_ratio = self._draft_ratio = ratio
         self._verify_ratio += weight * (ratio - self._verify_ratio)
-        self._size_ratio[size] = known + max(weight, count / (seen + 1)) * (ratio - known)
+        self._size_ratio[size] = known + max(weight, count / (seen + (size > 1))) * (ratio - known)
 
     def _learn_drafting(self, row: _Row, length: int, seconds: float) -> None:
         """One number tells of three: the beginning, the steps and the missed tokens share what is unexpected of it."""
         missed, self._missed = self._missed, 0
         if not row.draft:
             return
+        self._drafts += 1
         known = self._draft_seconds(row, length) + missed * self._catch_up
         if missed:  # these drafts are rare, so each must tell
             error = CATCHING_UP * (seconds - known)
@@ -231,7 +235,7 @@ class Adaptive:
             self._last_draft = surprise
         error /= BEGINNING + length * length + missed * missed
         self._begin_draft = max(0.0, self._begin_draft + BEGINNING * error)
-        self._draft_ratio = max(0.1, self._draft_ratio + length * error / row.draft)
+        self._draft_ratio = max(0.5 * self._draft_ratio, self._draft_ratio + length * error / row.draft)
         self._catch_up = max(0.0, self._catch_up + missed * error)
 
 
