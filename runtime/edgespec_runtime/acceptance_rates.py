@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 GUESS_TESTS = 8.0  # how many tested tokens the first guess is worth in the rates of the long run
-DOUBT_TESTS = 4.0
-FADING = 0.999  # of its weight that the long run keeps with every block in which nothing is tested
 POSITION_TESTS = 20.0  # ... and the rate of all positions at each of them
+DOUBT_TESTS = 4.0  # how many tests the doubt begins with: fewer than the guess is worth, so that it is tried
+FADING = 0.999  # of its sureness that the long run keeps with every block in which nothing is tested
 LONG_RUN_TESTS = 40.0  # how many tested tokens the long run is worth beside the recent ones, at most
 MEMORY = 0.98  # weight that a tested token keeps with every later block: about the last 50 blocks are recent
 MOST = 0.99
