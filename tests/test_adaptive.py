@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from edgespec_runtime.adaptive import Adaptive
+from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 
@@ -38,12 +38,14 @@ SAW = [
 SHAPES = {"flat": FLAT, "steep": STEEP, "saw-tooth": SAW}
 
 
-def after_a_plain_step(costs: Costs, guess: float) -> Adaptive:
-    """The first block is a plain step, by which gains are measured."""
+def after_plain_steps(costs: Costs, guess: float) -> Adaptive:
+    """The first blocks are plain steps, by which gains are measured."""
     schedule = Adaptive(costs, guess)
-    assert schedule.draft_length(32, 100) == 0
-    step = costs.verify(1, 32)
-    schedule.observe(Outcome(32, 0, 0, 1, 1, 0.0, step, step))
+    size = schedule.pass_length(1, 32)
+    step = costs.verify(size, 32)
+    for _ in range(FIRST_STEPS):
+        assert schedule.draft_length(32, 100) == 0
+        schedule.observe(Outcome(32, 0, 0, 1, size, 0.0, step, step))
     return schedule
 
 
@@ -170,13 +172,37 @@ def test_wrong_costs_of_one_size_are_found_out() -> None:
 
 def test_a_saw_tooth_is_used() -> None:
     """Four tokens cost less than two or three: drafts of three, and a single token is never padded to four."""
-    schedule = after_a_plain_step(costs_of(SAW, 0.02), 0.7)
+    schedule = after_plain_steps(costs_of(SAW, 0.02), 0.7)
     assert schedule.draft_length(100, 100) == 3
     assert [schedule.pass_length(count, 100) for count in (1, 2, 3, 4, 20)] == [1, 4, 4, 4, 20]
 
 
+def test_a_plain_step_may_be_a_longer_pass() -> None:
+    """Where two tokens cost less than one, plain steps take a pass of two, and gains are measured by those."""
+    schedule = after_plain_steps(costs_of([1.5, *FLAT[:15]], 0.02), 0.7)
+    assert schedule.pass_length(1, 100) == 2
+    assert schedule.draft_length(100, 100) >= 3
+
+
+def test_the_cold_step_after_a_prompt_does_not_speak_for_all() -> None:
+    """It takes 1.4 times as long as the others, by which drafts of one would seem to pay; they lose a tenth."""
+    costs = costs_of(STEEP, 0.05)
+    schedule = Adaptive(costs, 0.55)
+    drafted = 0
+    for block in range(60):
+        length = schedule.draft_length(50 + block, 60 - block)
+        drafting, verifying = length * costs.draft(50), costs.verify(length + 1, 50) * (1 if block else 1.4)
+        seconds = drafting + verifying
+        accepted = min(length, block % 2)
+        schedule.observe(
+            Outcome(50 + block, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
+        )
+        drafted += length > 0
+    assert drafted <= 1
+
+
 def test_room_bounds_the_draft() -> None:
-    schedule = after_a_plain_step(costs_of(FLAT, 0.01), 0.95)
+    schedule = after_plain_steps(costs_of(FLAT, 0.01), 0.95)
     assert schedule.draft_length(100, 100) == 8
     assert schedule.draft_length(100, 2) == 2
     assert schedule.draft_length(100, 0) == 0
@@ -185,7 +211,7 @@ def test_room_bounds_the_draft() -> None:
 def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
     """Rejected blocks end drafting within a reply; a new reply may try again."""
     costs = costs_of(FLAT, 0.3)
-    schedule = after_a_plain_step(costs, 0.4)
+    schedule = after_plain_steps(costs, 0.4)
     tries = 0
     while length := schedule.draft_length(50, 50):
         drafting, verifying = length * costs.draft(50), costs.verify(length + 1, 50)
@@ -199,7 +225,7 @@ def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
 def test_a_drafter_that_ends_every_draft_at_once_is_left_alone() -> None:
     """Confidence stop: the draft is empty, its time is lost, and plain decoding is never much slower for it."""
     costs = costs_of(FLAT, 0.3)
-    schedule = after_a_plain_step(costs, 0.8)
+    schedule = after_plain_steps(costs, 0.8)
     asked, spent, steps = 0, 0.0, 300
     for position in range(steps):
         drafting = costs.draft(50) if schedule.draft_length(50 + position, steps - position) else 0.0
@@ -214,7 +240,7 @@ def test_a_drafter_that_ends_every_draft_at_once_is_left_alone() -> None:
 def test_prompt_lookup_may_find_nothing_most_of_the_time() -> None:
     """Looking costs microseconds, so misses are no reason to stop: with hits in one block of five, all that is found is tried."""
     costs = Costs((32, 1024), (tuple(STEP * v for v in FLAT),) * 2, (0.0, 0.0))
-    schedule = after_a_plain_step(costs, 0.7)
+    schedule = after_plain_steps(costs, 0.7)
     asked, looking, blocks = 0, 2e-5, 200
     for block in range(blocks):
         length = schedule.draft_length(100, 100)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.adaptive import Adaptive
+from edgespec_runtime import pair_schedule
+from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import store_costs
+from edgespec_runtime.calibrate import load_costs, store_costs
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.evaluated import UNKNOWN, expected_rate
 from edgespec_runtime.pair_schedule import Schedules
@@ -35,14 +36,16 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
     assert notes == []
 
 
-def test_kept_costs_serve_without_measuring(pair: Pair) -> None:
-    """A drafter that costs nothing next to the target: the kept table says long drafts."""
+def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
     store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
+    monkeypatch.setattr(pair_schedule, "step_seconds", lambda target: 1.2)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
-    assert schedule.draft_length(40, 100) == 0  # a plain step first, by which gains are measured
-    schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
+    for _ in range(FIRST_STEPS):  # by which gains are measured
+        assert schedule.draft_length(40, 100) == 0
+        schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
     assert notes == []
 
@@ -55,6 +58,29 @@ def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair) -> None:
     assert schedules.of(DecodingOptions()) is first
     assert schedules.of(DecodingOptions(temperature=1.0)) is not first
     assert sum("measuring this machine" in note for note in notes) == 1
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("step", "times", "kept"), [(1000.0, "e-0", False), (1e-9, "e+0", True)])
+def test_kept_costs_of_a_busy_machine_are_measured_again(
+    pair: Pair, step: float, times: str, kept: bool
+) -> None:
+    """Kept while the machine was busy: replaced. Kept while it was not, and busy now: they stay, for the next time."""
+    old = Costs((32,), ((step,) * 16,), (step,))
+    store_costs(pair, old, 1.5)
+    pair.target.prefill([1, 2, 3])
+    notes: list[str] = []
+    schedule = Schedules(pair, notes.append).of(DecodingOptions())
+    assert isinstance(schedule, Adaptive)
+    assert pair.target.tokens == []
+    assert len(notes) == 1
+    assert notes[0].startswith("(a plain step takes ")
+    assert times in notes[0]
+    now = load_costs(pair, notes.append)
+    assert now is not None
+    assert (now == old) == kept
+    if not kept:
+        assert 1e-6 < now.verify(1, 1) < 1.0
 
 
 def test_the_first_guess_is_the_evaluated_rate_nearest_in_temperature() -> None:

@@ -28,7 +28,9 @@ CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter
 SURE = 1.12  # times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
-REFRESH = 40  # blocks after which a plain step shows again what it takes: all gains are measured by it
+# All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
+# blocks after which one more shows again what it takes.
+FIRST_STEPS, REFRESH = 4, 40
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
@@ -69,7 +71,8 @@ class Adaptive:
         # what the last pass of a size and the last draft were, in the same units: one slow one must not stay
         self._last_ratio: dict[int, float] = {}
         self._last_draft = 1.0
-        self._since_plain = REFRESH
+        self._due = FIRST_STEPS  # plain steps to be made before the next draft
+        self._since_plain = 0
         # seconds in which a drafter begins, whatever the length, and in which it reads one of the tokens it has missed
         self._begin_draft = self._catch_up = 0.0
         self._rows: dict[int, _Row] = {}
@@ -124,7 +127,7 @@ class Adaptive:
         if self._resting:
             self._resting -= 1
             return 0
-        if self._since_plain >= REFRESH:
+        if self._due:
             return 0
         self._count_plain_steps()
         length = self._asked = self._best(context, min(self._most, room))
@@ -169,11 +172,11 @@ class Adaptive:
 
     def observe(self, outcome: Outcome) -> None:
         context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
-        if size == 1:
+        if not drafted:
             self._plain_steps += 1
             self._plain_seconds += min(seconds - draft_seconds, self._longest_step)
             self._plain_context = context
-            self._since_plain = 0
+            self._due, self._since_plain = max(0, self._due - 1), 0
             if self._asked:  # the drafter ended its draft before it began
                 self._lost += draft_seconds
                 self._in_vain = self._vain() + draft_seconds
@@ -181,17 +184,14 @@ class Adaptive:
             return
         row, trust = self._row(context), COLD if self._missed else 1.0
         self._since_plain += 1
+        self._due = int(self._since_plain >= REFRESH)
         self._spent += seconds
-        if drafted:
-            known = HICCUP * self._seconds(row, drafted) if self._seen.get(size, 0) > 1 else math.inf
-            self._lost += min(seconds, known) - emitted * self._seconds(row, 0)
-            self._learn_drafting(row, drafted, draft_seconds)
-            self._rates.learn(min(drafted, emitted), accepted, self._idle)
-            self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
-            self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
-        else:  # a plain step in a longer pass, where that is cheaper
-            self._missed += 1
-            self._idle += 1
+        known = HICCUP * self._seconds(row, drafted) if self._seen.get(size, 0) > 1 else math.inf
+        self._lost += min(seconds, known) - emitted * self._seconds(row, 0)
+        self._learn_drafting(row, drafted, draft_seconds)
+        self._rates.learn(min(drafted, emitted), accepted, self._idle)
+        self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
+        self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         self._learn_pass(row, size, seconds - draft_seconds, trust)
 
     def _count_plain_steps(self) -> None:
@@ -200,9 +200,10 @@ class Adaptive:
             self._missed += steps
             self._idle += steps
             self._spent += seconds
-            self._learn_pass(self._row(self._plain_context), 1, seconds / steps, steps)
+            row = self._row(self._plain_context)
+            self._learn_pass(row, row.size[0], seconds / steps, steps)
             self._plain_steps, self._plain_seconds = 0, 0.0
-            self._longest_step = HICCUP * self._seconds(self._row(self._plain_context), 0)
+            self._longest_step = HICCUP * self._seconds(row, 0)
 
     def _learn_pass(self, row: _Row, size: int, seconds: float, count: float) -> None:
         """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
@@ -212,13 +213,14 @@ class Adaptive:
         known = self._size_ratio.get(size, self._verify_ratio)
         measured = seconds / row.verify[size]
         # Plain steps come many at a time, without those that are too long to be true.
-        ratio = measured if size == 1 else _middle(known, self._last_ratio.get(size, known), measured)
+        plain = size == row.size[0]
+        ratio = measured if plain else _middle(known, self._last_ratio.get(size, known), measured)
         self._last_ratio[size] = measured
         weight = 1.0 - (1.0 - DRIFT) ** count
         if not self._drafts:  # the machine's speed is all that is known of other passes and of the drafter's
             self._verify_ratio = self._draft_ratio = ratio
         self._verify_ratio += weight * (ratio - self._verify_ratio)
-        self._size_ratio[size] = known + max(weight, count / (seen + (size > 1))) * (ratio - known)
+        self._size_ratio[size] = known + max(weight, count / (seen + (not plain))) * (ratio - known)
 
     def _learn_drafting(self, row: _Row, length: int, seconds: float) -> None:
         """One number tells of three: the beginning, the steps and the missed tokens share what is unexpected of it."""

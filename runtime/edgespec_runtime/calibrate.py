@@ -28,6 +28,7 @@ DRAFT_STEPS = 3
 PLAIN_STEPS = 2
 MOST_SWEEPS = 3
 BUSY = 0.85  # of the processors' time: with less of it, what is measured is not kept
+PROBES = 3  # plain steps that tell whether kept costs still hold
 PREFILL_SHARE = 0.25  # of the time may go into filling the caches
 
 
@@ -200,6 +201,25 @@ class _Measurement:
         )
 
 
+def step_seconds(target: CachedEngine) -> float:
+    """Seconds of a plain step now, after the first few tokens of a context: the middle one of three. The cache is empty after.
+
+    Raises InputError where the context has no room for two tokens.
+    """
+    try:
+        target.rewind(0)
+        target.forward([0])  # reads the weights from the disk, the first time
+        times = []
+        for _ in range(PROBES):
+            start = perf_counter()
+            target.forward([0])
+            times.append(perf_counter() - start)
+            target.rewind(1)
+        return median(times)
+    finally:
+        target.rewind(0)
+
+
 def block_difference(
     target: CachedEngine,
     prompts: Sequence[Sequence[int]],
@@ -273,9 +293,16 @@ def store_costs(pair: Pair, costs: Costs, seconds: float) -> None:
 
 
 def costs_of(
-    pair: Pair, how: CalibrateOptions, note: Callable[[str], None], *, fresh: bool = False
+    pair: Pair,
+    how: CalibrateOptions,
+    note: Callable[[str], None],
+    *,
+    fresh: bool = False,
+    keep: bool = True,
 ) -> tuple[Costs, bool]:
     """(costs of a pair, whether they were kept from an earlier time). Measured, and then kept, where none are or `fresh` is set.
+
+    `keep` unset: what is measured now serves now only.
 
     What was measured while other programs held the processors is not kept, and a cache folder that cannot be written to is no
     reason to stop: `note` is told.
@@ -291,6 +318,8 @@ def costs_of(
             f"other programs hold {1 - share:.0%} of the processors, so these costs are wrong and are not kept; "
             "close them and measure again"
         )
+        return costs, False
+    if not keep:
         return costs, False
     try:
         store_costs(pair, costs, how.seconds)
