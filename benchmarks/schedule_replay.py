@@ -51,22 +51,24 @@ class Trace:
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds: of passes; of a plain and of a drafted block beyond its passes; of beginning a draft."""
+    """Seconds: of passes; of a plain and a drafted block beyond its passes; of beginning a draft; of drawing one token of it."""
 
     costs: Costs
     plain_work: float
     drafted_work: float
     beginning: float
+    drawing: float
 
     def drafting(self, length: int, context: int) -> float:
-        return self.beginning + length * self.costs.draft(context) if length else 0.0
+        return self.beginning + length * (self.drawing + self.costs.draft(context)) if length else 0.0
 
 
 def record(
     pair: Pair, prompts: Sequence[Sequence[int]], new: int, temperature: float, costs: Costs
 ) -> tuple[list[Trace], Machine]:
     """The replies, and what their blocks took."""
-    traces, counts, drafted = [], RawCounts(), RawCounts()
+    traces, counts = [], RawCounts()
+    drafted = {1: RawCounts(), MOST: RawCounts()}  # what differs between them is in the length
     step = costs.draft(costs.contexts[0])
     with progress(f"recording at T = {temperature:g}", len(prompts), "reply") as bar:
         for seed, prompt in enumerate(prompts):
@@ -82,16 +84,19 @@ def record(
                 how = DecodingOptions(
                     max_new_tokens=MOST + 1, temperature=temperature, seed=seed * new + done
                 )
-                blocks = decode(
-                    pair.target, pair.draft, text[: len(prompt) + done], how, (), drafted, Fixed(MOST)
-                )
-                accepted.append(next(blocks).accepted)
-                blocks.close()
+                before = text[: len(prompt) + done]
+                for length, seen in drafted.items():
+                    blocks = decode(pair.target, pair.draft, before, how, (), seen, Fixed(length))
+                    kept = next(blocks).accepted
+                    blocks.close()
+                accepted.append(kept)
             traces.append(Trace(len(prompt), tuple(accepted)))
             bar.update(1)
-    beginning = max(0.0, drafted.draft_seconds / drafted.blocks - MOST * step)
-    work, drafted_work = (each.loop_seconds / each.blocks for each in (counts, drafted))
-    return traces, Machine(costs, work, drafted_work, beginning)
+    short, long = (seen.draft_seconds / seen.blocks for seen in drafted.values())
+    token = (long - short) / (MOST - 1)
+    beginning, drawing = max(0.0, short - token), max(0.0, token - step)
+    work, drafted_work = (each.loop_seconds / each.blocks for each in (counts, drafted[MOST]))
+    return traces, Machine(costs, work, drafted_work, beginning, drawing)
 
 
 def seconds_of(schedule: Schedule, trace: Trace, tokens: int, machine: Machine) -> float:

@@ -210,7 +210,7 @@ def test_room_bounds_the_draft() -> None:
 
 def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
     """Rejected blocks end drafting within a reply; a new reply may try again."""
-    costs = costs_of(FLAT, 0.3)
+    costs = costs_of(FLAT, 0.25)
     schedule = after_plain_steps(costs, 0.4)
     tries = 0
     while length := schedule.draft_length(50, 50):

@@ -21,11 +21,13 @@ from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 
 CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
-ALLOWED_STEPS = 0.35  # what trying may lose in a reply, in plain steps ...
+ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
-CREDIT_SHARE = 0.015  # what a draft that seems to pay may lose, in shares of the time so far ...
+CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter yet
-SURE = 1.12  # times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses
+# Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and needs no credit. The higher
+# bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
+SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
@@ -147,6 +149,8 @@ class Adaptive:
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
         estimates, doubt = self._rates.estimate(self._idle)
+        cheap = before + self._seconds(row, 1) - step <= CHEAP * step
+        sure = (SURE_IF_CHEAP if cheap else SURE) * plain
         likely, likely_rate, hoped, hoped_rate = 0, WORTH * plain, 0, WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
@@ -159,7 +163,7 @@ class Adaptive:
             risk = seconds - step  # lost if nothing of it is accepted
             affordable = risk <= account
             if middle / seconds > likely_rate and (
-                affordable or low / seconds > (plain if risk <= credit else SURE * plain)
+                affordable or low / seconds > (plain if risk <= credit else sure)
             ):
                 likely, likely_rate = length, middle / seconds
             if high / seconds > hoped_rate and affordable:
