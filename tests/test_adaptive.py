@@ -201,6 +201,26 @@ def test_the_cold_step_after_a_prompt_does_not_speak_for_all() -> None:
     assert drafted <= 1
 
 
+def test_a_length_that_was_slow_once_is_tried_again() -> None:
+    """Passes of more than two tokens take four times as long for a while: drafts of two are left, and longer ones afterwards."""
+    costs = costs_of(FLAT, 0.02)
+    accepts = np.random.default_rng(0).random((400, 16)) < 0.8
+    schedule = after_plain_steps(costs, 0.8)
+    lengths = []
+    for block, accepting in enumerate(accepts):
+        length = schedule.draft_length(100, 100)
+        accepted = length if accepting[:length].all() else int(accepting[:length].argmin())
+        slow = 4.0 if block < 30 and length > 1 else 1.0
+        drafting, verifying = length * costs.draft(100), slow * costs.verify(length + 1, 100)
+        seconds = drafting + verifying
+        schedule.observe(
+            Outcome(100, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
+        )
+        lengths.append(length)
+    assert max(lengths[35:60]) <= 2
+    assert np.mean(np.array(lengths[200:]) >= 4) > 0.9
+
+
 def test_room_bounds_the_draft() -> None:
     schedule = after_plain_steps(costs_of(FLAT, 0.01), 0.95)
     assert schedule.draft_length(100, 100) == 8

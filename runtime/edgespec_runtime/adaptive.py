@@ -6,7 +6,8 @@ Expected tokens per second of a draft of γ:
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
 is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
-where it likely pays, from a small one where it only might, and whatever it says where it surely pays. So a reply of sixty tokens
+where it likely pays, from a small one where it only might, and whatever it says where it surely pays: by a wide margin, if credit
+would pay for enough of such drafts. So a reply of sixty tokens
 or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py).
 Knows costs and counts; no engines, no tokens.
 """
@@ -38,6 +39,8 @@ SHORT_REST, LONG_REST = 8, 32
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
 # the drafter missed in plain steps and reads first, drafts that came to nothing.
 DRIFT, CATCHING_UP = 0.1, 0.3
+# What is taken back at every draft of what is particular to passes of other sizes: a few that were slow once must not stay so.
+FORGETTING = 0.02
 COLD = 0.3  # trust in what a pass takes that follows plain steps: caches and threads have to find their way first
 HICCUP = 1.3  # times what is expected: more is another program's turn
 BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps and n² of n missed tokens
@@ -197,6 +200,9 @@ class Adaptive:
         self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
         self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         self._learn_pass(row, size, seconds - draft_seconds, trust)
+        for other, ratio in self._size_ratio.items():
+            if other not in (size, row.size[0]):
+                self._size_ratio[other] = ratio + FORGETTING * (self._verify_ratio - ratio)
 
     def _count_plain_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
