@@ -228,6 +228,12 @@ def test_room_bounds_the_draft() -> None:
     assert schedule.draft_length(100, 0) == 0
 
 
+def test_no_draft_where_no_pass_of_two_was_measured() -> None:
+    """A context of two tokens has room for plain steps only."""
+    schedule = after_plain_steps(Costs((1,), ((STEP,),), (0.1 * STEP,)), 0.9)
+    assert [schedule.draft_length(1, 0) for _ in range(40)] == [0] * 40
+
+
 def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
     """Rejected blocks end drafting within a reply; a new reply may try again."""
     costs = costs_of(FLAT, 0.25)

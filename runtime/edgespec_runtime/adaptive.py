@@ -6,9 +6,9 @@ Expected tokens per second of a draft of γ:
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
 is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
-where it likely pays, from a small one where it only might, and whatever it says where it surely pays: by a wide margin, if credit
-would pay for enough of such drafts. So a reply of sixty tokens
-or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py).
+where it likely pays, from a small one where it only might, and whatever it says where it surely pays: by a wide margin, if the
+credit would do for enough of such drafts. So a reply of sixty tokens or more is hardly ever slower than plain decoding by 2 %
+(benchmarks/schedule_replay.py).
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -145,6 +145,8 @@ class Adaptive:
 
     def _best(self, context: int, most: int) -> int:
         """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
+        if most < 1:
+            return 0
         row = self._row(context)
         step = self._seconds(row, 0)
         before = self._missed * self._catch_up + max(self._usually_in_vain, self._vain())
