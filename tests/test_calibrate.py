@@ -182,6 +182,7 @@ def test_a_real_pair_is_measured_once_and_kept(
         assert load_costs(pair, notes.append) == costs
         assert costs_of(pair, how, notes.append, fresh=True)[1] is False
         store_costs(pair, TABLE, seconds=100.0)
+        monkeypatch.setattr(calibrate_module, "step_seconds", lambda target: 1.2 * TABLE.verify(1, 1))
         assert costs_of(pair, how, notes.append) == (TABLE, True)
         assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
         assert set(subject_of(alone).models) < set(subject_of(pair).models)

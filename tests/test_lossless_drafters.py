@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime import pair_schedule
+from edgespec_runtime import calibrate
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.calibrate import store_costs
 from edgespec_runtime.decoding import HYBRID, LOOKUP, DecodingOptions
@@ -149,7 +149,7 @@ def test_a_draft_length_chosen_block_by_block(
     """By kept costs at which drafts pay; what the schedule learns in one reply decides in the next."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     store_costs(pair, CHEAP_DRAFTS, seconds=100.0)
-    monkeypatch.setattr(pair_schedule, "step_seconds", lambda target: CHEAP_DRAFTS.verify(1, 1))
+    monkeypatch.setattr(calibrate, "step_seconds", lambda target: CHEAP_DRAFTS.verify(1, 1))
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(temperature=COLD))
     heard = Heard(pair, prompt, AtKeptCosts(schedule))

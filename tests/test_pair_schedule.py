@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime import pair_schedule
+from edgespec_runtime import calibrate
 from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.calibrate import load_costs, store_costs
@@ -39,7 +39,7 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
 def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
     store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
-    monkeypatch.setattr(pair_schedule, "step_seconds", lambda target: 1.2)
+    monkeypatch.setattr(calibrate, "step_seconds", lambda target: 1.2)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
@@ -74,7 +74,7 @@ def test_kept_costs_of_a_busy_machine_are_measured_again(
     assert isinstance(schedule, Adaptive)
     assert pair.target.tokens == []
     assert len(notes) == 1
-    assert notes[0].startswith("(a plain step takes ")
+    assert notes[0].startswith("a plain step takes ")
     assert times in notes[0]
     now = load_costs(pair, notes.append)
     assert now is not None

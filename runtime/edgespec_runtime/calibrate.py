@@ -28,7 +28,9 @@ DRAFT_STEPS = 3
 PLAIN_STEPS = 2
 MOST_SWEEPS = 3
 BUSY = 0.85  # of the processors' time: with less of it, what is measured is not kept
-PROBES = 3  # plain steps that tell whether kept costs still hold
+# Kept costs hold while the middle one of a few plain steps is less than this many times faster or slower: else it was busy
+# then, or is now.
+STALE, PROBES = 1.5, 3
 PREFILL_SHARE = 0.25  # of the time may go into filling the caches
 
 
@@ -293,23 +295,20 @@ def store_costs(pair: Pair, costs: Costs, seconds: float) -> None:
 
 
 def costs_of(
-    pair: Pair,
-    how: CalibrateOptions,
-    note: Callable[[str], None],
-    *,
-    fresh: bool = False,
-    keep: bool = True,
+    pair: Pair, how: CalibrateOptions, note: Callable[[str], None], *, fresh: bool = False
 ) -> tuple[Costs, bool]:
     """(costs of a pair, whether they were kept from an earlier time). Measured, and then kept, where none are or `fresh` is set.
 
-    `keep` unset: what is measured now serves now only.
-
-    What was measured while other programs held the processors is not kept, and a cache folder that cannot be written to is no
-    reason to stop: `note` is told.
+    Measured as well where a plain step is now STALE times faster or slower than the kept costs say; slower ones are then not
+    kept, since that may pass. What was measured while other programs held the processors is not kept either, and a cache folder
+    that cannot be written to is no reason to stop: `note` is told. The caches are empty after.
     """
-    kept = None if fresh else load_costs(pair, note, at_least_seconds=how.seconds)
+    kept, slower = None if fresh else load_costs(pair, note, at_least_seconds=how.seconds), 1.0
     if kept is not None:
-        return kept, True
+        slower = step_seconds(pair.target) / kept.verify(1, 1)
+        if 1 / STALE < slower < STALE:
+            return kept, True
+        note(f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again")
     share = free_share(pair.threads)
     costs = calibrate(pair.target, pair.draft, how)
     share = min(free_share(pair.threads), share)
@@ -319,7 +318,7 @@ def costs_of(
             "close them and measure again"
         )
         return costs, False
-    if not keep:
+    if slower > STALE:
         return costs, False
     try:
         store_costs(pair, costs, how.seconds)

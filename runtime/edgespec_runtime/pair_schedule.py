@@ -7,13 +7,11 @@ from typing import Any
 
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import Pair
-from edgespec_runtime.calibrate import QUICK, costs_of, load_costs, step_seconds
+from edgespec_runtime.calibrate import QUICK, costs_of, load_costs
 from edgespec_runtime.decoding import NOBODY, DecodingOptions
 from edgespec_runtime.evaluated import expected_rate
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Schedule
-
-STALE = 1.5  # times faster or slower: the machine was busy when the costs were kept, or is now
 
 
 class Schedules:
@@ -38,20 +36,10 @@ class Schedules:
         if options.draft_length is not None or options.drafter == NOBODY:
             return Fixed(options.draft_length or 0)
         if self._costs is None:
-            self._costs = self._costs_now()
+            if load_costs(self._pair, lambda _: None) is None:
+                self._note(
+                    f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
+                )
+            self._costs, _ = costs_of(self._pair, QUICK, self._note)
         expected = expected_rate(self._pair.manifest.metrics, options.temperature)
         return Adaptive(self._costs, expected, options.max_draft_length)
-
-    def _costs_now(self) -> Costs:
-        """Kept costs where they still hold, else measured. A machine that is slower than it was may be so for a moment only."""
-        kept, why, slower = load_costs(self._pair, self._note), "", 0.0
-        if kept is not None:
-            slower = step_seconds(self._pair.target) / kept.verify(1, 1)
-            if 1 / STALE < slower < STALE:
-                return kept
-            why = f"a plain step takes {slower:.2g} times what the kept costs say: "
-        self._note(
-            f"({why}measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
-        )
-        costs, _ = costs_of(self._pair, QUICK, self._note, fresh=True, keep=slower < 1)
-        return costs
