@@ -234,9 +234,10 @@ def test_no_draft_where_no_pass_of_two_was_measured() -> None:
     assert [schedule.draft_length(1, 0) for _ in range(40)] == [0] * 40
 
 
-def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
-    """Rejected blocks end drafting within a reply; a new reply may try again."""
-    costs = costs_of(FLAT, 0.25)
+@pytest.mark.parametrize(("draft", "later"), [(0.25, 0), (0.3, 16)])
+def test_what_a_reply_lost_is_forgiven_in_the_next(draft: float, later: int) -> None:
+    """Rejected blocks end drafting within a reply; a new reply may try again, with a dearer drafter after some plain steps."""
+    costs = costs_of(FLAT, draft)
     schedule = after_plain_steps(costs, 0.4)
     tries = 0
     while length := schedule.draft_length(50, 50):
@@ -245,6 +246,10 @@ def test_what_a_reply_lost_is_forgiven_in_the_next() -> None:
         tries += 1
     assert 1 <= tries <= 3
     schedule.begin()
+    for _ in range(later):
+        if schedule.draft_length(50, 50):
+            break
+        schedule.observe(Outcome(50, 0, 0, 1, 1, 0.0, costs.verify(1, 50), costs.verify(1, 50)))
     assert schedule.draft_length(50, 50) > 0
 
 
