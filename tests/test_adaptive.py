@@ -253,6 +253,25 @@ def test_what_a_reply_lost_is_forgiven_in_the_next(draft: float, later: int) -> 
     assert schedule.draft_length(50, 50) > 0
 
 
+@pytest.mark.parametrize(("tokens", "bound"), [(64, 1.02), (120, 1.05)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("alpha", [0.6, 0.75, 0.9])
+def test_a_text_of_which_the_drafter_knows_nothing_after_one_it_knows(
+    alpha: float, draft: float, shape: str, tokens: int, bound: float
+) -> None:
+    """What earlier replies promised is not believed for long, and least where few tokens may follow."""
+    costs = costs_of(SHAPES[shape], draft)
+    known, unknown = Machine(costs, lambda _: alpha), Machine(costs, lambda _: 0.02)
+    schedule = Adaptive(costs, alpha)
+    for seed in range(10):
+        schedule.begin()
+        known.reply(schedule, tokens, seed)
+        schedule.begin()
+        taken = unknown.reply(schedule, tokens, 100 + seed)
+        assert taken <= bound * unknown.reply(Fixed(0), tokens, 100 + seed)
+
+
 def test_a_drafter_that_ends_every_draft_at_once_is_left_alone() -> None:
     """Confidence stop: the draft is empty, its time is lost, and plain decoding is never much slower for it."""
     costs = costs_of(FLAT, 0.3)

@@ -6,9 +6,10 @@ Expected tokens per second of a draft of γ:
 
 The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
 is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
-where it likely pays, from a small one where it only might, and whatever it says where it surely pays: by a wide margin, if the
-credit would do for enough of such drafts. So a reply of sixty tokens or more is hardly ever slower than plain decoding by 2 %
-(benchmarks/schedule_replay.py).
+where it likely pays, from a small one where it only might. Where it surely pays (by a wide margin, if the credit would do for
+enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of sixty tokens or more is hardly ever
+slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the drafter unexpectedly knows nothing loses a
+few steps at most.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -26,9 +27,14 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter yet
-# Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and needs no credit. The higher
-# bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
+# Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may follow.
+# The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
+LOOK_AHEAD = 128  # of the reply's room counts as time already taken, at most so many tokens ...
+WIN_BACK, WIN_BACK_STEPS = (
+    64,
+    3.0,
+)  # ... and with so many a few plain steps more may be lost: they are won back
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
@@ -135,7 +141,7 @@ class Adaptive:
         if self._due:
             return 0
         self._count_plain_steps()
-        length = self._asked = self._best(context, min(self._most, room))
+        length = self._asked = self._best(context, room)
         if length:
             self._rest = SHORT_REST
         else:
@@ -143,9 +149,9 @@ class Adaptive:
             self._rest = min(2 * self._rest, LONG_REST)
         return length
 
-    def _best(self, context: int, most: int) -> int:
+    def _best(self, context: int, room: int) -> int:
         """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
-        if most < 1:
+        if room < 1:
             return 0
         row = self._row(context)
         step = self._seconds(row, 0)
@@ -153,13 +159,15 @@ class Adaptive:
         plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
+        ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if room >= WIN_BACK else 0.0)
+        borrowed = CREDIT_SHARE * self._spent + ahead * step - self._lost
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + self._seconds(row, 1) - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
         likely, likely_rate, hoped, hoped_rate = 0, WORTH * plain, 0, WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
-        for length in range(1, most + 1):
+        for length in range(1, min(self._most, room) + 1):
             estimate, seconds = estimates[length - 1], before + self._seconds(row, length)
             low_reach *= max(estimate - CAUTION * doubt, 0.0)
             middle_reach *= estimate
@@ -167,9 +175,8 @@ class Adaptive:
             low, middle, high = low + low_reach, middle + middle_reach, high + high_reach
             risk = seconds - step  # lost if nothing of it is accepted
             affordable = risk <= account
-            if middle / seconds > likely_rate and (
-                affordable or low / seconds > (plain if risk <= credit else sure)
-            ):
+            needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
+            if middle / seconds > likely_rate and (affordable or low / seconds > needed):
                 likely, likely_rate = length, middle / seconds
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
