@@ -27,14 +27,13 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter yet
-# Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may follow.
+# Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
 # The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
-LOOK_AHEAD = 128  # of the reply's room counts as time already taken, at most so many tokens ...
-WIN_BACK, WIN_BACK_STEPS = (
-    64,
-    3.0,
-)  # ... and with so many a few plain steps more may be lost: they are won back
+# Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, where there
+# is room enough to win them back.
+LOOK_AHEAD = 128
+WIN_BACK, WIN_BACK_STEPS = 64, 3.0
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
