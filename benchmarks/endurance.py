@@ -191,10 +191,10 @@ def endure(ways: Sequence[Way], minutes: float, memory: Memory) -> None:
     questions = [text for one in chats for text in one]
     paced = [way.pair.tokenizer.encode_chat([{"role": "user", "content": questions[0]}]) for way in ways]
     start = perf_counter()
-    with progress("endure", 60 * minutes, "s") as bar:
+    with progress("endure", int(60 * minutes), "s") as bar:
         for number, options in enumerate(choices()):
             seconds = perf_counter() - start
-            bar.update(min(seconds, 60 * minutes) - bar.n)
+            bar.update(int(min(seconds, 60 * minutes)) - bar.n)
             if seconds >= 60 * minutes:
                 return
             for way, prompt in zip(ways, paced, strict=True):

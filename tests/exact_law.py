@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,7 +69,7 @@ def law_of(run: Callable[[], Sequence[int]]) -> Law:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_invert", lambda weights, uniform: uniform.index(weights))
-        patch.setattr(loop, "np", SimpleNamespace(random=SimpleNamespace(default_rng=lambda seed: explorer)))
+        patch.setattr(loop, "Uniforms", lambda seed: explorer)
         while True:
             emitted = tuple(run())
             law[emitted] += explorer.mass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_runtime.sampling import Categorical, Warp, _invert, _largest, _nucleus, warp
+from edgespec_runtime.sampling import Categorical, Uniforms, Warp, _invert, _largest, _nucleus, warp
 from scipy.stats import chisquare
 
 from edgespec.errors import InputError
@@ -147,6 +147,24 @@ def test_sparse_and_dense_views_agree() -> None:
     ids = np.array([0, 2, 5, 9])
     np.testing.assert_array_equal(sparse.at(ids), dense[ids])
     np.testing.assert_array_equal(Categorical(None, dense).at(ids), dense[ids])
+
+
+@pytest.mark.parametrize("ids", [None, np.array([3, 4, 9])])
+def test_weights_become_probabilities_when_asked_for(ids: np.ndarray | None) -> None:
+    weights = np.array([1.0, 0.0, 3.0], dtype=np.float32)
+    last = 2 if ids is None else 9
+    for total in (None, 4.0):
+        categorical = Categorical(ids, weights.copy(), total)
+        assert {categorical.sample(Uniforms(seed)) for seed in range(50)} == {last, 0 if ids is None else 3}
+        assert categorical.prob(last) == 0.75
+        np.testing.assert_array_equal(categorical.probs, [0.25, 0, 0.75])
+        assert categorical.prob(last) == 0.75
+        assert categorical.dense(10 if ids is not None else 3)[last] == 0.75
+
+
+def test_numbers_drawn_ahead_are_those_of_single_calls() -> None:
+    generator, ahead = np.random.default_rng(5), Uniforms(5)
+    assert [ahead.random() for _ in range(200)] == [generator.random() for _ in range(200)]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.sampling import Categorical, Warp, draw, warp
+from edgespec_runtime.sampling import Categorical, RandomSource, Warp, draw, warp
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class Place:
         q: Categorical | None,
         how: Warp,
     ) -> None:
-        self.p_logits, self._q_logits, self._q, self._how = p_logits, q_logits, q, how
+        self.p_logits, self._q_logits, self._how = p_logits, q_logits, how
+        self._p: Categorical | None = None
+        self._q = q
 
     @property
     def q_logits(self) -> NDArray[np.float32]:
@@ -55,13 +57,19 @@ class Place:
     def greedy(self) -> bool:
         return self._how.temperature == 0.0
 
-    @cached_property
-    def p(self) -> Categorical:
-        return warp(self.p_logits, self._how)
+    # p and q are asked for at every draft token, and Python 3.11's cached_property takes a lock
 
-    @cached_property
+    @property
+    def p(self) -> Categorical:
+        if self._p is None:
+            self._p = warp(self.p_logits, self._how)
+        return self._p
+
+    @property
     def q(self) -> Categorical:
-        return warp(self.q_logits, self._how) if self._q is None else self._q
+        if self._q is None:
+            self._q = warp(self.q_logits, self._how)
+        return self._q
 
     @cached_property
     def raw_p(self) -> NDArray[np.float32]:
@@ -105,11 +113,13 @@ def beside(p: Categorical, q: Categorical) -> NDArray[Any]:
 
 
 def positive_part(p: Categorical, q: Categorical) -> Categorical:
-    """norm(max(0, p − q)); p itself where nothing is left of it (p = q up to rounding)."""
+    """norm(max(0, p − q)); p itself where nothing is left of it (p = q up to rounding, or all of p is one token)."""
+    if p.certain:
+        return p
     rest = p.probs - beside(p, q)
     np.maximum(rest, 0, out=rest)
-    total = rest.sum(dtype=np.float64)
-    return Categorical(p.ids, rest / total) if total > 0 else p
+    total = float(rest.sum())
+    return Categorical(p.ids, rest, total) if total > 0 else p
 
 
 LOSSLESS = Rule(
@@ -120,10 +130,12 @@ LOSSLESS = Rule(
 
 
 def unmatched(p: Categorical, q: Categorical) -> Categorical:
-    """norm(p·(1 − q)); p itself where nothing is left of it (both certain of one token)."""
+    """norm(p·(1 − q)); p itself where nothing is left of it, or all of p is one token."""
+    if p.certain:
+        return p
     rest = p.probs * (1 - beside(p, q))
-    total = rest.sum(dtype=np.float64)
-    return Categorical(p.ids, rest / total) if total > 0 else p
+    total = float(rest.sum())
+    return Categorical(p.ids, rest, total) if total > 0 else p
 
 
 MATCHING = Rule(
@@ -137,7 +149,7 @@ After a rejection the sample is p without the draft token x. That x is gone then
 
 
 def verify(
-    rows: NDArray[np.float32], draft: Draft, how: Warp, rule: Rule, generator: np.random.Generator
+    rows: NDArray[np.float32], draft: Draft, how: Warp, rule: Rule, generator: RandomSource
 ) -> tuple[int, int]:
     """Walk a block until the first rejection.
 

@@ -20,8 +20,6 @@ from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from edgespec.metrics import RawCounts
 from edgespec_runtime.acceptance import Draft, Rule, verify
 from edgespec_runtime.cascades import Logits, discrepancy, log_total
@@ -38,7 +36,7 @@ from edgespec_runtime.rules import (
     SequenceCascade,
     Share,
 )
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
 from edgespec_runtime.session import CachedEngine
 
 LONGEST_RUN = 10  # draft tokens in a row, as in the paper's appendix F.1
@@ -63,7 +61,7 @@ class Reply:
     ) -> None:
         self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
         self.how = Warp(options.temperature, options.top_k, options.top_p)
-        self.generator = np.random.default_rng(options.seed)
+        self.generator = Uniforms(options.seed)
         self.ids, self.emitted = list(prompt), len(prompt)
         self.limit = target.engine.context_length
         self.end = min(len(prompt) + options.max_new_tokens, self.limit)

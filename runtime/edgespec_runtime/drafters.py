@@ -17,7 +17,7 @@ from edgespec.errors import InputError
 from edgespec_runtime.acceptance import Draft
 from edgespec_runtime.decoding import HYBRID, LOOKUP, NOBODY, SHIFT, SINKS, ReplyOptions
 from edgespec_runtime.lookup import LookupDrafter
-from edgespec_runtime.sampling import Warp, warp
+from edgespec_runtime.sampling import RandomSource, Warp, warp
 from edgespec_runtime.session import CachedEngine, Window
 
 
@@ -25,9 +25,7 @@ class Drafter(Protocol):
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
 
-    def propose(
-        self, ids: list[int], room: int, how: Warp, generator: np.random.Generator, raw: bool
-    ) -> Draft:
+    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
         """At most `room` tokens that may follow `ids`, fewer where it has no more to say; with its logits where `raw`."""
 
     def settle(self, length: int) -> None:
@@ -80,9 +78,7 @@ class ModelDrafter:
         shown = self._shown(prompt[:-1])
         yield from self._model.prefill_steps(shown if len(shown) < self._capacity else ())
 
-    def propose(
-        self, ids: list[int], room: int, how: Warp, generator: np.random.Generator, raw: bool
-    ) -> Draft:
+    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
         """Draws up to `room` tokens; first reads what it has not seen (two tokens after a block that was accepted whole).
 
         With `raw` the last entry of `logits` is of the place behind the last token, also where the draft ended at once.
@@ -137,9 +133,7 @@ class HybridDrafter:
         yield from self._lookup.prefill_steps(prompt)
         yield from self._model.prefill_steps(prompt)
 
-    def propose(
-        self, ids: list[int], room: int, how: Warp, generator: np.random.Generator, raw: bool
-    ) -> Draft:
+    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
         draft = self._lookup.propose(ids, room, how, generator, raw)
         return draft if draft.tokens else self._model.propose(ids, room, how, generator, raw)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from edgespec_runtime.acceptance import Draft
-from edgespec_runtime.sampling import Categorical, Warp
+from edgespec_runtime.sampling import Categorical, RandomSource, Warp
 
 SHORTEST = 2  # a single token that was seen before says little about what follows; with `longest` = 1 it is all there is
 _SURE = np.ones(1, dtype=np.float32)
@@ -88,9 +88,7 @@ class LookupDrafter:
         self._index.extend(prompt[:-1])
         return iter(())
 
-    def propose(
-        self, ids: list[int], room: int, how: Warp, generator: np.random.Generator, raw: bool
-    ) -> Draft:
+    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
         """Exactly `room` tokens, or none where nothing that the text ends with occurred before. Has no logits for `raw`."""
         self._index.extend(ids[len(self._index.tokens) :])
         tokens = self._index.continuation(room)

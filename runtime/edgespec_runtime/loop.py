@@ -13,8 +13,6 @@ import dataclasses
 from collections.abc import Collection, Generator, Sequence
 from time import perf_counter
 
-import numpy as np
-
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, verify
@@ -22,7 +20,7 @@ from edgespec_runtime.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.drafters import Drafter, drafter_of, window_of
 from edgespec_runtime.rules import LoopRule, rule_of
-from edgespec_runtime.sampling import Warp
+from edgespec_runtime.sampling import Uniforms, Warp
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine, most_kept
 
@@ -54,7 +52,7 @@ def decode(
     check_prompt(target, draft, prompt, options)
     limit = target.engine.context_length
     window = window_of(target, options)
-    generator = np.random.default_rng(options.seed)
+    generator = Uniforms(options.seed)
     rule = rule or rule_of(options.rule)
     drafter = drafter_of(options, draft)
     if isinstance(rule, LoopRule):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,28 +29,76 @@ class Warp:
     )
 
 
-class Categorical:
-    """A distribution over tokens.
+class RandomSource(Protocol):
+    """numpy's Generator is one."""
 
-    ids: int64 [n] ascending token ids, or None where all V tokens are listed in order.
-    probs: float32 [n] or [V], summing to 1 within rounding.
+    def random(self) -> float:
+        """Uniform in [0, 1)."""
+
+
+_DRAWN_AHEAD = 64
+
+
+class Uniforms:
+    """The numbers of `np.random.default_rng(seed).random()`, many at a time: between the passes of a model a single call comes
+    cold, and takes longer than summing the vocabulary."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._ready: list[float] = []
+
+    def random(self) -> float:
+        if not self._ready:
+            self._ready = self._generator.random(_DRAWN_AHEAD).tolist()[::-1]
+        return self._ready.pop()
+
+
+class Categorical:
+    """A distribution over tokens: weights, which are summed and divided only where a rule asks for it. Drawing does not.
+
+    Args:
+        ids: int64 [n] ascending token ids, or None where all V tokens are listed in order.
+        weights: float32 [n] or [V], at least 0; `probs` writes over them, unless `total` is 1.
+        total: what makes probabilities of them, which sum to 1 within rounding; None: their sum.
     """
 
-    __slots__ = ("_only", "ids", "probs")
+    __slots__ = ("_only", "_total", "_weights", "ids")
 
-    def __init__(self, ids: NDArray[np.int64] | None, probs: NDArray[Any]) -> None:
+    def __init__(
+        self, ids: NDArray[np.int64] | None, weights: NDArray[Any], total: float | None = 1.0
+    ) -> None:
         self.ids = ids
-        self.probs = probs
+        self._weights, self._total = weights, total
         self._only = int(ids[0]) if ids is not None and len(ids) == 1 else None
+
+    def _sum(self) -> float:
+        if self._total is None:
+            self._total = float(np.add.reduce(self._weights))
+        return self._total
+
+    @property
+    def probs(self) -> NDArray[Any]:
+        """float32 [n] or [V]"""
+        if self._total != 1.0:
+            self._weights /= self._sum()
+            self._total = 1.0
+        return self._weights
+
+    @property
+    def certain(self) -> bool:
+        """Whether there is one token only."""
+        return self._only is not None
 
     def prob(self, token: int) -> float:
         """Probability of one token; 0 outside the list."""
         if self._only is not None:
             return float(token == self._only)
         if self.ids is None:
-            return float(self.probs[token])
+            return float(self._weights[token]) / self._sum()
         place = int(self.ids.searchsorted(token))
-        return float(self.probs[place]) if place < len(self.ids) and self.ids[place] == token else 0.0
+        if place == len(self.ids) or self.ids[place] != token:
+            return 0.0
+        return float(self._weights[place]) / self._sum()
 
     def at(self, ids: NDArray[np.int64]) -> NDArray[Any]:
         """Probabilities of many tokens, [len(ids)]."""
@@ -58,11 +107,11 @@ class Categorical:
         places = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[places] == ids, self.probs[places], np.float32(0))
 
-    def sample(self, generator: np.random.Generator) -> int:
+    def sample(self, generator: RandomSource) -> int:
         """Draw one token by inversion; one uniform number per draw, none where there is one token."""
         if self._only is not None:
             return self._only
-        place = _invert(self.probs, generator.random())
+        place = _invert(self._weights, generator.random())
         return place if self.ids is None else int(self.ids[place])
 
     def dense(self, vocab_size: int) -> NDArray[Any]:
@@ -81,31 +130,31 @@ _CERTAIN.setflags(write=False)  # every greedy distribution shares it
 _COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the largest logits is left at this one
 
 
-def _invert(probs: NDArray[Any], uniform: float) -> int:
+def _invert(weights: NDArray[Any], uniform: float) -> int:
     """Index at which the cumulative sum of weights passes `uniform` times their total: block sums first, then one block.
 
     Few and small numpy calls: after a pass of a model each of them is cold, and costs more than the numbers it adds.
     """
     start, passed = 0, 0.0
-    if len(probs) > 4 * _STRIDE:
-        whole = len(probs) - len(probs) % _STRIDE
-        sums = probs[:whole].reshape(-1, _STRIDE) @ _ONES
-        if whole < len(probs):
-            sums = np.append(sums, probs[whole:].sum())
-        bounds = np.add.accumulate(sums, dtype=np.float64)
-        total = bounds.item(-1)
+    if len(weights) > 4 * _STRIDE:
+        whole = len(weights) - len(weights) % _STRIDE
+        sums = (weights[:whole].reshape(-1, _STRIDE) @ _ONES).tolist()
+        if whole < len(weights):
+            sums.append(float(np.add.reduce(weights[whole:])))
+        bounds = list(accumulate(sums))
+        total = bounds[-1]
         goal = min(uniform * total, math.nextafter(total, 0.0))  # the product may round up to the total
         block = bisect_right(bounds, goal)
-        passed = bounds.item(block - 1) if block else 0.0
+        passed = bounds[block - 1] if block else 0.0
         start = block * _STRIDE
-        probs = probs[start : start + _STRIDE]
-        inside = np.add.accumulate(probs, dtype=np.float64)
+        weights = weights[start : start + _STRIDE]
+        inside = np.add.accumulate(weights, dtype=np.float64)
     else:
-        inside = np.add.accumulate(probs, dtype=np.float64)
+        inside = np.add.accumulate(weights, dtype=np.float64)
         goal = uniform * inside.item(-1)
     place = bisect_right(inside, goal - passed)
-    if place == len(probs) or probs.item(place) == 0:  # rounding at the end: the last token with any mass
-        place = int(np.flatnonzero(probs)[-1])
+    if place == len(weights) or weights.item(place) == 0:  # rounding at the end: the last token with any mass
+        place = int(np.flatnonzero(weights)[-1])
     return start + place
 
 
@@ -121,22 +170,16 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     if 0 < how.top_k < len(logits):
         ids = _largest(logits, how.top_k)
         logits = logits[ids]
-    probs = _weights(logits, how.temperature)
-    probs /= probs.sum()
-    if how.top_p >= 1.0:
-        return Categorical(ids, probs)
-    kept = _nucleus(probs, how.top_p)
-    probs = probs[kept]
-    return Categorical(kept if ids is None else ids[kept], probs / probs.sum())
+    weights = _weights(logits, how.temperature)
+    if how.top_p < 1.0:
+        kept = _nucleus(weights / weights.sum(), how.top_p)
+        weights, ids = weights[kept], kept if ids is None else ids[kept]
+    return Categorical(ids, weights, None)
 
 
-def draw(logits: NDArray[np.float32], how: Warp, generator: np.random.Generator) -> int:
-    """One token of `warp(logits, how)`. Without top-k and top-p nothing is normalised: inversion scales its number instead."""
-    if how.temperature == 0.0:
-        return int(logits.argmax())
-    if how.top_k or how.top_p < 1.0:
-        return warp(logits, how).sample(generator)
-    return _invert(_weights(logits, how.temperature), generator.random())
+def draw(logits: NDArray[np.float32], how: Warp, generator: RandomSource) -> int:
+    """One token of `warp(logits, how)`."""
+    return int(logits.argmax()) if how.temperature == 0.0 else warp(logits, how).sample(generator)
 
 
 def _weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:

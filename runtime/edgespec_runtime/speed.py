@@ -7,12 +7,10 @@ from dataclasses import asdict
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
 from edgespec.metrics import RawCounts, mbsu, median
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.engine import Engine, Logits
-from edgespec_runtime.sampling import draw
+from edgespec_runtime.sampling import Uniforms, draw
 from edgespec_runtime.session import CachedEngine
 
 STEPS = 5
@@ -56,7 +54,7 @@ def plain_step_seconds(target: CachedEngine, options: DecodingOptions) -> float 
     if not 0 < length < target.engine.context_length:
         return None
     token = target.tokens[-1]
-    generator = np.random.default_rng(0)
+    generator = Uniforms(0)
     times: list[float] = []
     while len(times) < STEPS and sum(times) < MAX_SECONDS:
         start = perf_counter()
