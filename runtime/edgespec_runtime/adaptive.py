@@ -60,6 +60,12 @@ class _Row:
     size: list[int]
 
 
+def _row_of(costs: Costs, bucket: int) -> _Row:
+    middle = bucket * BUCKET + BUCKET // 2
+    verify = [0.0, *(costs.verify(count, middle) for count in range(1, costs.longest + 1))]
+    return _Row(costs.draft(middle), verify, costs.cheapest_lengths(middle))
+
+
 class Adaptive:
     """Schedule of one reply after another; what it learnt about acceptance and the machine's speed stays.
 
@@ -85,7 +91,8 @@ class Adaptive:
         self._since_plain = 0
         # seconds in which a drafter begins, whatever the length, and in which it reads one of the tokens it has missed
         self._begin_draft = self._catch_up = 0.0
-        self._rows: dict[int, _Row] = {}
+        # beforehand, since making one takes a tenth of a small target's step; costs are the same behind the last context
+        self._rows = [_row_of(costs, bucket) for bucket in range(costs.contexts[-1] // BUCKET + 2)]
         # Plain steps are only counted, and learnt from when drafting is next considered: counting takes no time.
         self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
         self._longest_step = math.inf
@@ -121,16 +128,7 @@ class Adaptive:
         return MEMORY ** (self._idle + self._plain_steps - self._vain_at) * self._in_vain
 
     def _row(self, context: int) -> _Row:
-        bucket = context // BUCKET
-        row = self._rows.get(bucket)
-        if row is None:
-            middle, counts = bucket * BUCKET + BUCKET // 2, range(1, self._costs.longest + 1)
-            row = self._rows[bucket] = _Row(
-                self._costs.draft(middle),
-                [0.0, *(self._costs.verify(count, middle) for count in counts)],
-                self._costs.cheapest_lengths(middle),
-            )
-        return row
+        return self._rows[min(context // BUCKET, len(self._rows) - 1)]
 
     def draft_length(self, context: int, room: int) -> int:
         self._asked = 0
@@ -251,7 +249,8 @@ class Adaptive:
             error = CATCHING_UP * (seconds - known)
         else:
             surprise = seconds / known
-            error = DRIFT * known * (_middle(1.0, self._last_draft, surprise) - 1.0)
+            weight = max(DRIFT, 1.0 / self._drafts)  # nothing is known of the beginning before the first ones
+            error = weight * known * (_middle(1.0, self._last_draft, surprise) - 1.0)
             self._last_draft = surprise
         error /= BEGINNING + length * length + missed * missed
         self._begin_draft = max(0.0, self._begin_draft + BEGINNING * error)
