@@ -202,7 +202,7 @@ def test_the_cold_step_after_a_prompt_does_not_speak_for_all() -> None:
 
 
 def test_a_length_that_was_slow_once_is_tried_again() -> None:
-    """Passes of more than two tokens take four times as long for a while: drafts of two are left, and longer ones afterwards."""
+    """Passes of more than two tokens take four times as long for a while: no long drafts then, and long ones afterwards."""
     costs = costs_of(FLAT, 0.02)
     accepts = np.random.default_rng(0).random((400, 16)) < 0.8
     schedule = after_plain_steps(costs, 0.8)
@@ -217,8 +217,30 @@ def test_a_length_that_was_slow_once_is_tried_again() -> None:
             Outcome(100, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
         )
         lengths.append(length)
-    assert max(lengths[35:60]) <= 2
+    assert max(lengths[10:28]) <= 2
     assert np.mean(np.array(lengths[200:]) >= 4) > 0.9
+
+
+def test_drafts_that_were_slow_beside_another_program_are_tried_again_when_it_has_gone() -> None:
+    """They are left while they do not pay. Plain steps alone never tell that they do again, so what was learnt fades."""
+    costs = costs_of(FLAT, 0.1)
+    accepts = np.random.default_rng(0).random((1200, 16)) < 0.4
+    schedule = Adaptive(costs, 0.4)
+    drafted = []
+    for block, accepting in enumerate(accepts):
+        if block % 60 == 0:
+            schedule.begin()
+        length = schedule.draft_length(100, 60)
+        accepted = length if accepting[:length].all() else int(accepting[:length].argmin())
+        slow = 2.0 if 180 <= block < 480 and length else 1.0
+        drafting, verifying = slow * length * costs.draft(100), slow * costs.verify(length + 1, 100)
+        seconds = drafting + verifying
+        outcome = Outcome(100, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
+        schedule.observe(outcome)
+        drafted.append(length > 0)
+    assert np.mean(drafted[:180]) > 0.9
+    assert np.mean(drafted[180:480]) < 0.1
+    assert np.mean(drafted[600:]) > 0.9
 
 
 def test_room_bounds_the_draft() -> None:

@@ -30,10 +30,10 @@ CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter
 # Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
 # The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
-# Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, where there
-# is room enough to win them back.
+# Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, in a reply
+# that may become long enough to win them back.
 LOOK_AHEAD = 128
-WIN_BACK, WIN_BACK_STEPS = 64, 3.0
+WIN_BACK, WIN_BACK_STEPS = 100, 3.7
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
@@ -44,8 +44,9 @@ SHORT_REST, LONG_REST = 8, 32
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
 # the drafter missed in plain steps and reads first, drafts that came to nothing.
 DRIFT, CATCHING_UP = 0.1, 0.3
-# What is taken back at every draft of what is particular to passes of other sizes: a few that were slow once must not stay so.
-FORGETTING = 0.02
+# What is taken back, at every draft, of what is particular to passes of other sizes, and, at every plain step, of what is
+# particular to drafting: a few that were slow once, beside another program perhaps, must not stay so.
+FORGETTING, FORGETTING_PLAIN = 0.02, 0.009
 COLD = 0.3  # trust in what a pass takes that follows plain steps: caches and threads have to find their way first
 HICCUP = 1.3  # times what is expected: more is another program's turn
 BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps and n² of n missed tokens
@@ -156,7 +157,8 @@ class Adaptive:
         plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
         credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
-        ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if room >= WIN_BACK else 0.0)
+        long = room + self._spent / step >= WIN_BACK
+        ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
         borrowed = CREDIT_SHARE * self._spent + ahead * step - self._lost
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + self._seconds(row, 1) - step <= CHEAP * step
@@ -206,9 +208,13 @@ class Adaptive:
         self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
         self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         self._learn_pass(row, size, seconds - draft_seconds, trust)
-        for other, ratio in self._size_ratio.items():
-            if other not in (size, row.size[0]):
-                self._size_ratio[other] = ratio + FORGETTING * (self._verify_ratio - ratio)
+        self._forget(row, 1.0 - FORGETTING, size)
+
+    def _forget(self, row: _Row, kept: float, but: int = 0) -> None:
+        """Passes of other sizes than a plain step's and `but` go back to what all passes are like."""
+        for size, ratio in self._size_ratio.items():
+            if size not in (but, row.size[0]):
+                self._size_ratio[size] = self._verify_ratio + kept * (ratio - self._verify_ratio)
 
     def _count_plain_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
@@ -218,6 +224,10 @@ class Adaptive:
             self._spent += seconds
             row = self._row(self._plain_context)
             self._learn_pass(row, row.size[0], seconds / steps, steps)
+            kept = (1.0 - FORGETTING_PLAIN) ** steps
+            self._forget(row, kept)
+            self._draft_ratio = self._verify_ratio + kept * (self._draft_ratio - self._verify_ratio)
+            self._begin_draft *= kept
             self._plain_steps, self._plain_seconds = 0, 0.0
             self._longest_step = HICCUP * self._seconds(row, 0)
 
