@@ -19,9 +19,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other program runs: what is measured is kept, also where tests run beside others."""
-    from edgespec_runtime import calibrate
+    from edgespec_runtime import pair_costs
 
-    monkeypatch.setattr(calibrate, "free_share", lambda threads: 1.0)
+    monkeypatch.setattr(pair_costs, "free_share", lambda threads: 1.0)
 
 
 @pytest.fixture(scope="session")

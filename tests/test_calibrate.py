@@ -1,31 +1,17 @@
-"""Measuring what passes cost: engines with a clock of their own, and a real pair, measured once and kept."""
+"""Measuring what passes cost: engines with a clock of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec_runtime import calibrate as calibrate_module
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.calibrate import (
-    QUICK,
-    CalibrateOptions,
-    block_difference,
-    calibrate,
-    costs_of,
-    load_costs,
-    store_costs,
-    subject_of,
-)
-from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.calibrate import QUICK, CalibrateOptions, calibrate
 from edgespec_runtime.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 from edgespec.errors import EdgespecError, InputError
-
-TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
 
 
 class ClockEngine(ToyEngine):
@@ -137,94 +123,3 @@ def test_caches_are_empty_after_a_pass_that_failed() -> None:
     with pytest.raises(EdgespecError, match="the engine died"):
         calibrate(target, draft, CalibrateOptions(5.0))
     assert target.tokens == draft.tokens == target.engine.seen == draft.engine.seen == []  # type: ignore[attr-defined]
-
-
-def test_block_difference_finds_rows_that_depend_on_their_block() -> None:
-    exact = CachedEngine(ToyEngine(random_model(0, 16), 16))
-    prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]]
-    same = block_difference(exact, prompts, positions=100, sizes=(2, 4))
-    assert (same.largest, same.flips, same.positions) == (0.0, 0, 2 * 15)
-    assert exact.tokens == []
-
-    class Inexact(ToyEngine):
-        def forward(self, tokens: Sequence[int]) -> np.ndarray:
-            rows = super().forward(tokens)
-            if len(tokens) == 4:
-                rows[3] = -rows[3]
-            return rows
-
-    found = block_difference(CachedEngine(Inexact(random_model(0, 16), 16)), prompts, 100, sizes=(2, 4))
-    assert found.flips == 3  # one whole block of four in the first prompt, two in the second
-    assert found.largest > 1.0
-    fewer = block_difference(exact, prompts, positions=10, sizes=(2,))
-    assert fewer.positions == 10
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_real_pair_is_measured_once_and_kept(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # no costs of other tests
-    notes: list[str] = []
-    how = CalibrateOptions(seconds=0.3, contexts=(16, 64))
-    pair = open_pair(bundle, LoadOptions())
-    alone = open_pair(bundle, LoadOptions(), with_draft=False)
-    try:
-        pair.target.prefill([1, 2, 3])
-        costs, kept = costs_of(pair, how, notes.append)
-        assert not kept
-        assert costs.contexts == (16, 64)
-        assert costs.longest == 16
-        assert costs.draft(16) > 0
-        assert pair.target.tokens == pair.draft.tokens == []  # type: ignore[union-attr]
-        assert (pair.target.engine.n_past, pair.draft.engine.n_past) == (0, 0)  # type: ignore[union-attr]
-        assert costs_of(pair, how, notes.append) == (costs, True)
-        assert load_costs(pair, notes.append) == costs
-        assert costs_of(pair, how, notes.append, fresh=True)[1] is False
-        store_costs(pair, TABLE, seconds=100.0)
-        monkeypatch.setattr(calibrate_module, "step_seconds", lambda target: 1.2 * TABLE.verify(1, 1))
-        assert costs_of(pair, how, notes.append) == (TABLE, True)
-        assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
-        assert set(subject_of(alone).models) < set(subject_of(pair).models)
-        assert calibrate(alone.target, alone.draft, how).draft(16) == 0.0
-    finally:
-        pair.close()
-        alone.close()
-    assert notes == []
-
-
-def test_what_is_measured_beside_other_programs_is_not_kept(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    shares = iter((1.0, 0.6, 1.0, 0.9))
-    monkeypatch.setattr(calibrate_module, "free_share", lambda threads: next(shares))
-    notes: list[str] = []
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)[1] is False
-        assert "other programs hold 40% of the processors" in notes[0]
-        assert load_costs(pair, notes.append) is None
-        costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
-        assert load_costs(pair, notes.append) is not None
-    finally:
-        pair.close()
-    assert len(notes) == 1
-
-
-@pytest.mark.usefixtures("quiet")
-def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "home").write_text("a file in the way")
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    notes: list[str] = []
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        costs, kept = costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
-    finally:
-        pair.close()
-    assert not kept
-    assert costs.longest >= 4
-    assert len(notes) == 1
-    assert notes[0].startswith("the measured costs are not kept: ")

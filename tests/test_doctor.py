@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from edgespec_runtime import engine_llamacpp
-from edgespec_runtime.calibrate import Difference
+from edgespec_runtime.block_difference import Difference
 from edgespec_runtime.device import Device
 from edgespec_runtime.doctor_report import (
     Findings,

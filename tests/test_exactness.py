@@ -15,10 +15,11 @@ from edgespec_export.bundle import write_bundle
 from edgespec_export.export import export_pair
 from edgespec_export.to_onnx import FAST_GRAPH, write_fast_graph
 from edgespec_export.verify import verify_pair
+from edgespec_runtime.block_difference import block_difference
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import block_difference, subject_of
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 from edgespec_runtime.exactness import EXACT, FAST, Exactness, Way, exactness_of
+from edgespec_runtime.pair_costs import subject_of
 from edgespec_runtime.session import CachedEngine
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder

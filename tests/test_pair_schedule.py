@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime import calibrate
+from edgespec_runtime import pair_costs
 from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import load_costs, store_costs
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.evaluated import UNKNOWN, expected_rate
+from edgespec_runtime.pair_costs import load_costs, store_costs
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Outcome
@@ -39,7 +39,7 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
 def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
     store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
-    monkeypatch.setattr(calibrate, "step_seconds", lambda target: 1.2)
+    monkeypatch.setattr(pair_costs, "step_seconds", lambda target: 1.2)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from conftest import REPOSITORY
 from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.calibrate import store_costs
 from edgespec_runtime.device import this_device
 from edgespec_runtime.kept_costs import keep_synthetic, kept_for
+from edgespec_runtime.pair_costs import store_costs
 from edgespec_runtime.pass_costs import FOLDER, Costs
 
 from edgespec import costs

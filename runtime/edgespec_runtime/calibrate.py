@@ -1,4 +1,4 @@
-"""Measure on this device what passes of every size cost, and how far a block's logits are from those of single steps.
+"""Measure on this device what passes of every size cost.
 
 Every size takes its turn in every round, so that a slow moment of the machine hits all of them; medians are kept. A drafter's
 steps are timed where the loop makes them, after a pass of the target that took its place in the processor's caches, and plain
@@ -8,29 +8,22 @@ steps one after another, as plain decoding makes them. Knows engines; no rules, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec.errors import InputError
 from edgespec.metrics import median
 from edgespec.options import knob
-from edgespec_runtime.bundle import Pair
-from edgespec_runtime.device import engine_version, free_share, this_device
-from edgespec_runtime.pass_costs import LONGEST_PASS, Costs, Subject, read_costs, write_costs
+from edgespec_runtime.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.session import CachedEngine
 
 LEAST_PASS = 4  # passes of fewer tokens are measured however little time there is
 DRAFT_STEPS = 3
 PLAIN_STEPS = 2
 MOST_SWEEPS = 3
-BUSY = 0.85  # of the processors' time: with less of it, what is measured is not kept
-# Kept costs hold while the middle one of a few plain steps is less than this many times faster or slower: else it was busy
-# then, or is now.
-STALE, PROBES = 1.5, 3
 PREFILL_SHARE = 0.25  # of the time may go into filling the caches
 
 
@@ -45,20 +38,6 @@ class CalibrateOptions:
 
 
 QUICK = CalibrateOptions(seconds=1.5, contexts=(256,))  # before a chat: people wait for it
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Logits of blocks against those of single steps: the largest difference, and argmaxes that changed among `positions`."""
-
-    largest: float
-    flips: int
-    positions: int
-
-    def __str__(self) -> str:
-        return (
-            f"largest logit difference {self.largest:.1g}, {self.flips} of {self.positions} argmaxes changed"
-        )
 
 
 def calibrate(
@@ -201,127 +180,3 @@ class _Measurement:
         return Costs(
             tuple(contexts), verify, tuple(middle(self._step[context]) for context in contexts), read2
         )
-
-
-def step_seconds(target: CachedEngine) -> float:
-    """Seconds of a plain step now, after the first few tokens of a context: the middle one of three. The cache is empty after.
-
-    Raises InputError where the context has no room for two tokens.
-    """
-    try:
-        target.rewind(0)
-        target.forward([0])  # reads the weights from the disk, the first time
-        times = []
-        for _ in range(PROBES):
-            start = perf_counter()
-            target.forward([0])
-            times.append(perf_counter() - start)
-            target.rewind(1)
-        return median(times)
-    finally:
-        target.rewind(0)
-
-
-def block_difference(
-    target: CachedEngine,
-    prompts: Sequence[Sequence[int]],
-    positions: int,
-    sizes: Sequence[int] = (2, 4, 5, 8),
-) -> Difference:
-    """Feed prompts in blocks of each size and in single steps, `positions` tokens each way in all; the cache is empty after.
-
-    Another processor has other kernels, so what was measured where the bundle was made need not hold here.
-    """
-    largest, flips, compared = 0.0, 0, 0
-    left = positions
-    try:
-        for prompt in prompts:
-            ids = prompt[: min(left, target.engine.context_length)]
-            left -= len(ids)
-            if not ids:
-                continue
-            single = _fed(target, ids, 1)
-            for size in sizes:
-                block = _fed(target, ids, size)
-                largest = max(largest, float(np.abs(block - single).max()))
-                flips += int((block.argmax(axis=1) != single.argmax(axis=1)).sum())
-                compared += len(ids)
-    finally:
-        target.rewind(0)
-    return Difference(largest, flips, compared)
-
-
-def _fed(target: CachedEngine, ids: Sequence[int], size: int) -> NDArray[np.float32]:
-    """Logits [n, V] of `ids` fed `size` at a time from an empty cache."""
-    target.rewind(0)
-    size = min(size, target.engine.block_length)
-    return np.concatenate(
-        [np.array(target.forward(ids[start : start + size])) for start in range(0, len(ids), size)]
-    )
-
-
-def subject_of(pair: Pair) -> Subject:
-    """What measurements of a loaded pair are measurements of."""
-    manifest = pair.manifest
-    roles = ("target",) if pair.draft is None else ("target", "drafter")
-    models: dict[str, str] = {}
-    for role in roles:
-        model = getattr(manifest, role)
-        fast = pair.fast_graph or role == "drafter"  # a drafter runs from its fast graph in either mode
-        files = manifest.files_of(role, pair.engine, pair.precision, fast=fast)
-        models |= {name: file.sha256 for name, file in files.items()}
-        if model.vocabulary is not None:
-            models[model.vocabulary] = manifest.files[model.vocabulary].sha256
-    return Subject(
-        models=models,
-        engine=pair.engine,
-        engine_version=engine_version(pair.engine),
-        precision=pair.precision,
-        threads=pair.threads,
-        flash_attention=pair.flash_attention,
-        context_length=pair.target.engine.context_length,
-    )
-
-
-def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: float = 0.0) -> Costs | None:
-    """The costs of a pair that were measured on this device and kept; None where there are none."""
-    return read_costs(subject_of(pair), this_device(), note, at_least_seconds=at_least_seconds)
-
-
-def store_costs(pair: Pair, costs: Costs, seconds: float) -> None:
-    """Keep the costs of a pair for the next time."""
-    models = {"target": pair.manifest.target.shape, "drafter": pair.manifest.drafter.shape}
-    write_costs(subject_of(pair), this_device(), costs, seconds, models)
-
-
-def costs_of(
-    pair: Pair, how: CalibrateOptions, note: Callable[[str], None], *, fresh: bool = False
-) -> tuple[Costs, bool]:
-    """(costs of a pair, whether they were kept from an earlier time). Measured, and then kept, where none are or `fresh` is set.
-
-    Measured as well where a plain step is now STALE times faster or slower than the kept costs say; slower ones are then not
-    kept, since that may pass. What was measured while other programs held the processors is not kept either, and a cache folder
-    that cannot be written to is no reason to stop: `note` is told. The caches are empty after.
-    """
-    kept, slower = None if fresh else load_costs(pair, note, at_least_seconds=how.seconds), 1.0
-    if kept is not None:
-        slower = step_seconds(pair.target) / kept.verify(1, 1)
-        if 1 / STALE < slower < STALE:
-            return kept, True
-        note(f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again")
-    share = free_share(pair.threads)
-    costs = calibrate(pair.target, pair.draft, how)
-    share = min(free_share(pair.threads), share)
-    if share < BUSY:
-        note(
-            f"other programs hold {1 - share:.0%} of the processors, so these costs are wrong and are not kept; "
-            "close them and measure again"
-        )
-        return costs, False
-    if slower > STALE:
-        return costs, False
-    try:
-        store_costs(pair, costs, how.seconds)
-    except (InputError, OSError) as error:
-        note(f"the measured costs are not kept: {error}")
-    return costs, False

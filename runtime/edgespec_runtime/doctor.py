@@ -16,6 +16,7 @@ from edgespec.files import write_json
 from edgespec.options import from_mapping, knob
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
+from edgespec_runtime.block_difference import block_difference
 from edgespec_runtime.bundle import (
     LLAMACPP,
     ONNXRUNTIME,
@@ -26,7 +27,7 @@ from edgespec_runtime.bundle import (
     load_pair,
     open_pair,
 )
-from edgespec_runtime.calibrate import CalibrateOptions, block_difference, calibrate, costs_of
+from edgespec_runtime.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.device import read_bandwidth, this_device
 from edgespec_runtime.doctor_report import (
     Findings,
@@ -38,6 +39,7 @@ from edgespec_runtime.doctor_report import (
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.evaluated import Acceptance, acceptances_of
 from edgespec_runtime.exactness import FAST
+from edgespec_runtime.pair_costs import costs_of
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.session import CachedEngine
 

@@ -10,7 +10,7 @@ from edgespec.metrics import mbsu, predicted_block_efficiency
 from edgespec.options import as_flags
 from edgespec.report import table
 from edgespec_runtime.bench_report import block_cause
-from edgespec_runtime.calibrate import Difference
+from edgespec_runtime.block_difference import Difference
 from edgespec_runtime.device import Device
 from edgespec_runtime.evaluated import Acceptance
 from edgespec_runtime.exactness import FAST

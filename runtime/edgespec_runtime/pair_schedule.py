@@ -7,9 +7,10 @@ from typing import Any
 
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import Pair
-from edgespec_runtime.calibrate import QUICK, costs_of, load_costs
+from edgespec_runtime.calibrate import QUICK
 from edgespec_runtime.decoding import NOBODY, DecodingOptions
 from edgespec_runtime.evaluated import expected_rate
+from edgespec_runtime.pair_costs import costs_of, load_costs
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Schedule
 

@@ -26,13 +26,14 @@ from edgespec_runtime import bench
 from edgespec_runtime.acceptance import LOSSLESS, Place, Rule
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
-from edgespec_runtime.calibrate import BUSY, CalibrateOptions, calibrate
+from edgespec_runtime.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.device import free_share
 from edgespec_runtime.engine import Engine, default_threads
 from edgespec_runtime.exactness import EXACT, FAST
 from edgespec_runtime.kept_costs import keep_synthetic
 from edgespec_runtime.loop import decode
+from edgespec_runtime.pair_costs import BUSY
 from edgespec_runtime.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine

@@ -1,0 +1,108 @@
+"""The costs of a loaded pair: measured once, kept while they hold, measured again when they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from edgespec_runtime import pair_costs
+from edgespec_runtime.bundle import LoadOptions, open_pair
+from edgespec_runtime.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.pair_costs import costs_of, load_costs, store_costs, subject_of
+from edgespec_runtime.pass_costs import Costs
+
+TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_real_pair_is_measured_once_and_kept(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # no costs of other tests
+    notes: list[str] = []
+    how = CalibrateOptions(seconds=0.3, contexts=(16, 64))
+    pair = open_pair(bundle, LoadOptions())
+    alone = open_pair(bundle, LoadOptions(), with_draft=False)
+    try:
+        pair.target.prefill([1, 2, 3])
+        costs, kept = costs_of(pair, how, notes.append)
+        assert not kept
+        assert costs.contexts == (16, 64)
+        assert costs.longest == 16
+        assert costs.draft(16) > 0
+        assert pair.target.tokens == pair.draft.tokens == []  # type: ignore[union-attr]
+        assert (pair.target.engine.n_past, pair.draft.engine.n_past) == (0, 0)  # type: ignore[union-attr]
+        assert costs_of(pair, how, notes.append) == (costs, True)
+        assert load_costs(pair, notes.append) == costs
+        assert costs_of(pair, how, notes.append, fresh=True)[1] is False
+        store_costs(pair, TABLE, seconds=100.0)
+        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: 1.2 * TABLE.verify(1, 1))
+        assert costs_of(pair, how, notes.append) == (TABLE, True)
+        assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
+        assert set(subject_of(alone).models) < set(subject_of(pair).models)
+        assert calibrate(alone.target, alone.draft, how).draft(16) == 0.0
+    finally:
+        pair.close()
+        alone.close()
+    assert notes == []
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("slower", "replaced"), [(2.0, False), (0.5, True)])
+def test_kept_costs_that_no_longer_hold_are_measured_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, replaced: bool
+) -> None:
+    """What is slower than it was may be busy, so that is not kept; what is faster was busy then."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    notes: list[str] = []
+    how = CalibrateOptions(0.1, (16,))
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        store_costs(pair, TABLE, seconds=1.0)
+        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+        costs, kept = costs_of(pair, how, notes.append)
+        assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
+    finally:
+        pair.close()
+    assert not kept
+    assert costs != TABLE
+    assert notes == [
+        f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again"
+    ]
+
+
+def test_what_is_measured_beside_other_programs_is_not_kept(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    shares = iter((1.0, 0.6, 1.0, 0.9))
+    monkeypatch.setattr(pair_costs, "free_share", lambda threads: next(shares))
+    notes: list[str] = []
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)[1] is False
+        assert "other programs hold 40% of the processors" in notes[0]
+        assert load_costs(pair, notes.append) is None
+        costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
+        assert load_costs(pair, notes.append) is not None
+    finally:
+        pair.close()
+    assert len(notes) == 1
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("a file in the way")
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    notes: list[str] = []
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        costs, kept = costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
+    finally:
+        pair.close()
+    assert not kept
+    assert costs.longest >= 4
+    assert len(notes) == 1
+    assert notes[0].startswith("the measured costs are not kept: ")
