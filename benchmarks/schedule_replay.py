@@ -59,6 +59,14 @@ class Machine:
     beginning: float
     drawing: float
 
+    def __str__(self) -> str:
+        names = ("plain_work", "drafted_work", "beginning", "drawing")
+        plain, drafted, beginning, drawing = (1e6 * getattr(self, name) for name in names)
+        return (
+            f"beyond the passes, us: a plain block {plain:.0f}, a drafted one {drafted:.0f}, beginning a draft {beginning:.0f}, "
+            f"drawing a token of it {drawing:.0f}"
+        )
+
     def drafting(self, length: int, context: int) -> float:
         return self.beginning + length * (self.drawing + self.costs.draft(context)) if length else 0.0
 
@@ -155,11 +163,12 @@ def main() -> int:
     sizes = ", ".join(f"{costs.v(n, middle):.2f}" for n in range(2, MOST + 2))
     print(f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts")
     print(
-        f"a plain step {1e3 * costs.verify(1, middle):.3f} ms, c_t {costs.c_t(middle):.3f}, v(2) .. v({MOST + 1}) {sizes}\n"
+        f"a plain step {1e3 * costs.verify(1, middle):.3f} ms, c_t {costs.c_t(middle):.3f}, v(2) .. v({MOST + 1}) {sizes}"
     )
     rows, report = [], {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
         traces, machine = record(pair, prompts, max(lengths), temperature, costs)
+        print(f"T = {temperature:g}, {machine}")
         for tokens in lengths:
             fixed = [replies(Fixed(length), traces, tokens, machine) for length in range(MOST + 1)]
             guess = expected_rate(pair.manifest.metrics, temperature)
@@ -184,6 +193,7 @@ def main() -> int:
                 "seconds": vars(machine) | {"costs": vars(costs)},
             }
     heads = ("T", "tokens", "chosen x plain", "best fixed x plain", "seconds against it")
+    print()
     print(table((*heads, "slowest prompt against plain", f"beyond {BAR - 1:.0%}"), rows))
     if given.json:
         write_json(given.json, {"engine": pair.engine, "precision": given.precision, "replies": report})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     from edgespec_runtime import pair_costs
 
     monkeypatch.setattr(pair_costs, "free_share", lambda threads: 1.0)
+
+
+@pytest.fixture
+def steady(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the machine's own speed change: kept costs go on to hold."""
+    from edgespec_runtime import pair_costs
+
+    monkeypatch.setattr(pair_costs, "STALE", math.inf)
 
 
 @pytest.fixture(scope="session")

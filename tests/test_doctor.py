@@ -234,7 +234,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported_bundle(folder, target, drafter, prompts=PROMPTS, metrics={"settings": settings})
 
 
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("steady")
 def test_a_run_on_both_engines(
     both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
