@@ -15,7 +15,7 @@ def fed(rates: AcceptanceRates, alphas: list[float], blocks: int, seed: int = 0)
     for row in uniform:
         stays = row < alphas
         accepted = POSITIONS if stays.all() else int(stays.argmin())
-        rates.learn(min(POSITIONS, accepted + 1), accepted, 0)
+        rates.learn([(min(POSITIONS, accepted + 1), accepted)], 0)
     return rates
 
 
@@ -57,7 +57,7 @@ def test_what_was_recent_fades_while_nothing_is_tested() -> None:
 def test_nothing_is_ever_certain(guess: float) -> None:
     rates = AcceptanceRates(guess, POSITIONS)
     for _ in range(500):
-        rates.learn(POSITIONS, POSITIONS if guess else 0, 0)
+        rates.learn([(POSITIONS, POSITIONS if guess else 0)], 0)
     estimates, doubt = rates.estimate()
     assert all(0.0 < estimate < 1.0 for estimate in estimates)
     assert doubt > 0.0

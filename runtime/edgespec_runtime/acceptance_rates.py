@@ -7,6 +7,7 @@ shown in all its replies is the better guess, and the recent blocks move it only
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 GUESS_TESTS = 8.0  # how many tested tokens the first guess is worth in the rates of the long run
 POSITION_TESTS = 20.0  # ... and the rate of all positions at each of them
@@ -46,17 +47,18 @@ class AcceptanceRates:
         sure = FADING**idle * (DOUBT_TESTS + min(tests, LONG_RUN_TESTS)) + kept * self._recent
         return rates, math.sqrt(rates[0] * (1.0 - rates[0]) / sure)
 
-    def learn(self, tested: int, accepted: int, idle: int) -> None:
-        """A block in which `tested` draft tokens were looked at and the first `accepted` stayed, after `idle` without a draft."""
-        kept = MEMORY ** (idle + 1)
+    def learn(self, blocks: Sequence[tuple[int, int]], idle: int) -> None:
+        """After `idle` blocks without a draft, each of these tested so many draft tokens, of which the first so many stayed."""
+        kept = MEMORY ** (idle + len(blocks))
         self._recent, self._met, self._expected = kept * self._recent, kept * self._met, kept * self._expected
-        for position in range(min(tested, len(self._tested))):
-            self._recent += 1.0
-            self._expected += self._long_run[position]
-            self._tested[position] += 1.0
-            if position < accepted:
-                self._met += 1.0
-                self._accepted[position] += 1.0
+        for tested, accepted in blocks:
+            for position in range(min(tested, len(self._tested))):
+                self._recent += 1.0
+                self._expected += self._long_run[position]
+                self._tested[position] += 1.0
+                if position < accepted:
+                    self._met += 1.0
+                    self._accepted[position] += 1.0
         everywhere = (GUESS_TESTS * self._guess + sum(self._accepted)) / (GUESS_TESTS + sum(self._tested))
         self._long_run = [
             (POSITION_TESTS * everywhere + accepted) / (POSITION_TESTS + tested)

@@ -1,0 +1,124 @@
+"""What passes take now, against a machine whose speed is known."""
+
+from __future__ import annotations
+
+import pytest
+from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.running_costs import FRESH, HICCUP, Blocks, RunningCosts
+
+STEP = 0.02  # seconds of a plain step
+DRAFT = 0.1  # plain steps that a step of the drafter takes
+PASS_OF_FOUR = 1.1
+COSTS = Costs((32, 1024), ((STEP, 1.04 * STEP, 1.07 * STEP, PASS_OF_FOUR * STEP),) * 2, (DRAFT * STEP,) * 2)
+
+
+def step(costs: RunningCosts) -> float:
+    """In plain steps, as calibrated."""
+    return costs.block(costs.row(100), 0) / STEP
+
+
+def draft_three(
+    costs: RunningCosts, count: int, times: float = 1.0, passing: float = 1.0, one: float = 1.0
+) -> None:
+    """`count` drafts of three that take `times` as long as calibrated, their passes `passing`; the last of them `one` as long."""
+    row = costs.row(100)
+    blocks = Blocks(row, 3, 4, costs.longest(row, 3, 4))
+    for number in range(count):
+        drafting, verifying = 3 * DRAFT * STEP * times, PASS_OF_FOUR * STEP * times * passing
+        last = one if number == count - 1 else 1.0
+        blocks.add(3, 3, 4, drafting, drafting + last * verifying)
+    costs.learn(blocks)
+
+
+def seasoned() -> RunningCosts:
+    """After plain steps and drafts that took what was calibrated."""
+    costs = RunningCosts(COSTS)
+    costs.learn_steps(costs.row(100), 8, 8 * STEP)
+    for _ in range(8):
+        draft_three(costs, FRESH // 4)
+    return costs
+
+
+def test_a_slow_moment_is_one_for_plain_steps_too() -> None:
+    """Drafts that are well known take 1.3 times as long: half of it is believed of plain steps, though none is made."""
+    costs = seasoned()
+    for _ in range(10):
+        draft_three(costs, 4, times=1.3)
+    assert 1.1 < step(costs) < 1.3
+    assert costs.block(costs.row(100), 3) / STEP == pytest.approx(1.3 * (3 * DRAFT + PASS_OF_FOUR), rel=0.05)
+
+
+def test_a_misjudged_pass_says_nothing_of_plain_steps() -> None:
+    """The first passes of four take 1.5 times what was calibrated: it was the calibration."""
+    costs = RunningCosts(COSTS)
+    costs.learn_steps(costs.row(100), 8, 8 * STEP)
+    for _ in range(3):
+        draft_three(costs, 2, passing=1.5)
+    assert step(costs) == pytest.approx(1.0, rel=0.02)
+    assert costs.block(costs.row(100), 3) / STEP == pytest.approx(3 * DRAFT + 1.5 * PASS_OF_FOUR, rel=0.1)
+
+
+def test_plain_steps_speak_for_drafts() -> None:
+    costs = seasoned()
+    before = costs.block(costs.row(100), 3)
+    costs.learn_steps(costs.row(100), 30, 30 * 1.3 * STEP)
+    assert step(costs) == pytest.approx(1.3, rel=0.05)
+    assert costs.block(costs.row(100), 3) == pytest.approx(1.3 * before, rel=0.05)
+
+
+def test_one_slow_pass_changes_nothing_and_two_do() -> None:
+    costs = seasoned()
+    before = costs.block(costs.row(100), 3)
+    draft_three(costs, 1, one=5.0)
+    assert costs.block(costs.row(100), 3) == pytest.approx(before, rel=1e-3)
+    draft_three(costs, 1, one=5.0)
+    assert costs.block(costs.row(100), 3) > 1.02 * before
+
+
+def test_a_slow_pass_among_others_counts_for_what_one_takes_by_itself() -> None:
+    """Four blocks are learnt at one go; one of them waited for another program, ten times as long."""
+    costs = seasoned()
+    row, block = costs.row(100), (3 * DRAFT + PASS_OF_FOUR) * STEP
+    blocks = Blocks(row, 3, 4, costs.longest(row, 3, 4))
+    for seconds in (block, block, block, 10 * block):
+        blocks.add(3, 3, 4, 3 * DRAFT * STEP, seconds)
+    assert blocks.seconds == pytest.approx((3 + HICCUP) * block, rel=0.02)
+
+
+def test_blocks_learnt_at_one_go_tell_what_they_tell_one_by_one() -> None:
+    together, alone = seasoned(), seasoned()
+    for _ in range(3):
+        draft_three(together, 4, times=1.2)
+        for _ in range(4):
+            draft_three(alone, 1, times=1.2)
+    for length in (0, 3):
+        costs = [each.block(each.row(100), length) for each in (together, alone)]
+        assert costs[0] == pytest.approx(costs[1], rel=0.03)
+
+
+def test_what_the_drafter_missed_is_read_before_its_next_draft() -> None:
+    """Every missed token takes a tenth of a plain step: learnt from drafts after 8 plain steps, charged by their number."""
+    costs = seasoned()
+    row = costs.row(100)
+    for _ in range(40):
+        costs.learn_steps(row, 8, 8 * STEP)
+        blocks = Blocks(row, 3, 4, costs.longest(row, 3, 4))
+        drafting = (3 * DRAFT + 8 * 0.1) * STEP
+        blocks.add(3, 3, 4, drafting, drafting + PASS_OF_FOUR * STEP)
+        costs.learn(blocks)
+        assert costs.missed == 0
+    costs.learn_steps(row, 8, 8 * STEP)
+    assert costs.catching_up / STEP == pytest.approx(0.8, rel=0.2)
+    costs.begin()
+    assert costs.catching_up == 0.0
+
+
+def test_no_pass_is_too_long_before_two_were_seen() -> None:
+    costs = RunningCosts(COSTS)
+    row = costs.row(100)
+    assert costs.longest(row, 3, 4) == float("inf")
+    draft_three(costs, 1)
+    assert costs.longest(row, 3, 4) == float("inf")
+    draft_three(costs, 1)
+    assert costs.longest(row, 3, 4) == pytest.approx(HICCUP * (3 * DRAFT + PASS_OF_FOUR) * STEP, rel=0.01)
+    assert costs.longest(row, 3, 5) == float("inf")  # a size that was not calibrated
