@@ -68,7 +68,9 @@ def law_of(run: Callable[[], Sequence[int]]) -> Law:
     explorer, law = Explorer(), defaultdict[tuple[int, ...], float](float)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_invert", lambda weights, uniform: uniform.index(weights))
+        patch.setattr(
+            sampling, "_invert", lambda weights, uniform: (uniform.index(weights), float(weights.sum()))
+        )
         patch.setattr(loop, "Uniforms", lambda seed: explorer)
         while True:
             emitted = tuple(run())

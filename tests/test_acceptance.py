@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, accept_ratio, positive_part, verify
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, accept_ratio, verify
 from edgespec_runtime.sampling import Categorical, Warp, warp
 
 V = 5
@@ -121,7 +121,7 @@ def test_residual_of_dense_and_sparse_lists(p_sparse: bool, q_sparse: bool, seed
     p = warp(model(seed)(()), WARPS["top-k"] if p_sparse else WARPS["T=1"])
     q = warp(model(seed + 50)(()), WARPS["top-p"] if q_sparse else WARPS["T=1"])
     rest = np.maximum(p.dense(V) - q.dense(V), 0)
-    np.testing.assert_allclose(positive_part(p, q).dense(V), rest / rest.sum(), atol=1e-6)
+    np.testing.assert_allclose(p.excess(q).dense(V), rest / rest.sum(), atol=1e-6)
     for token in range(V):
         if q.prob(token) > 0:
             assert accept_ratio(p, q, token) == pytest.approx(min(1.0, p.prob(token) / q.prob(token)))
@@ -131,13 +131,13 @@ def test_disjoint_supports_reject_always_and_draw_from_the_target() -> None:
     p = Categorical(np.array([0, 1]), np.array([0.25, 0.75], dtype=np.float32))
     q = Categorical(np.array([3, 4]), np.array([0.5, 0.5], dtype=np.float32))
     assert accept_ratio(p, q, 3) == 0.0
-    np.testing.assert_allclose(positive_part(p, q).dense(V), p.dense(V))
+    np.testing.assert_allclose(p.excess(q).dense(V), p.dense(V))
 
 
 def test_equal_distributions_leave_no_residual_and_never_reject() -> None:
     p = warp(model(3)(()), WARPS["T=1"])
     assert all(accept_ratio(p, p, token) == 1.0 for token in range(V))
-    assert positive_part(p, p) is p
+    assert p.excess(p) is p
 
 
 def test_acceptance_probability_is_one_minus_total_variation() -> None:

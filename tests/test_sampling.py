@@ -66,29 +66,28 @@ def test_inversion_is_that_of_a_plain_cumulative_sum(size: int) -> None:
         probs = softmax(logits)
         total = np.cumsum(probs, dtype=np.float64)
         for uniform in generator.random(50):
-            place = _invert(probs, uniform)
+            place, mass = _invert(probs, uniform)
+            assert mass == pytest.approx(total[-1], rel=1e-6)
             goal = uniform * total[-1]
             assert probs[place] > 0
             below = total[place] - probs[place].astype(np.float64)
-            assert (
-                below - 1e-12 <= goal <= total[place] + 1e-12
-            )  # block sums round differently in the last bits
+            assert below - 2e-7 <= goal <= total[place] + 2e-7  # sums of blocks are float32
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_inversion_at_both_ends_draws_a_token_with_mass(size: int) -> None:
     for logits in rows(size):
         probs = softmax(logits)
-        assert _invert(probs, 0.0) == np.flatnonzero(probs)[0]
-        last = _invert(probs, np.nextafter(1.0, 0.0))
+        assert _invert(probs, 0.0)[0] == np.flatnonzero(probs)[0]
+        last, _ = _invert(probs, np.nextafter(1.0, 0.0))
         assert probs[last] > 0
-        assert probs[last + 1 :].sum(dtype=np.float64) < 1e-9
+        assert probs[last + 1 :].sum(dtype=np.float64) < 2e-7
 
 
 def test_inversion_survives_a_block_that_ends_without_mass() -> None:
     probs = np.zeros(4096, dtype=np.float32)
     probs[[10, 300]] = 0.5
-    assert [_invert(probs, uniform) for uniform in (0.0, 0.49, 0.51, 1.0)] == [10, 10, 300, 300]
+    assert [_invert(probs, uniform)[0] for uniform in (0.0, 0.49, 0.51, 1.0)] == [10, 10, 300, 300]
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -112,19 +112,9 @@ def beside(p: Categorical, q: Categorical) -> NDArray[Any]:
     return q.at(p.ids) if p.ids is not None else q.dense(len(p.probs))
 
 
-def positive_part(p: Categorical, q: Categorical) -> Categorical:
-    """norm(max(0, p − q)); p itself where nothing is left of it (p = q up to rounding, or all of p is one token)."""
-    if p.certain:
-        return p
-    rest = p.probs - beside(p, q)
-    np.maximum(rest, 0, out=rest)
-    total = float(rest.sum())
-    return Categorical(p.ids, rest, total) if total > 0 else p
-
-
 LOSSLESS = Rule(
     accept=lambda place, token: accept_ratio(place.p, place.q, token),
-    residual=lambda place: positive_part(place.p, place.q),
+    residual=lambda place: place.p.excess(place.q),
 )
 """min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
 

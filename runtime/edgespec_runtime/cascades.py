@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, accept_ratio, beside, positive_part
+from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, accept_ratio, beside
 from edgespec_runtime.sampling import Categorical
 
 Logits = NDArray[np.float32]
@@ -127,7 +127,7 @@ def token_specific(trusted: Callable[[Place], NDArray[np.bool_]]) -> Rule:
         ids = np.union1d(p.ids, q.ids)
         return Categorical(ids, q.at(ids) * known[ids] + p.at(ids) * share)
 
-    return Rule(accept, lambda place: positive_part(target(place), place.q), target, raw=True)
+    return Rule(accept, lambda place: target(place).excess(place.q), target, raw=True)
 
 
 def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, beside, positive_part
+from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, beside
 from edgespec_runtime.sampling import Categorical
 
 
@@ -57,7 +57,7 @@ def _lossy(a: float, residual: Callable[[Place], Categorical]) -> Rule:
 def excess(p: Categorical, q: Categorical, beta: float) -> Categorical:
     """norm(max(0, p/β − q)); p where nothing is left."""
     scaled = Categorical(p.ids, p.probs / beta)
-    rest = positive_part(scaled, q)
+    rest = scaled.excess(q)
     return p if rest is scaled else rest
 
 

@@ -6,10 +6,7 @@ Top-k and top-p give short lists of token ids; nothing sorts the vocabulary.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -107,11 +104,27 @@ class Categorical:
         places = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[places] == ids, self.probs[places], np.float32(0))
 
+    def excess(self, other: Categorical) -> Categorical:
+        """norm(max(0, self − other)); self where nothing is left of it (they are equal up to rounding, or it is one token)."""
+        if self._only is not None:
+            return self
+        scale = self._sum()
+        if self.ids is None and other.ids is None:
+            rest = other._weights * (-scale / other._sum())
+            rest += self._weights
+        else:
+            beside = other.dense(len(self._weights)) if self.ids is None else other.at(self.ids)
+            rest = self._weights - beside * scale
+        np.maximum(rest, 0, out=rest)
+        return Categorical(self.ids, rest, None) if rest.item(rest.argmax()) > 0 else self
+
     def sample(self, generator: RandomSource) -> int:
         """Draw one token by inversion; one uniform number per draw, none where there is one token."""
         if self._only is not None:
             return self._only
-        place = _invert(self._weights, generator.random())
+        place, total = _invert(self._weights, generator.random())
+        if self._total is None:
+            self._total = total
         return place if self.ids is None else int(self.ids[place])
 
     def dense(self, vocab_size: int) -> NDArray[Any]:
@@ -123,39 +136,54 @@ class Categorical:
         return full
 
 
-_STRIDE = 256
-_ONES = np.ones(_STRIDE, dtype=np.float32)
+_COARSE, _FINE = 256, 16
+_ONES, _FEW_ONES = np.ones(_COARSE, dtype=np.float32), np.ones(_FINE, dtype=np.float32)
 _CERTAIN = np.ones(1, dtype=np.float32)
 _CERTAIN.setflags(write=False)  # every greedy distribution shares it
 _COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the largest logits is left at this one
 
 
-def _invert(weights: NDArray[Any], uniform: float) -> int:
-    """Index at which the cumulative sum of weights passes `uniform` times their total: block sums first, then one block.
+def _invert(weights: NDArray[Any], uniform: float) -> tuple[int, float]:
+    """(index at which the cumulative sum of weights passes `uniform` times their total, that total).
 
-    Few and small numpy calls: after a pass of a model each of them is cold, and costs more than the numbers it adds.
+    Sums of 256, of 16 inside one of these, then one by one. Few numpy calls, on few numbers: after a pass of a model each of them
+    is cold, and costs more than what it adds.
     """
-    start, passed = 0, 0.0
-    if len(weights) > 4 * _STRIDE:
-        whole = len(weights) - len(weights) % _STRIDE
-        sums = (weights[:whole].reshape(-1, _STRIDE) @ _ONES).tolist()
-        if whole < len(weights):
-            sums.append(float(np.add.reduce(weights[whole:])))
-        bounds = list(accumulate(sums))
-        total = bounds[-1]
-        goal = min(uniform * total, math.nextafter(total, 0.0))  # the product may round up to the total
-        block = bisect_right(bounds, goal)
-        passed = bounds[block - 1] if block else 0.0
-        start = block * _STRIDE
-        weights = weights[start : start + _STRIDE]
-        inside = np.add.accumulate(weights, dtype=np.float64)
+    size, place = len(weights), 0
+    if size < 2 * _COARSE:
+        amounts = weights.tolist()
+        total = sum(amounts)
+        goal = uniform * total
     else:
-        inside = np.add.accumulate(weights, dtype=np.float64)
-        goal = uniform * inside.item(-1)
-    place = bisect_right(inside, goal - passed)
-    if place == len(weights) or weights.item(place) == 0:  # rounding at the end: the last token with any mass
-        place = int(np.flatnonzero(weights)[-1])
-    return start + place
+        whole = size - size % _COARSE
+        sums = (weights[:whole].reshape(-1, _COARSE) @ _ONES).tolist()
+        if whole < size:
+            sums.append(float(np.add.reduce(weights[whole:])))
+        total = sum(sums)
+        goal = uniform * total
+        for amount in sums:
+            if goal < amount:
+                break
+            goal -= amount
+            place += _COARSE
+        if place < whole:
+            for amount in (weights[place : place + _COARSE].reshape(-1, _FINE) @ _FEW_ONES).tolist():
+                if goal < amount:
+                    break
+                goal -= amount
+                place += _FINE
+        amounts = weights[place : place + (_FINE if place < whole else _COARSE)].tolist()
+    for amount in amounts:
+        if goal < amount:
+            break
+        goal -= amount
+        place += 1
+    if (
+        place >= size or weights.item(place) == 0
+    ):  # what rounding left over: the next token with any mass, or the last one
+        places = np.flatnonzero(weights)
+        place = int(places[min(int(places.searchsorted(place)), len(places) - 1)])
+    return place, total
 
 
 def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
