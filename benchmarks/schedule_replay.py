@@ -118,9 +118,9 @@ def seconds_of(schedule: Schedule, trace: Trace, tokens: int, machine: Machine) 
         size = schedule.pass_length(drafted + 1, context)
         choosing = perf_counter() - asked
         accepted = min(trace.accepted[emitted], drafted)
-        drafting, verifying = machine.drafting(drafted, context), machine.costs.verify(size, context)
-        work = machine.drafted_work if drafted else machine.plain_work
-        seconds = drafting + verifying + work + choosing
+        drafting = choosing + machine.drafting(drafted, context)
+        verifying = machine.costs.verify(size, context)
+        seconds = drafting + verifying + (machine.drafted_work if drafted else machine.plain_work)
         asked = perf_counter()
         schedule.observe(
             Outcome(context, drafted, accepted, accepted + 1, size, drafting, verifying, seconds)

@@ -4,12 +4,12 @@ Expected tokens per second of a draft of γ:
 
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
-The best γ is taken block by block, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply
-is kept on an account with a small allowance. A draft must be affordable, even if nothing of it is accepted: from a larger credit
-where it likely pays, from a small one where it only might. Where it surely pays (by a wide margin, if the credit would do for
-enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of sixty tokens or more is hardly ever
-slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the drafter unexpectedly knows nothing loses a
-few steps at most.
+The best γ is taken, γ = 0 (a plain step) among them; for one block, or for a few at a time where that is no risk. What speculation
+has lost against plain steps in this reply is kept on an account with a small allowance. A draft must be affordable, even if nothing
+of it is accepted: from a larger credit where it likely pays, from a small one where it only might. Where it surely pays (by a wide
+margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of
+sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the drafter
+unexpectedly knows nothing loses a few steps at most.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -40,6 +40,7 @@ WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are
 FIRST_STEPS, REFRESH = 4, 40
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
+ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept where the credit would bear that all of them fail: what they came to is learnt at one go.
 HELD = 4
 
@@ -63,7 +64,8 @@ class Adaptive:
         self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
         self._longest_step = math.inf
         self._blocks: Blocks | None = None
-        self._asked = 0  # tokens of the last draft, of which the drafter may have made none
+        self._considered = False  # whether the last length was chosen for its own block ...
+        self._asked = 0  # ... and what it was; the drafter may have made no token of it
         self._held = 0  # further blocks that shall have a draft of that length
         # seconds of such empty drafts since the last real one, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
@@ -88,7 +90,8 @@ class Adaptive:
         if self._held and self._asked <= room:
             self._held -= 1
             return self._asked
-        self._asked = 0
+        self._asked = self._held = 0
+        self._considered = False
         if self._resting:
             self._resting -= 1
             return 0
@@ -96,6 +99,7 @@ class Adaptive:
         if self._due:
             return 0
         self._learn_steps()
+        self._considered = True
         length = self._asked = self._best(context, room)
         if length:
             self._rest = SHORT_REST
@@ -148,10 +152,11 @@ class Adaptive:
     def observe(self, outcome: Outcome) -> None:
         context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
         if not drafted:
+            if self._considered or self._asked:  # choosing and drafting take time
+                self._lost += draft_seconds
             if self._asked:  # the drafter ended its draft before it began
                 self._learn_blocks()
                 self._held = 0
-                self._lost += draft_seconds
                 self._in_vain = self._vain() + draft_seconds
                 self._vain_at = self._idle + self._plain_steps + 1
             self._plain_steps += 1
@@ -197,6 +202,7 @@ class Adaptive:
             self._plain_steps, self._plain_seconds = 0, 0.0
             self._idle += steps
             self._spent += seconds
+            self._lost += steps * ASKED
             row = self._costs.row(self._plain_context)
             self._costs.learn_steps(row, steps, seconds)
             self._longest_step = self._costs.longest(row, 0, row.size[0])

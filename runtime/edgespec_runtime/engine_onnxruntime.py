@@ -76,6 +76,8 @@ class OnnxRuntimeEngine:
         self._mask = np.ones(self.context_length, dtype=np.int64)
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
         self._names = (settings.ids, settings.mask, settings.logits)
+        self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
+        self._bound = 0  # tokens of the pass that the ids and the logits are bound for
         self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
         kv_shape = (1, settings.kv_heads, self.context_length, settings.head_size)
         kinds = {value.name: value.type for value in self._session.get_inputs()}
@@ -102,10 +104,12 @@ class OnnxRuntimeEngine:
 
     def _bind_tokens(self, count: int) -> None:
         ids, mask, logits = self._names
-        bind = self._binding
-        bind.bind_input(ids, "cpu", 0, np.int64, (1, count), self._ids.ctypes.data)
-        bind.bind_input(mask, "cpu", 0, np.int64, (1, self.n_past + count), self._mask.ctypes.data)
-        bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), self._logits.ctypes.data)
+        bind, addresses = self._binding, self._addresses
+        bind.bind_input(mask, "cpu", 0, np.int64, (1, self.n_past + count), addresses[1])
+        if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
+            bind.bind_input(ids, "cpu", 0, np.int64, (1, count), addresses[0])
+            bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), addresses[2])
+            self._bound = count
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         count = len(tokens)
