@@ -4,12 +4,12 @@ Expected tokens per second of a draft of γ:
 
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
-The best γ is taken, γ = 0 (a plain step) among them; for one block, or for a few at a time where that is no risk. What speculation
-has lost against plain steps in this reply is kept on an account with a small allowance. A draft must be affordable, even if nothing
-of it is accepted: from a larger credit where it likely pays, from a small one where it only might. Where it surely pays (by a wide
-margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of
-sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the drafter
-unexpectedly knows nothing loses a few steps at most.
+The best γ is taken, γ = 0 (a plain step) among them; for one block, or for a few at a time where that is no risk. What
+speculation has lost against plain steps in this reply is kept on an account with a small allowance. A draft must be affordable,
+even if nothing of it is accepted: from a larger credit where it likely pays, from a small one where it only might. Where it
+surely pays (by a wide margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may
+follow. So a reply of sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and
+one of which the drafter unexpectedly knows nothing loses a few steps at most.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -40,7 +40,7 @@ WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are
 FIRST_STEPS, REFRESH = 4, 40
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
-ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
+ASKED = 5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept where the credit would bear that all of them fail: what they came to is learnt at one go.
 HELD = 4
 
