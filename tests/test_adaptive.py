@@ -163,8 +163,8 @@ def test_a_slow_moment_is_no_loss_of_drafting(turns: float, alpha: float) -> Non
     """The machine is slow for every draft and plain step of a while. What drafts take then must not end drafting."""
     costs = costs_of(FLAT, 0.15)
     machine = Machine(costs, lambda _: alpha, turns=turns)
-    best = min(sum(seconds_of(machine, Fixed(length), 64, 64)) for length in range(1, 5))
-    assert sum(seconds_of(machine, Adaptive(costs, alpha), 64, 64)) <= 1.035 * best
+    best = min(sum(seconds_of(machine, Fixed(length), 256, 64)) for length in range(1, 5))
+    assert sum(seconds_of(machine, Adaptive(costs, alpha), 256, 64)) <= 1.05 * best
 
 
 def test_a_length_is_kept_for_some_blocks_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +263,7 @@ def test_a_length_that_was_slow_once_is_tried_again() -> None:
 def test_drafts_that_were_slow_beside_another_program_are_tried_again_when_it_has_gone() -> None:
     """They are left while they do not pay. Plain steps alone never tell that they do again, so what was learnt fades."""
     costs = costs_of(FLAT, 0.1)
-    drafted = np.zeros((4, 1200))
+    drafted = np.zeros((12, 1200))
     for seed, blocks in enumerate(drafted):
         accepts = np.random.default_rng(seed).random((1200, 16)) < 0.4
         schedule = Adaptive(costs, 0.4)
@@ -278,10 +278,11 @@ def test_drafts_that_were_slow_beside_another_program_are_tried_again_when_it_ha
             outcome = Outcome(100, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
             schedule.observe(outcome)
             blocks[block] = length > 0
-    # a reply whose first drafts fail may go on plainly
+    # A reply whose first drafts fail may go on plainly; none of the twelve chats must go on so.
     assert drafted[:, :180].mean() > 0.85
     assert drafted[:, 180:480].mean() < 0.1
-    assert drafted[:, 600:].mean() > 0.9
+    assert drafted[:, 600:].mean() > 0.85
+    assert drafted[:, 600:].mean(axis=1).min() > 0.6
 
 
 def test_room_bounds_the_draft() -> None:

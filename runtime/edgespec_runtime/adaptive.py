@@ -26,7 +26,7 @@ CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
 ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
-CREDIT_STEPS = 64.0  # ... or of as many plain steps, where the reply is shorter yet
+CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
 # Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
 # The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
@@ -40,7 +40,7 @@ WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are
 FIRST_STEPS, REFRESH = 4, 40
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
-ASKED = 5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
+ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept where the credit would bear that all of them fail: what they came to is learnt at one go.
 HELD = 4
 
