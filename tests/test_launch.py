@@ -126,7 +126,8 @@ def on_a_cluster(tmp_path: Path, name: str, node: int, *words: str) -> tuple[lis
     programs = {
         # srun runs the command on a node, after its own options
         "srun": 'while [[ $1 == --* ]]; do shift; done\nexec "$@"',
-        "scontrol": 'printf "node-a\\nnode-b\\n"',
+        # a list that comes slowly: whoever reads no further than its first line breaks the pipe
+        "scontrol": 'printf "node-a\\n"; sleep 0.2; printf "node-b\\n"',
         "accelerate": f'printf "%s\\0" "$@" > "{tools}/words"; env -0 > "{tools}/environment"',
     }
     for program, text in programs.items():

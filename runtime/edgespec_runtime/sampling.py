@@ -178,9 +178,7 @@ def _invert(weights: NDArray[Any], uniform: float) -> tuple[int, float]:
             break
         goal -= amount
         place += 1
-    if (
-        place >= size or weights.item(place) == 0
-    ):  # what rounding left over: the next token with any mass, or the last one
+    if place >= size or weights.item(place) == 0:  # rounding: the next token with any mass, or the last one
         places = np.flatnonzero(weights)
         place = int(places[min(int(places.searchsorted(place)), len(places) - 1)])
     return place, total
