@@ -48,6 +48,47 @@ def test_a_real_pair_is_measured_once_and_kept(
     assert notes == []
 
 
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("slower", "replaced"), [(2.0, False), (0.5, True)])
+def test_kept_costs_that_no_longer_hold_are_measured_again(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, replaced: bool
+) -> None:
+    """What is slower than it was may be busy, so that is not kept; what is faster was busy then."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    notes: list[str] = []
+    how = CalibrateOptions(0.1, (16,))
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        store_costs(pair, TABLE, seconds=1.0)
+        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+        costs, kept = costs_of(pair, how, notes.append)
+        assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
+    finally:
+        pair.close()
+    assert not kept
+    assert costs != TABLE
+    assert notes == [
+        f"a plain step takes {slower:.2g} times what the kept costs say, so they are measured again"
+    ]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("slower", [0.7, 1.2, 1.45])
+def test_kept_costs_that_nearly_hold_are_taken(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    notes: list[str] = []
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        store_costs(pair, TABLE, seconds=1.0)
+        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+        assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append) == (TABLE, True)
+    finally:
+        pair.close()
+    assert notes == []
+
+
 def test_what_is_measured_beside_other_programs_is_not_kept(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

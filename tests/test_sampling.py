@@ -71,7 +71,9 @@ def test_inversion_is_that_of_a_plain_cumulative_sum(size: int) -> None:
             goal = uniform * total[-1]
             assert probs[place] > 0
             below = total[place] - probs[place].astype(np.float64)
-            assert below - 2e-7 <= goal <= total[place] + 2e-7  # sums of blocks are float32
+            assert (
+                below - 1e-12 <= goal <= total[place] + 1e-12
+            )  # block sums round differently in the last bits
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,7 +83,7 @@ def test_inversion_at_both_ends_draws_a_token_with_mass(size: int) -> None:
         assert _invert(probs, 0.0)[0] == np.flatnonzero(probs)[0]
         last, _ = _invert(probs, np.nextafter(1.0, 0.0))
         assert probs[last] > 0
-        assert probs[last + 1 :].sum(dtype=np.float64) < 2e-7
+        assert probs[last + 1 :].sum(dtype=np.float64) < 1e-9
 
 
 def test_inversion_survives_a_block_that_ends_without_mass() -> None:
