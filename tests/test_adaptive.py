@@ -167,26 +167,66 @@ def test_a_slow_moment_is_no_loss_of_drafting(turns: float, alpha: float) -> Non
     assert sum(seconds_of(machine, Adaptive(costs, alpha), 256, 64)) <= 1.045 * best
 
 
-def test_a_length_is_kept_for_some_blocks_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choosing takes microseconds: after drafts that were accepted it is done in one block of HELD, or where the room ends."""
-    considered: list[int] = []
-    lengths: list[int] = []
+@pytest.fixture
+def considered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for every time that a length is considered, which takes microseconds."""
+    times: list[int] = []
     estimate = AcceptanceRates.estimate
-    monkeypatch.setattr(
-        AcceptanceRates, "estimate", lambda *given: considered.append(len(lengths)) or estimate(*given)
-    )
+    monkeypatch.setattr(AcceptanceRates, "estimate", lambda *given: times.append(1) or estimate(*given))
+    return times
+
+
+def test_a_length_is_kept_for_some_blocks_and_no_longer(considered: list[int]) -> None:
+    """After drafts that were accepted it is considered in one block of HELD, or where the room ends."""
     costs = costs_of(FLAT, 0.1)
     schedule = after_plain_steps(costs, 0.8)
+    times, lengths = [], []
     for _ in range(38):
         length = schedule.draft_length(100, 100)
         drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
         seconds = drafting + verifying
         schedule.observe(Outcome(100, length, length, length + 1, length + 1, drafting, verifying, seconds))
         lengths.append(length)
-    later = [block for block in considered if block >= 20]
+        times.append(len(considered))
+    later = np.flatnonzero(np.diff(times[20:]))
+    assert len(later) >= 3
     assert np.diff(later).tolist() == [HELD] * (len(later) - 1)
     assert min(lengths[20:]) == 8
     assert [schedule.draft_length(100, room) for room in (3, 2, 1, 0)] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("accepted", "blocks"), [(1, HELD), (0, 1)])
+def test_a_length_is_kept_while_it_wins(accepted: int, blocks: int, considered: list[int]) -> None:
+    """Drafts of a third of a step: HELD that fail would cost more than a reply may lose, so one that fails is thought over."""
+    costs = costs_of([1.0] * 16, 0.33)
+    schedule = after_plain_steps(costs, 0.6)
+
+    def block(kept: int) -> None:
+        assert schedule.draft_length(100, 1) == 1
+        drafting = costs.draft(100)
+        schedule.observe(Outcome(100, 1, kept, kept + 1, 2, drafting, STEP, drafting + STEP))
+
+    for place in range(24):
+        block(int(place % 4 > 0))
+    schedule.begin()
+    considered.clear()
+    for _ in range(blocks):
+        block(accepted)
+    assert len(considered) == 1
+    schedule.draft_length(100, 1)
+    assert len(considered) == 2
+
+
+def test_replies_too_short_for_a_draft_are_not_considered_one_by_one(considered: list[int]) -> None:
+    """A new reply's empty account changes nothing where plain steps were chosen with one."""
+    schedule = Adaptive(costs_of(FLAT, 0.5), 0.4)
+    replies, tokens = 64, 10
+    for _ in range(replies):
+        schedule.begin()
+        for token in range(tokens):
+            assert schedule.draft_length(50 + token, tokens - token) == 0
+            schedule.observe(Outcome(50 + token, 0, 0, 1, 1, 0.0, STEP, STEP))
+    assert 2 <= len(considered) <= replies * tokens / 24
 
 
 def test_what_a_drafter_missed_is_no_surprise_twice() -> None:

@@ -11,6 +11,7 @@ import pytest
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.loop import decode
 from edgespec_runtime.sampling import warp
+from edgespec_runtime.schedule import Fixed
 from edgespec_runtime.session import CachedEngine
 from scipy.stats import chisquare
 from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
@@ -196,6 +197,38 @@ def test_caches_are_valid_when_the_generator_is_left_early(blocks: int, draft: s
     setup.check([1, 2, *reply])
     rest = setup.run([1, 2, *reply], draft_length=3, max_new_tokens=20 - len(reply))
     assert reply + rest == wanted
+
+
+class Steps(Fixed):
+    """So many plain steps first."""
+
+    def __init__(self, plain: int, length: int) -> None:
+        super().__init__(length)
+        self._plain = plain
+
+    def draft_length(self, context: int, room: int) -> int:
+        self._plain -= 1
+        return 0 if self._plain >= 0 else super().draft_length(context, room)
+
+
+@pytest.mark.parametrize("plain", [0, 1, 7, 20])
+@pytest.mark.parametrize("when_full", ["stop", "shift"])
+def test_the_drafter_reads_nothing_before_its_first_draft(plain: int, when_full: str) -> None:
+    """Where plain steps are chosen throughout it costs nothing; where it drafts late it knows all of the text."""
+    sizes = {"context_length": 32 if when_full == "stop" else 16}
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"], **sizes)
+    assert setup.draft is not None
+    setup.draft.forward([9, 9])  # of an earlier reply
+    how = DecodingOptions(max_new_tokens=20, when_full=when_full)
+    blocks = decode(setup.target, setup.draft, [3, 4, 5], how, (), setup.counts, Steps(plain, 2))
+    reply: list[int] = []
+    for index, block in enumerate(blocks):
+        reply += block.tokens
+        if index < plain:
+            assert setup.draft.tokens == [9, 9]
+    assert reply == [(6 + step) % V for step in range(20)]
+    assert sum(setup.counts.accepted) == setup.counts.drafted
+    assert (setup.counts.drafted > 0) == (plain < 20)
 
 
 def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:

@@ -122,3 +122,11 @@ def test_no_pass_is_too_long_before_two_were_seen() -> None:
     draft_three(costs, 1)
     assert costs.longest(row, 3, 4) == pytest.approx(HICCUP * (3 * DRAFT + PASS_OF_FOUR) * STEP, rel=0.01)
     assert costs.longest(row, 3, 5) == float("inf")  # a size that was not calibrated
+
+
+def test_all_lengths_at_once_are_the_lengths_one_by_one() -> None:
+    costs = seasoned()
+    draft_three(costs, 4, passing=1.2)
+    row = costs.row(100)
+    assert costs.blocks(row, 3) == pytest.approx([costs.block(row, length) for length in range(4)], rel=1e-12)
+    assert len(costs.blocks(row, 2)) == 3

@@ -4,7 +4,7 @@ Expected tokens per second of a draft of γ:
 
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
-The best γ is taken, γ = 0 (a plain step) among them; for one block, or for a few at a time where that is no risk. What
+The best γ is taken, γ = 0 (a plain step) among them; for a few blocks at a time where they win or that is no risk. What
 speculation has lost against plain steps in this reply is kept on an account with a small allowance. A draft must be affordable,
 even if nothing of it is accepted: from a larger credit where it likely pays, from a small one where it only might. Where it
 surely pays (by a wide margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may
@@ -38,11 +38,15 @@ WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
 # blocks after which one more shows again what it takes.
 FIRST_STEPS, REFRESH = 4, 40
+# Well-known drafts that take so many times what they do usually (more than one hiccup makes of them) are followed by plain steps:
+# these tell whether the machine is slow for all, or drafting alone.
+SLOWER, CHECKING_STEPS = 1.31, 2
 # Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
 SHORT_REST, LONG_REST = 8, 32
 ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
-# Blocks for which a length is kept where the credit would bear that all of them fail: what they came to is learnt at one go.
-HELD = 4
+# Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
+# learnt at one go.
+HELD = 5
 
 
 class Adaptive:
@@ -57,21 +61,28 @@ class Adaptive:
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8) -> None:
         self._costs = RunningCosts(costs)
         self._most = min(most, costs.longest - 1)
+        self._sizes = self._costs.row(
+            0
+        ).size  # cheapest passes, at the context at which a length was last considered
         self._rates = AcceptanceRates(acceptance_rate, self._most)
-        self._due = FIRST_STEPS  # plain steps to be made before the next draft
+        self._due = FIRST_STEPS  # plain steps to be made before the next draft, from those that are not learnt from yet
         self._since_plain = 0
         # Plain steps and blocks are only counted, and learnt from when the length is next considered: counting takes no time.
         self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
         self._longest_step = math.inf
         self._blocks: Blocks | None = None
-        self._considered = False  # whether the last length was chosen for its own block ...
+        self._considered = False  # whether the last length was chosen, and not a plain step of a rest ...
         self._asked = 0  # ... and what it was; the drafter may have made no token of it
-        self._held = 0  # further blocks that shall have a draft of that length
+        self._held = 0  # further blocks that shall have a draft of that length ...
+        self._budget = self._risk = 0.0  # ... while what they may lose together bears what one may
+        self._step = 0.0  # seconds of a plain step, when the length was chosen
         # seconds of such empty drafts since the last real one, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
         self._vain_at = 0  # of `_idle`, when the last one came
         self._idle = 0  # blocks since a draft was last tested
-        self._rest = SHORT_REST
+        self._resting, self._rest = 0, SHORT_REST
+        # Whether a new reply's empty account may change what was chosen: not where plain steps were chosen with such an account.
+        self._forgiving = True
         self.begin()
 
     def begin(self) -> None:
@@ -79,7 +90,9 @@ class Adaptive:
         self._learn()
         self._costs.begin()
         self._lost = self._spent = 0.0
-        self._resting = self._held = 0
+        self._held = 0
+        if self._forgiving:
+            self._resting = 0
 
     def acceptance(self) -> list[float]:
         """Estimated probability, for every position of a block, that its token is accepted where those before it were."""
@@ -87,20 +100,20 @@ class Adaptive:
         return self._rates.estimate(self._idle)[0]
 
     def draft_length(self, context: int, room: int) -> int:
-        if self._held and self._asked <= room:
-            self._held -= 1
-            return self._asked
-        self._asked = self._held = 0
-        self._considered = False
         if self._resting:
             self._resting -= 1
             return 0
+        if self._held and self._budget >= self._risk and self._asked <= room:
+            self._held -= 1
+            return self._asked
         self._learn_blocks()
-        if self._due:
+        most = min(self._most, room)
+        self._considered = most > 0 and self._plain_steps >= self._due
+        if not self._considered:
             return 0
         self._learn_steps()
-        self._considered = True
-        length = self._asked = self._best(context, room)
+        length = self._asked = self._best(context, room, most)
+        self._forgiving = length > 0 or (self._forgiving and self._spent > 0.0)
         if length:
             self._rest = SHORT_REST
         else:
@@ -108,13 +121,13 @@ class Adaptive:
             self._rest = min(2 * self._rest, LONG_REST)
         return length
 
-    def _best(self, context: int, room: int) -> int:
-        """The draft length of most tokens a second that may be tried now; 0 where plain steps are faster."""
-        if room < 1:
-            return 0
+    def _best(self, context: int, room: int, most: int) -> int:
+        """The draft length of most tokens a second that may be tried now, up to `most`; 0 where plain steps are faster."""
         costs = self._costs
         row = costs.row(context)
-        step = costs.block(row, 0)
+        self._sizes = row.size
+        blocks = costs.blocks(row, most)
+        step = self._step = blocks[0]
         before = costs.catching_up + max(self._usually_in_vain, self._vain())
         plain = 1.0 / step
         account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
@@ -123,13 +136,13 @@ class Adaptive:
         ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
         borrowed = CREDIT_SHARE * self._spent + ahead * step - self._lost
         estimates, doubt = self._rates.estimate(self._idle)
-        cheap = before + costs.block(row, 1) - step <= CHEAP * step
+        cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
-        likely, likely_rate, likely_risk, hoped, hoped_rate = 0, WORTH * plain, 0.0, 0, WORTH * plain
+        likely, hoped, likely_rate, hoped_rate = 0, 0, WORTH * plain, WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
-        for length in range(1, min(self._most, room) + 1):
-            estimate, seconds = estimates[length - 1], before + costs.block(row, length)
+        for length in range(1, most + 1):
+            estimate, seconds = estimates[length - 1], before + blocks[length]
             low_reach *= max(estimate - CAUTION * doubt, 0.0)
             middle_reach *= estimate
             high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
@@ -138,31 +151,31 @@ class Adaptive:
             affordable = risk <= account
             needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
             if middle / seconds > likely_rate and (affordable or low / seconds > needed):
-                likely, likely_rate, likely_risk = length, middle / seconds, risk
+                likely, likely_rate = length, middle / seconds
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
-        bearable = HELD * likely_risk <= credit and not costs.missed
-        self._held = HELD - 1 if likely and bearable and costs.fresh(row.size[likely]) else 0
+        self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
+        bearable = HELD * self._risk <= credit and costs.fresh(row.size[likely])
+        self._budget = credit if bearable else self._risk
         return likely or hoped
 
     def pass_length(self, count: int, context: int) -> int:
-        sizes = self._costs.row(context).size
-        return sizes[count - 1] if count <= len(sizes) else count
+        return self._sizes[count - 1] if count <= len(self._sizes) else count
 
     def observe(self, outcome: Outcome) -> None:
         context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
         if not drafted:
-            if self._considered or self._asked:  # choosing and drafting take time
-                self._lost += draft_seconds
-            if self._asked:  # the drafter ended its draft before it began
-                self._learn_blocks()
-                self._held = 0
-                self._in_vain = self._vain() + draft_seconds
-                self._vain_at = self._idle + self._plain_steps + 1
+            if self._considered:
+                self._considered = False
+                self._lost += draft_seconds  # choosing and drafting take time
+                if self._asked:  # the drafter ended its draft before it began
+                    self._learn_blocks()
+                    self._held = 0
+                    self._in_vain = self._vain() + draft_seconds
+                    self._vain_at = self._idle + self._plain_steps + 1
             self._plain_steps += 1
             self._plain_seconds += min(seconds - draft_seconds, self._longest_step)
             self._plain_context = context
-            self._due, self._since_plain = max(0, self._due - 1), 0
             return
         blocks = self._blocks
         if blocks is None or (blocks.drafted, blocks.size) != (drafted, size):
@@ -170,6 +183,7 @@ class Adaptive:
             row = self._costs.row(context)
             blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, drafted, size))
         blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
+        self._budget += (emitted - 1) * self._step - self._risk
         self._spent += seconds
 
     def _vain(self) -> float:
@@ -192,7 +206,10 @@ class Adaptive:
         self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         # Drafts that are well known count for what they usually take: a slow moment is no loss, plain steps are slow then too.
         usually, catching_up = costs.fresh(blocks.size), costs.catching_up
+        known = catching_up + count * costs.block(blocks.row, blocks.drafted)
         costs.learn(blocks)
+        if usually and blocks.seconds > SLOWER * known:
+            self._due = CHECKING_STEPS
         taken = catching_up + count * costs.block(blocks.row, blocks.drafted) if usually else blocks.seconds
         self._lost += taken - blocks.emitted * costs.block(blocks.row, 0)
 
@@ -200,6 +217,7 @@ class Adaptive:
         steps, seconds = self._plain_steps, self._plain_seconds
         if steps:
             self._plain_steps, self._plain_seconds = 0, 0.0
+            self._due, self._since_plain = max(0, self._due - steps), 0
             self._idle += steps
             self._spent += seconds
             self._lost += steps * ASKED

@@ -71,8 +71,11 @@ def decode(
     longest = target.engine.block_length - 1
 
     start = perf_counter()
-    _prefill(target, drafter, ids)
+    target.prefill(ids[:-1])
     counts.prefill_seconds += perf_counter() - start
+    unread = (
+        None if drafter is None else list(ids)
+    )  # by the drafter, until its first draft: there may be none
 
     finish = ""
     try:
@@ -83,11 +86,20 @@ def decode(
                 dropped = window.surplus(len(ids))
                 del ids[window.keep : window.keep + dropped]
                 end -= dropped
-                _prefill(target, drafter, ids)
+                target.prefill(ids[:-1])
+                if unread is not None:
+                    unread = list(ids)
+                elif drafter is not None:
+                    _read(drafter, ids)
                 shifted_at = perf_counter()
             context = len(ids)
             room = min(end - context - 1, limit - context - 1, longest)
             length = schedule.draft_length(context, room)
+            if length and drafter is not None and unread is not None:
+                seconds = _read(drafter, unread)
+                unread = None
+                counts.prefill_seconds += seconds
+                start, shifted_at = start + seconds, shifted_at + seconds
             proposed = (
                 drafter.propose(ids, length, draft_how, generator, rule.raw)
                 if drafter is not None and length
@@ -105,7 +117,7 @@ def decode(
             accepted = min(accepted, len(new))
             if not finish and len(ids) >= end:
                 finish = "context" if end == limit and window is None else "length"
-            _settle(target, drafter, len(ids))
+            _settle(target, drafter if unread is None else None, len(ids))
             draft_seconds, verify_seconds = drafted_at - shifted_at, verified_at - drafted_at
             seconds = perf_counter() - shifted_at
             counts.draft_seconds += draft_seconds
@@ -126,7 +138,7 @@ def decode(
             counts.total_seconds += perf_counter() - start
             yield Block(tuple(new), accepted, finish)
     finally:
-        _settle(target, drafter, len(ids))
+        _settle(target, drafter if unread is None else None, len(ids))
 
 
 def check_prompt(
@@ -162,12 +174,12 @@ def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:
         )
 
 
-def _prefill(target: CachedEngine, drafter: Drafter | None, ids: Sequence[int]) -> None:
-    """Both caches hold the text but its last token; what they hold of it already is not computed again."""
-    target.prefill(ids[:-1])
-    if drafter is not None:
-        for _ in drafter.prefill_steps(ids):
-            pass
+def _read(drafter: Drafter, ids: Sequence[int]) -> float:
+    """The drafter knows the text but its last token; what it knows of it already is not computed again. Returns seconds."""
+    start = perf_counter()
+    for _ in drafter.prefill_steps(ids):
+        pass
+    return perf_counter() - start
 
 
 def _cut(new: list[int], stop: Collection[int]) -> str:

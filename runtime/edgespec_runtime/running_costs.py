@@ -99,6 +99,14 @@ class RunningCosts:
         size = row.size[length]
         return self._draft(row, length) + self._size_ratio.get(size, self._verify_ratio) * row.verify[size]
 
+    def blocks(self, row: Row, most: int) -> list[float]:
+        """`block` of every length up to `most`."""
+        begin, token = self._begin_draft, self._draft_ratio * row.draft
+        ratios, usual, verify = self._size_ratio, self._verify_ratio, row.verify
+        seconds = [ratios.get(size, usual) * verify[size] + begin for size in row.size[: most + 1]]
+        seconds[0] -= begin
+        return [block + length * token for length, block in enumerate(seconds)]
+
     def longest(self, row: Row, length: int, size: int) -> float:
         """Seconds that such a block takes by itself, not beside another program; infinite where that is not known."""
         if size >= len(row.verify) or self._seen.get(size, 0.0) <= 1.0:
@@ -118,12 +126,12 @@ class RunningCosts:
 
     def learn(self, blocks: Blocks) -> None:
         count = len(blocks.tests)
-        trust = COLD if self.missed else 1.0
+        trust = COLD if self.missed else 1.0  # of the first of them
         drafting, seconds = blocks.draft_seconds / count, blocks.seconds / count
         self._fade((1.0 - FORGETTING) ** count)
         self._recent[blocks.size] = self._recent.get(blocks.size, 0.0) + count
         self._learn_drafting(blocks.row, blocks.drafted, drafting, count)
-        self._learn_pass(blocks.row, blocks.size, seconds - drafting, trust * count)
+        self._learn_pass(blocks.row, blocks.size, seconds - drafting, trust + count - 1)
         self._forget(blocks.row, (1.0 - FORGETTING) ** count, blocks.size)
 
     def _draft(self, row: Row, length: int) -> float:
@@ -143,11 +151,13 @@ class RunningCosts:
         """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
         if size >= len(row.verify):
             return
+        # Plain steps come many at a time, without those that are too long to be true.
+        plain = size == row.size[0]
+        if not plain and size not in self._seen:
+            count = min(count, 1.0)  # nothing says yet whether these are too long to be true
         seen = self._seen[size] = self._seen.get(size, 0.0) + count
         known = self._size_ratio.get(size, self._verify_ratio)
         measured = seconds / row.verify[size]
-        # Plain steps come many at a time, without those that are too long to be true.
-        plain = size == row.size[0]
         ratio = measured if plain else _middle(known, self._last_ratio.get(size, known), measured)
         self._last_ratio[size] = measured
         weight = _weight(count)
@@ -169,7 +179,7 @@ class RunningCosts:
     def _learn_drafting(self, row: Row, length: int, seconds: float, count: int) -> None:
         """`count` drafts took `seconds` each. One number tells of three: the beginning, the steps and the missed tokens share
         what is unexpected of it."""
-        missed, self.missed = self.missed, 0
+        missed, self.missed = self.missed / count, 0  # by the first of them
         if not row.draft:
             return
         self._drafts += count
