@@ -357,6 +357,25 @@ def test_what_a_reply_lost_is_forgiven_in_the_next(draft: float, later: int) -> 
     assert schedule.draft_length(50, 50) > 0
 
 
+def test_after_a_draft_that_failed_shorter_ones_are_tried() -> None:
+    """Two long ones would use up what a reply may lose; a text whose first tokens are hard would go on plainly to its end."""
+    costs = costs_of(FLAT, 0.1)
+    known = Machine(costs, lambda _: 0.75)
+    schedule = Adaptive(costs, 0.75)
+    for seed in range(10):
+        schedule.begin()
+        known.reply(schedule, 64, seed)
+    schedule.begin()
+    lengths = []
+    while length := schedule.draft_length(50, 50):
+        drafting, verifying = length * costs.draft(50), costs.verify(length + 1, 50)
+        schedule.observe(Outcome(50, length, 0, 1, length + 1, drafting, verifying, drafting + verifying))
+        lengths.append(length)
+    assert lengths[0] >= 4
+    assert len(lengths) >= 4
+    assert max(lengths[1:]) <= lengths[0] // 2
+
+
 @pytest.mark.parametrize(("tokens", "bound"), [(64, 1.02), (120, 1.05)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])

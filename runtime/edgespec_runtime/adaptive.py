@@ -47,6 +47,9 @@ ASKED = 4e-6  # seconds of being asked and told in a plain step, between two pas
 # Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
 # learnt at one go.
 HELD = 5
+FAILURES = (
+    2  # drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap
+)
 
 
 class Adaptive:
@@ -138,7 +141,8 @@ class Adaptive:
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
-        likely, hoped, likely_rate, hoped_rate = 0, 0, WORTH * plain, WORTH * plain
+        likely, careful, hoped = 0, 0, 0
+        likely_rate = hoped_rate = WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
         for length in range(1, most + 1):
@@ -152,8 +156,11 @@ class Adaptive:
             needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
             if middle / seconds > likely_rate and (affordable or low / seconds > needed):
                 likely, likely_rate = length, middle / seconds
+                if FAILURES * risk <= credit:
+                    careful = length
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
+        likely = careful or likely
         self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
         bearable = HELD * self._risk <= credit and costs.fresh(row.size[likely])
         self._budget = credit if bearable else self._risk
