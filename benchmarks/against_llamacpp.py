@@ -38,6 +38,7 @@ from edgespec_runtime.engine_llamacpp import load_library
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.speed import shuffled
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from edgespec.files import write_json
@@ -277,8 +278,7 @@ def main() -> int:
             rivals[name](prompts[0], temperature)
         with progress(f"T = {temperature:g}", len(prompts), "prompt") as bar:
             for index, prompt in enumerate(prompts):
-                turn = index % len(names)
-                for name in names[turn:] + names[:turn]:
+                for name in shuffled(names, index):
                     rate, counted = rivals[name](prompt, temperature)
                     rates[name].append(rate)
                     if counted is not None:

@@ -1,7 +1,7 @@
 """Plain against speculative decoding on the same prompts, side by side.
 
-Every prompt is decoded plainly and with each draft length, one run after the other in an order that turns from prompt to
-prompt, so that a machine that warms up or slows down does so for all of them.
+Every prompt is decoded plainly and with each draft length, one run after the other in an order of its own, so that a machine
+that warms up or slows down does so for all of them, and none always follows the same other one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.rules import rule_of
 from edgespec_runtime.schedule import Schedule
-from edgespec_runtime.speed import dump
+from edgespec_runtime.speed import dump, shuffled
 
 LEAST_PROMPTS = 3
 
@@ -111,8 +111,7 @@ def runs_of(
             seed = (
                 options.seed + index * options.repeats + repeat
             )  # prompts that share one are not independent
-            turn = (index + repeat) % len(lengths)
-            for length in lengths[turn:] + lengths[:turn]:
+            for length in shuffled(lengths, index * options.repeats + repeat):
                 schedule = chosen if length == AUTO else None
                 seeded = replace(how[length], seed=seed)
                 runs.append(measure(pair, prompt, seeded, length, (index, repeat), schedule))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from edgespec.metrics import RawCounts, mbsu, median
 from edgespec_runtime.decoding import DecodingOptions
@@ -15,6 +16,16 @@ from edgespec_runtime.session import CachedEngine
 
 STEPS = 5
 MAX_SECONDS = 0.5
+
+Rival = TypeVar("Rival")
+
+
+def shuffled(rivals: Sequence[Rival], turn: int) -> list[Rival]:
+    """The order in which they run in one turn: the same whenever it is asked for, and another one in every turn.
+
+    Whoever runs before leaves caches and waiting threads behind, so nobody may always follow the same one.
+    """
+    return random.Random(turn).sample(rivals, len(rivals))
 
 
 class TimedEngine:

@@ -37,7 +37,7 @@ from edgespec_runtime.pair_costs import BUSY
 from edgespec_runtime.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.speed import TimedEngine
+from edgespec_runtime.speed import TimedEngine, shuffled
 from edgespec_runtime.synthetic_report import Arm, Run, Section, Trace, as_json, text
 
 LEAST_ROUNDS = 3
@@ -274,7 +274,7 @@ def _rounds(
     arms: Sequence[Arm],
     timed: Sequence[TimedEngine],
 ) -> list[Run]:
-    """Plain decoding and every arm, one after the other in an order that turns from round to round.
+    """Plain decoding and every arm, one after the other in an order of its own in every round.
 
     All runs have the same prompt, which the caches keep: it is read once, in the warm-up, and all passes of a run are decoding.
     """
@@ -307,8 +307,9 @@ def _rounds(
     with progress(label, LEAST_ROUNDS, "round") as bar:
         turn = 0
         while turn < LEAST_ROUNDS or perf_counter() - start < options.seconds * (turn / (turn + 1)):
-            first = turn % len(every)
-            runs += [once(arm, turn, options.max_new_tokens) for arm in every[first:] + every[:first]]
+            order = shuffled(range(len(every)), turn)
+            made = {place: once(every[place], turn, options.max_new_tokens) for place in order}
+            runs += [made[place] for place in range(len(every))]  # reports name the arms in this order
             turn += 1
             bar.total = max(turn, LEAST_ROUNDS)
             bar.update(1)

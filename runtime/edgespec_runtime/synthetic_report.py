@@ -102,7 +102,7 @@ def plain_loop_share(section: Section) -> Interval:
 
 
 def rows_of(section: Section) -> list[Row]:
-    """A row for each arm, in the order in which they were first run after the plain one."""
+    """A row for each arm, in the order of the section's runs."""
     plain = {run.round: run.counts for run in section.runs if run.arm is None}
     arms = list(dict.fromkeys(run.arm for run in section.runs if run.arm is not None))
     return [_row(section, arm, plain) for arm in arms]

@@ -1,7 +1,7 @@
 """Quality against latency: what each acceptance rule gives up for its speed, from the target alone to the drafter alone.
 
 Every prompt is answered by the target alone (AR-large), the drafter alone (AR-small) and the pair with every rule at every value
-of its parameter a, one after the other in an order that turns from prompt to prompt. A larger a leaves more to the drafter.
+of its parameter a, one after the other in an order of its own. A larger a leaves more to the drafter.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from edgespec_runtime.prompts import read_chats
 from edgespec_runtime.quality import common_prefix, exact_match, final_number, rouge_2
 from edgespec_runtime.sampling import Warp
 from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.speed import shuffled
 from edgespec_runtime.tokenizer import Message
 from edgespec_runtime.tradeoff_arms import ENDS, LARGE, SMALL, Arm, arms_of
 from edgespec_runtime.tradeoff_report import (
@@ -151,8 +152,7 @@ class Answers:
     def runs(self, ids: Sequence[int], index: int) -> Iterator[tuple[Arm, Run]]:
         """Answer one prompt by every arm, as often as asked; every run from empty caches."""
         for repeat in range(self._options.repeats):
-            turn = (index + repeat) % len(self._arms)
-            for arm in self._arms[turn:] + self._arms[:turn]:
+            for arm in shuffled(self._arms, index * self._options.repeats + repeat):
                 yield arm, self.run(arm, ids, (index, repeat))
 
     def run(self, arm: Arm, ids: Sequence[int], place: tuple[int, int]) -> Run:

@@ -272,7 +272,7 @@ their JSON files.
 
 A rule that keeps more of the drafter's tokens is faster and further from the target. Each line of a picture is one rule through
 the values of its parameter; AR-large is the target alone, AR-small the drafter alone. All runs of a prompt follow one another, in
-an order that turns from prompt to prompt. Brackets are 95 % bootstrap intervals over prompts; differences from AR-large, the bars
+an order of its own for every prompt. Brackets are 95 % bootstrap intervals over prompts; differences from AR-large, the bars
 in the pictures too, compare replies to the same prompts.
 
 - **latency**: decoding seconds per emitted token (prefill apart) / AR-large's. **passes**: target passes per emitted token, the
