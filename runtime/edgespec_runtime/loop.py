@@ -73,9 +73,8 @@ def decode(
     start = perf_counter()
     target.prefill(ids[:-1])
     counts.prefill_seconds += perf_counter() - start
-    unread = (
-        None if drafter is None else list(ids)
-    )  # by the drafter, until its first draft: there may be none
+    # What the drafter reads before its first draft; there may be none.
+    unread = None if drafter is None else list(ids)
 
     finish = ""
     try:
