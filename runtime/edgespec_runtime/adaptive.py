@@ -47,9 +47,8 @@ ASKED = 4e-6  # seconds of being asked and told in a plain step, between two pas
 # Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
 # learnt at one go.
 HELD = 5
-FAILURES = (
-    2  # drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap
-)
+# Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
+FAILURES = 2
 
 
 class Adaptive:
@@ -64,9 +63,8 @@ class Adaptive:
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8) -> None:
         self._costs = RunningCosts(costs)
         self._most = min(most, costs.longest - 1)
-        self._sizes = self._costs.row(
-            0
-        ).size  # cheapest passes, at the context at which a length was last considered
+        # The cheapest passes, at the context at which a length was last considered.
+        self._sizes = self._costs.row(0).size
         self._rates = AcceptanceRates(acceptance_rate, self._most)
         self._due = FIRST_STEPS  # plain steps to be made before the next draft, from those that are not learnt from yet
         self._since_plain = 0
