@@ -5,112 +5,24 @@ Seconds are simulated, so nothing here depends on this machine; every random num
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from edgespec_runtime.acceptance_rates import AcceptanceRates
-from edgespec_runtime.adaptive import FIRST_STEPS, HELD, Adaptive
+from edgespec_runtime.adaptive import HELD, Adaptive
 from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
-
-STEP = 0.02  # seconds of a plain step
-SLOW = 1.5  # times that a machine with other work to do takes
-FLAT = [1 + 0.03 * n for n in range(16)]  # memory-bound
-STEEP = [1 + 0.6 * n for n in range(16)]  # every token costs: speculation cannot pay
-SAW = [
-    1,
-    1.5,
-    2.1,
-    1.4,
-    2.1,
-    2.7,
-    2.7,
-    2.58,
-    3,
-    3,
-    3,
-    3,
-    3.4,
-    3.5,
-    3.6,
-    3.7,
-]  # kernels that work on rows of four
-SHAPES = {"flat": FLAT, "steep": STEEP, "saw-tooth": SAW}
-
-
-def after_plain_steps(costs: Costs, guess: float) -> Adaptive:
-    """The first blocks are plain steps, by which gains are measured."""
-    schedule = Adaptive(costs, guess)
-    size = schedule.pass_length(1, 32)
-    step = costs.verify(size, 32)
-    for _ in range(FIRST_STEPS):
-        assert schedule.draft_length(32, 100) == 0
-        schedule.observe(Outcome(32, 0, 0, 1, size, 0.0, step, step))
-    return schedule
-
-
-def costs_of(verify: list[float], draft: float) -> Costs:
-    return Costs((32, 1024), (tuple(STEP * v for v in verify),) * 2, (STEP * draft,) * 2)
-
-
-@dataclass
-class Machine:
-    """Real costs, which may differ from the calibrated ones by a factor, and a drafter of given acceptance over the reply."""
-
-    costs: Costs
-    acceptance: Callable[[int], float]
-    slowness: float = 1.0
-    hiccups: float = 0.0  # share of passes that take twice as long
-    turns: float = (
-        0.0  # plain steps after which everything takes SLOW times as long, or no longer does; 0: never
-    )
-    catch_up: float = 0.0  # seconds in which the drafter reads a token of the plain steps before
-
-    def reply(self, schedule: Schedule, tokens: int, seed: int) -> float:
-        """Seconds of one reply."""
-        accepts = np.random.default_rng(seed).random((4 * tokens, 16))
-        emitted, seconds, block, missed = 0, 0.0, 0, 0
-        while emitted < tokens:
-            context = 40 + emitted
-            drafted = schedule.draft_length(context, tokens - emitted - 1)
-            passed = accepts[block, :drafted] < self.acceptance(emitted)
-            accepted = drafted if passed.all() else int(passed.argmin())
-            size = schedule.pass_length(drafted + 1, context)
-            late = missed * self.catch_up if drafted else 0.0
-            turn = (63 * seed + seconds / STEP) % (2 * self.turns) < self.turns if self.turns else False
-            slowness = self.slowness * (SLOW if turn else 1.0)
-            drafting = (drafted * self.costs.draft(context) + late) * slowness
-            missed = 0 if drafted else missed + 1
-            verifying = self.costs.verify(size, context) * slowness
-            hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
-            whole = drafting + verifying + 1e-4
-            slow, wait = verifying + hiccup, whole + hiccup
-            outcome = Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait)
-            schedule.observe(outcome)
-            emitted, seconds, block = emitted + accepted + 1, seconds + whole, block + 1
-        return seconds
-
-
-class Padded(Fixed):
-    """A fixed draft length on passes of the cheapest length, the fair rival."""
-
-    def __init__(self, length: int, costs: Costs) -> None:
-        super().__init__(length)
-        self._costs = costs
-
-    def pass_length(self, count: int, context: int) -> int:
-        return self._costs.cheapest_length(count, context)
-
-
-def seconds_of(machine: Machine, schedule: Schedule, replies: int = 20, tokens: int = 200) -> list[float]:
-    taken = []
-    for seed in range(replies):
-        if isinstance(schedule, Adaptive):
-            schedule.begin()
-        taken.append(machine.reply(schedule, tokens, seed))
-    return taken
+from edgespec_runtime.schedule import Fixed, Outcome
+from simulated_machine import (
+    FLAT,
+    SAW,
+    SHAPES,
+    STEEP,
+    STEP,
+    Machine,
+    Padded,
+    after_plain_steps,
+    costs_of,
+    seconds_of,
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
