@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.bench import Options, runs_of
+from edgespec_runtime.bench import MOST_REPEATS, Options, runs_of
 from edgespec_runtime.bench_report import (
     AUTO,
     PLAIN,
@@ -225,8 +225,25 @@ def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -
         prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
         options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=0.0)
         assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
+        once = replace(options, repeats=1, seconds=60.0)
+        assert len(list(runs_of(pair, prompts, once))) == len(prompts)
+    finally:
+        pair.close()
+
+
+def test_time_that_is_left_goes_into_more_rounds_through_the_prompts(bundle: Path) -> None:
+    pair = open_pair(bundle, LoadOptions())
+    try:
+        prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()][:4]
         options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=60.0)
-        assert len(list(runs_of(pair, prompts, options))) == len(prompts)
+        options = replace(options, temperature=1.0, seed=5)
+        groups = [runs for runs, _ in runs_of(pair, prompts, options)]
+        places = [(index, repeat) for repeat in range(MOST_REPEATS) for index in range(4)]
+        assert [(runs[0].prompt, runs[0].repeat) for runs in groups] == places
+        plain = [run.reply for runs in groups for run in runs if run.draft_length == PLAIN]
+        assert len(set(plain)) > len(prompts)  # every repeat has its own seed
+        (*_, (_, last)) = runs_of(pair, prompts, replace(options, repeats=2))
+        assert last == 8
     finally:
         pair.close()
 

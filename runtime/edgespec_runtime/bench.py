@@ -41,6 +41,7 @@ from edgespec_runtime.schedule import Schedule
 from edgespec_runtime.speed import dump, shuffled
 
 LEAST_PROMPTS = 3
+MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little of a machine that drifts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,11 @@ class Options(ReplyOptions, LoadOptions):
         True, "also let γ be chosen block by block from costs measured here, as chat and generate do"
     )
     max_draft_length: int = with_default(DecodingOptions, "max_draft_length", 8)
-    repeats: int = knob(1, "runs of every prompt with every draft length", at_least=1)
+    repeats: int = knob(
+        0,
+        f"runs of every prompt with every draft length; 0: as many as fit in, 1 to {MOST_REPEATS}",
+        at_least=0,
+    )
     seconds: float = knob(
         18.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
     )
@@ -92,7 +97,10 @@ def measure(
 def runs_of(
     pair: Pair, prompts: Sequence[Sequence[int]], options: Options
 ) -> Iterator[tuple[list[Run], int]]:
-    """Yield (runs of one prompt, how many prompts there will be as far as one can tell) while the time allows."""
+    """Yield (runs of a prompt, one with every draft length; how many such there will be as far as one can tell).
+
+    Round after round through the prompts, so that no moment of the machine falls on the repeats of one prompt alone.
+    """
     lengths = (PLAIN, *sorted(set(options.draft_lengths)))
     shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
     how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
@@ -105,22 +113,23 @@ def runs_of(
         lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
         chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
     start = perf_counter()
-    for index, prompt in enumerate(prompts):
+    planned, rounds, done = len(prompts), 1, 0
+    while done < planned * rounds:
+        repeat, index = divmod(done, planned)
+        turn = repeat * len(prompts) + index
         runs = []
-        for repeat in range(options.repeats):
-            seed = (
-                options.seed + index * options.repeats + repeat
-            )  # prompts that share one are not independent
-            for length in shuffled(lengths, index * options.repeats + repeat):
-                schedule = chosen if length == AUTO else None
-                seeded = replace(how[length], seed=seed)
-                runs.append(measure(pair, prompt, seeded, length, (index, repeat), schedule))
-        done = index + 1
-        affordable = int(options.seconds / ((perf_counter() - start) / done))
-        planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
-        yield runs, planned
-        if done >= planned:
-            return
+        for length in shuffled(lengths, turn):
+            # prompts that share a seed are not independent
+            seeded = replace(how[length], seed=options.seed + turn)
+            schedule = chosen if length == AUTO else None
+            runs.append(measure(pair, prompts[index], seeded, length, (index, repeat), schedule))
+        done += 1
+        if not repeat:
+            affordable = int(options.seconds * done / (perf_counter() - start))
+            fitting = affordable // max(1, options.repeats)
+            planned = min(len(prompts), max(LEAST_PROMPTS, fitting, done))
+            rounds = options.repeats or min(max(1, affordable // planned), MOST_REPEATS)
+        yield runs, planned * rounds
 
 
 def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, Any]:
@@ -174,13 +183,13 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
-    prompts = len({run.prompt for run in runs})
+    prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
     greedy = options.temperature == 0
     sampled = f"temperature {options.temperature}, top-k {options.top_k}, top-p {options.top_p}"
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
     print(f"{names}, {pair.engine} {pair.precision}, {options.threads or default_threads()} threads")
     print(
-        f"{prompts} prompts x {options.repeats}, up to {options.max_new_tokens} tokens, "
+        f"{prompts} prompts x {repeats}, up to {options.max_new_tokens} tokens, "
         f"{'greedy' if greedy else sampled}; medians over prompts, 95 % bootstrap intervals\n"
     )
     print(speed_table(summaries, markdown=options.markdown), end="\n\n")
