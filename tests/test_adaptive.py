@@ -141,6 +141,22 @@ def test_replies_too_short_for_a_draft_are_not_considered_one_by_one(considered:
     assert 2 <= len(considered) <= replies * tokens / 24
 
 
+@pytest.mark.parametrize(("step", "least", "most"), [(1e-4, 50, 70), (1e-5, 100, 140), (1e-2, 8, 9)])
+def test_considering_takes_a_small_share_of_short_steps(
+    step: float, least: int, most: int, considered: list[int]
+) -> None:
+    """It takes 30 us here, and no draft pays: 60 steps of 0.1 ms make that half a percent; a rest of 128 is the longest."""
+    schedule = Adaptive(Costs((32, 1024), (tuple(step * v for v in STEEP),) * 2, (0.5 * step,) * 2), 0.5)
+    blocks = []
+    for block in range(200):
+        before = len(considered)
+        schedule.draft_length(40, 400)
+        choosing = 3e-5 * (len(considered) - before)
+        blocks += [block] * (len(considered) - before)
+        schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
+    assert least <= blocks[1] - blocks[0] <= most
+
+
 def test_what_a_drafter_missed_is_no_surprise_twice() -> None:
     """It reads the plain steps before its draft first: a try late in a reply costs several steps, and is left alone then."""
     costs = costs_of(FLAT, 0.1)

@@ -41,8 +41,10 @@ FIRST_STEPS, REFRESH = 4, 40
 # Well-known drafts that take so many times what they do usually (more than one hiccup makes of them) are followed by plain steps:
 # these tell whether the machine is slow for all, or drafting alone.
 SLOWER, CHECKING_STEPS = 1.31, 2
-# Plain steps after which drafting is considered again: considering takes microseconds too, so ever later where it never pays.
-SHORT_REST, LONG_REST = 8, 32
+# Plain steps after which drafting is considered again: ever later where it never pays, and where steps are so short that the
+# microseconds of considering are more than a share of them, as late as that takes.
+SHORT_REST, LONG_REST, LONGEST_REST = 8, 32, 128
+CONSIDERING_SHARE = 0.005
 ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
 # learnt at one go.
@@ -173,7 +175,10 @@ class Adaptive:
             if self._considered:
                 self._considered = False
                 self._lost += draft_seconds  # choosing and drafting take time
-                if self._asked:  # the drafter ended its draft before it began
+                if not self._asked:
+                    rest = min(int(draft_seconds / (CONSIDERING_SHARE * self._step)), LONGEST_REST)
+                    self._resting = max(self._resting, rest)
+                else:  # the drafter ended its draft before it began
                     self._learn_blocks()
                     self._held = 0
                     self._in_vain = self._vain() + draft_seconds
