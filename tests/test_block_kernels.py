@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime import engine_llamacpp
+from edgespec_runtime import device, engine_llamacpp
 from edgespec_runtime.block_kernels import BF16, VERIFIED, BlockKernels, kernels_for
 from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 from tiny_models import make_model_folder
@@ -50,7 +50,16 @@ def fed(engine: LlamaCppEngine, start: int, step: int) -> np.ndarray:
     "start", [0, 280]
 )  # 280: llama.cpp looks at 512 positions, and may share a token's among threads
 @pytest.mark.parametrize(("precision", "threads"), CASES)
-def test_a_block_is_as_single_steps(files: dict[str, Path], precision: str, threads: int, start: int) -> None:
+@pytest.mark.parametrize("bf16_keys", [False, True])
+def test_a_block_is_as_single_steps(
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    threads: int,
+    start: int,
+    bf16_keys: bool,
+) -> None:
+    monkeypatch.setattr(engine_llamacpp, "is_amd_with_bf16", lambda: bf16_keys)
     engine = LlamaCppEngine(files[precision], threads=threads)
     single = fed(engine, start, 1)
     for step in (2, 4, 5, 8, 13, 40):
@@ -72,10 +81,24 @@ def test_without_these_settings_it_is_not(
 
 
 def test_settings() -> None:
-    assert kernels_for({0, Q8_0}, 2, exact=True) == BlockKernels(True, BF16, 0)
-    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True) == BlockKernels(True, None, 0)  # nothing is split
-    assert kernels_for({0, Q4_0, Q6_K}, 1, exact=True) == BlockKernels(False, None, 7)
-    assert kernels_for({0, Q4_K}, 2, exact=False) == BlockKernels()
+    assert kernels_for({0, Q8_0}, 2, exact=True) == BlockKernels(value_type=BF16)
+    assert kernels_for({0, Q8_0}, 2, exact=True, bf16_keys=True) == BlockKernels(key_type=BF16)
+    assert kernels_for({0, Q4_0, Q8_0}, 1, exact=True, bf16_keys=True) == BlockKernels()  # nothing is split
+    assert kernels_for({0, Q4_0, Q6_K}, 1, exact=True) == BlockKernels(repacked=False, piece=7)
+    assert kernels_for({0, Q4_K}, 2, exact=False, bf16_keys=True) == BlockKernels()
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "wanted"),
+    [
+        ("AuthenticAMD", "avx2 avx512_bf16", True),
+        ("AuthenticAMD", "avx2", False),
+        ("GenuineIntel", "avx512_bf16", False),
+    ],
+)
+def test_whose_keys_are_bf16(vendor: str, flags: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_cpu_info", lambda: [f"vendor_id\t: {vendor}", f"flags\t\t: fpu {flags}"])
+    assert device.is_amd_with_bf16.__wrapped__() is wanted
 
 
 def test_a_refused_token_leaves_the_cache_as_it_was(files: dict[str, Path]) -> None:

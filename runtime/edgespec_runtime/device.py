@@ -8,6 +8,7 @@ import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, process_time
@@ -97,13 +98,24 @@ def free_share(threads: int, seconds: float = 0.15) -> float:
         return min(1.0, (process_time() - used) / (threads * (perf_counter() - start)))
 
 
+@cache
+def is_amd_with_bf16() -> bool:
+    """Whether this is a processor of AMD's with AVX-512 BF16 (Zen 4 and later), as far as Linux tells; False elsewhere."""
+    words = set(" ".join(_cpu_info()).split())
+    return {"AuthenticAMD", "avx512_bf16"} <= words
+
+
+def _cpu_info() -> list[str]:
+    """What Linux says of the processors; nothing elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def _cpu_name() -> str:
     """The processor's own name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    for line in _cpu_info():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model", "Hardware") and value.strip():
             return " ".join(value.split())

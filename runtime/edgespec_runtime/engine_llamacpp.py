@@ -17,6 +17,7 @@ import numpy as np
 
 from edgespec.errors import BundleError, EdgespecError, InputError, MissingExtra
 from edgespec_runtime.block_kernels import VERIFIED, BlockKernels, kernels_for
+from edgespec_runtime.device import is_amd_with_bf16
 from edgespec_runtime.engine import Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.safe_gguf import read_header
 
@@ -112,7 +113,10 @@ class LlamaCppEngine:
         self.flash_attention = flash_attention
         self.threads = threads or default_threads()
         self._kernels: BlockKernels = kernels_for(
-            types, self.threads, exact=flash_attention and not self.float_weights
+            types,
+            self.threads,
+            exact=flash_attention and not self.float_weights,
+            bf16_keys=is_amd_with_bf16(),
         )
 
     def _open(self, file: Path, context_length: int | None) -> None:
@@ -129,6 +133,8 @@ class LlamaCppEngine:
         params.flash_attn_type = (
             lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         )
+        if self._kernels.key_type is not None:
+            params.type_k = self._kernels.key_type
         if self._kernels.value_type is not None:
             params.type_v = self._kernels.value_type
         params.no_perf = True
