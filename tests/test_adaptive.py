@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from edgespec_runtime.acceptance_rates import AcceptanceRates
-from edgespec_runtime.adaptive import HELD, Adaptive
+from edgespec_runtime.adaptive import CHECKING_STEPS, HELD, Adaptive
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Outcome
 from simulated_machine import (
     FLAT,
     SAW,
     SHAPES,
+    SLOW,
     STEEP,
     STEP,
     Machine,
@@ -77,6 +78,24 @@ def test_a_slow_moment_is_no_loss_of_drafting(turns: float, alpha: float) -> Non
     machine = Machine(costs, lambda _: alpha, turns=turns)
     best = min(sum(seconds_of(machine, Fixed(length), 256, 64)) for length in range(1, 5))
     assert sum(seconds_of(machine, Adaptive(costs, alpha), 256, 64)) <= 1.045 * best
+
+
+def test_well_known_drafts_that_turn_slow_are_held_against_plain_steps() -> None:
+    """Two of them, soon: they tell whether all is slow or drafting alone. While nothing turns slow there are none."""
+    costs = costs_of(FLAT, 0.1)
+    schedule = after_plain_steps(costs, 0.8)
+    lengths, turn = [], 60
+    for block in range(turn + 2 * HELD):
+        slowness = SLOW if block >= turn else 1.0
+        length = schedule.draft_length(100, 100)
+        drafting = slowness * length * costs.draft(100)
+        verifying = slowness * costs.verify(length + 1, 100)
+        kept = max(0, length - 1)
+        outcome = (100, length, kept, kept + 1, length + 1, drafting, verifying, drafting + verifying)
+        schedule.observe(Outcome(*outcome))
+        lengths.append(length)
+    assert min(lengths[turn - 2 * HELD : turn]) > 0
+    assert lengths[turn:].count(0) == CHECKING_STEPS
 
 
 @pytest.fixture
