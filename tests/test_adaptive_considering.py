@@ -1,0 +1,95 @@
+"""When the schedule considers a draft length: it takes microseconds, so a length is kept and plain steps come in rests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edgespec_runtime.acceptance_rates import AcceptanceRates
+from edgespec_runtime.adaptive import HELD, Adaptive
+from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.schedule import Outcome
+from simulated_machine import (
+    FLAT,
+    STEEP,
+    STEP,
+    after_plain_steps,
+    costs_of,
+)
+
+
+@pytest.fixture
+def considered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for every time that a length is considered, which takes microseconds."""
+    times: list[int] = []
+    estimate = AcceptanceRates.estimate
+    monkeypatch.setattr(AcceptanceRates, "estimate", lambda *given: times.append(1) or estimate(*given))
+    return times
+
+
+def test_a_length_is_kept_for_some_blocks_and_no_longer(considered: list[int]) -> None:
+    """After drafts that were accepted it is considered in one block of HELD, or where the room ends."""
+    costs = costs_of(FLAT, 0.1)
+    schedule = after_plain_steps(costs, 0.8)
+    times, lengths = [], []
+    for _ in range(38):
+        length = schedule.draft_length(100, 100)
+        drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
+        seconds = drafting + verifying
+        schedule.observe(Outcome(100, length, length, length + 1, length + 1, drafting, verifying, seconds))
+        lengths.append(length)
+        times.append(len(considered))
+    later = np.flatnonzero(np.diff(times[20:]))
+    assert len(later) >= 3
+    assert np.diff(later).tolist() == [HELD] * (len(later) - 1)
+    assert min(lengths[20:]) == 8
+    assert [schedule.draft_length(100, room) for room in (3, 2, 1, 0)] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(("accepted", "blocks"), [(1, HELD), (0, 1)])
+def test_a_length_is_kept_while_it_wins(accepted: int, blocks: int, considered: list[int]) -> None:
+    """Drafts of a third of a step: HELD that fail would cost more than a reply may lose, so one that fails is thought over."""
+    costs = costs_of([1.0] * 16, 0.33)
+    schedule = after_plain_steps(costs, 0.6)
+
+    def block(kept: int) -> None:
+        assert schedule.draft_length(100, 1) == 1
+        drafting = costs.draft(100)
+        schedule.observe(Outcome(100, 1, kept, kept + 1, 2, drafting, STEP, drafting + STEP))
+
+    for place in range(24):
+        block(int(place % 4 > 0))
+    schedule.begin()
+    considered.clear()
+    for _ in range(blocks):
+        block(accepted)
+    assert len(considered) == 1
+    schedule.draft_length(100, 1)
+    assert len(considered) == 2
+
+
+def test_replies_too_short_for_a_draft_are_not_considered_one_by_one(considered: list[int]) -> None:
+    """A new reply's empty account changes nothing where plain steps were chosen with one."""
+    schedule = Adaptive(costs_of(FLAT, 0.5), 0.4)
+    replies, tokens = 64, 10
+    for _ in range(replies):
+        schedule.begin()
+        for token in range(tokens):
+            assert schedule.draft_length(50 + token, tokens - token) == 0
+            schedule.observe(Outcome(50 + token, 0, 0, 1, 1, 0.0, STEP, STEP))
+    assert 2 <= len(considered) <= replies * tokens / 24
+
+
+@pytest.mark.parametrize(("step", "least", "most"), [(1e-4, 50, 70), (1e-5, 100, 140), (1e-2, 8, 9)])
+def test_considering_takes_a_small_share_of_short_steps(
+    step: float, least: int, most: int, considered: list[int]
+) -> None:
+    """It takes 30 us here, and no draft pays: 60 steps of 0.1 ms make that half a percent; a rest of 128 is the longest."""
+    schedule = Adaptive(Costs((32, 1024), (tuple(step * v for v in STEEP),) * 2, (0.5 * step,) * 2), 0.5)
+    blocks = []
+    for block in range(200):
+        before = len(considered)
+        schedule.draft_length(40, 400)
+        choosing = 3e-5 * (len(considered) - before)
+        blocks += [block] * (len(considered) - before)
+        schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
+    assert least <= blocks[1] - blocks[0] <= most
