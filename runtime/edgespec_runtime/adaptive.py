@@ -41,10 +41,10 @@ FIRST_STEPS, REFRESH = 4, 40
 # Well-known drafts that take so many times what they do usually (more than one hiccup makes of them) are followed by plain steps:
 # these tell whether the machine is slow for all, or drafting alone.
 SLOWER, CHECKING_STEPS = 1.31, 2
-# Plain steps after which drafting is considered again: ever later where it never pays, and where steps are so short that the
-# microseconds of considering are more than a share of them, as late as that takes.
-SHORT_REST, LONG_REST, LONGEST_REST = 8, 32, 128
-CONSIDERING_SHARE = 0.005
+# Plain steps after which drafting is considered again: ever later where it never pays ...
+SHORT_REST, LONG_REST = 8, 32
+# ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
+LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
 ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
 # learnt at one go.

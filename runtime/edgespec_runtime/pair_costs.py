@@ -14,9 +14,9 @@ from edgespec_runtime.pass_costs import Costs, Subject, read_costs, write_costs
 from edgespec_runtime.session import CachedEngine
 
 BUSY = 0.85  # of the processors' time: with less of it, what is measured is not kept
-# Kept costs hold while the middle one of a few plain steps is less than this many times faster or slower: else it was busy
-# then, or is now.
-STALE, PROBES = 1.5, 3
+# Kept costs hold while the middle one of some plain steps is less than this many times faster or slower: else it was busy
+# then, or is now. The first steps after loading wait for threads to wake up, so short ones are looked at for a while.
+STALE, PROBES, PROBE_SECONDS = 1.5, 3, 0.01
 
 
 def subject_of(pair: Pair) -> Subject:
@@ -87,15 +87,15 @@ def costs_of(
 
 
 def step_seconds(target: CachedEngine) -> float:
-    """Seconds of a plain step now, after the first few tokens of a context: the middle one of three. The cache is empty after.
+    """Seconds of a plain step now, at the beginning of a context: the middle one of three or more. The cache is empty after.
 
     Raises InputError where the context has no room for two tokens.
     """
     try:
         target.rewind(0)
         target.forward([0])  # reads the weights from the disk, the first time
-        times = []
-        for _ in range(PROBES):
+        times: list[float] = []
+        while len(times) < PROBES or sum(times) < PROBE_SECONDS:
             start = perf_counter()
             target.forward([0])
             times.append(perf_counter() - start)
