@@ -45,7 +45,7 @@ class MissingExtra(EdgespecError):
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the closest known name, else the list of known names."""
+    """'; did you mean X?' for the closest known name, else the list of known names, or that there are none."""
     names = sorted(known)
     close = difflib.get_close_matches(seen, names, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or 'none'}"

@@ -354,7 +354,7 @@ def test_lists_and_full_vectors_mix(p_how: str, q_how: str) -> None:
         ("bild:af=1", "did you mean 'a_f'"),
         ("opt:0.3", r"'0\.3' is no parameter; write name=value \(opt has: a\)"),
         ("lossless:a", r"write name=value \(lossless has: none\)"),
-        ("lossless:a=1", "unknown option 'rule lossless.a'"),
+        ("lossless:a=1", "unknown option 'rule lossless.a'; known: none"),
         ("opt:a=", "a is ''; it must be a number"),
         ("opt:a=much", "rule opt.a is 'much'; it must be a number"),
         ("opt:a=0.1,a=0.2", "'a' is given twice"),
