@@ -89,23 +89,44 @@ def test_what_a_reply_lost_is_forgiven_in_the_next(draft: float, later: int) -> 
     assert schedule.draft_length(50, 50) > 0
 
 
-def test_after_a_draft_that_failed_shorter_ones_are_tried() -> None:
-    """Two long ones would use up what a reply may lose; a text whose first tokens are hard would go on plainly to its end."""
-    costs = costs_of(FLAT, 0.1)
-    known = Machine(costs, lambda _: 0.75)
+def after_known_replies(costs: Costs) -> Adaptive:
+    """A new reply, after ten of which the drafter knew three tokens of four."""
     schedule = Adaptive(costs, 0.75)
     for seed in range(10):
         schedule.begin()
-        known.reply(schedule, 64, seed)
+        Machine(costs, lambda _: 0.75).reply(schedule, 64, seed)
     schedule.begin()
+    return schedule
+
+
+def block(schedule: Adaptive, costs: Costs, wins: bool) -> int:
+    """One block, whose whole draft is accepted or nothing of it; the length of the draft."""
+    length = schedule.draft_length(50, 50)
+    drafting, verifying = length * costs.draft(50), costs.verify(length + 1, 50)
+    kept, seconds = wins * length, drafting + verifying
+    schedule.observe(Outcome(50, length, kept, kept + 1, length + 1, drafting, verifying, seconds))
+    return length
+
+
+def test_after_a_draft_that_failed_shorter_ones_are_tried() -> None:
+    """Two long ones would use up what a reply may lose; a text whose first tokens are hard would go on plainly to its end."""
+    costs = costs_of(FLAT, 0.1)
+    schedule = after_known_replies(costs)
     lengths = []
-    while length := schedule.draft_length(50, 50):
-        drafting, verifying = length * costs.draft(50), costs.verify(length + 1, 50)
-        schedule.observe(Outcome(50, length, 0, 1, length + 1, drafting, verifying, drafting + verifying))
+    while length := block(schedule, costs, wins=False):
         lengths.append(length)
     assert lengths[0] >= 4
     assert len(lengths) >= 4
     assert max(lengths[1:]) <= lengths[0] // 2
+
+
+def test_a_short_draft_that_wins_is_followed_by_a_long_one() -> None:
+    """At once: what it won pays for the long one, and replies of a few blocks have no time to wait."""
+    costs = costs_of(FLAT, 0.1)
+    schedule = after_known_replies(costs)
+    first, second, third = (block(schedule, costs, wins) for wins in (False, True, True))
+    assert 0 < second <= first // 2
+    assert third == first
 
 
 @pytest.mark.parametrize(("tokens", "bound"), [(64, 1.02), (120, 1.05)])

@@ -77,7 +77,8 @@ class Adaptive:
         self._considered = False  # whether the last length was chosen, and not a plain step of a rest ...
         self._asked = 0  # ... and what it was; the drafter may have made no token of it
         self._held = 0  # further blocks that shall have a draft of that length ...
-        self._budget = self._risk = 0.0  # ... while what they may lose together bears what one may
+        self._budget = self._risk = 0.0  # ... while what they may lose together bears what one may ...
+        self._enough = math.inf  # ... and does not yet pay for the longer one that was wanted
         self._step = 0.0  # seconds of a plain step, when the length was chosen
         # seconds of such empty drafts since the last real one, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
@@ -106,7 +107,7 @@ class Adaptive:
         if self._resting:
             self._resting -= 1
             return 0
-        if self._held and self._budget >= self._risk and self._asked <= room:
+        if self._held and self._risk <= self._budget < self._enough and self._asked <= room:
             self._held -= 1
             return self._asked
         self._learn_blocks()
@@ -160,10 +161,13 @@ class Adaptive:
                     careful = length
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
-        likely = careful or likely
+        wanted, likely = likely, careful or likely
         self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
         bearable = HELD * self._risk <= credit and costs.fresh(row.size[likely])
         self._budget = credit if bearable else self._risk
+        # one failure more than it takes: else the longer one is soon too long again
+        missing = (FAILURES + 1) * (blocks[wanted] - step) - credit
+        self._enough = self._budget + missing if likely < wanted else math.inf
         return likely or hoped
 
     def pass_length(self, count: int, context: int) -> int:
