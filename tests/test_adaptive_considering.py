@@ -8,13 +8,7 @@ from edgespec_runtime.acceptance_rates import AcceptanceRates
 from edgespec_runtime.adaptive import HELD, Adaptive
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
-from simulated_machine import (
-    FLAT,
-    STEEP,
-    STEP,
-    after_plain_steps,
-    costs_of,
-)
+from simulated_machine import FLAT, STEEP, STEP, after_plain_steps, costs_of
 
 
 @pytest.fixture
