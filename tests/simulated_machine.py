@@ -102,7 +102,6 @@ class Padded(Fixed):
 def seconds_of(machine: Machine, schedule: Schedule, replies: int = 20, tokens: int = 200) -> list[float]:
     taken = []
     for seed in range(replies):
-        if isinstance(schedule, Adaptive):
-            schedule.begin()
+        schedule.begin()
         taken.append(machine.reply(schedule, tokens, seed))
     return taken

@@ -37,6 +37,23 @@ def test_near_the_best_fixed_length_and_never_much_slower_than_plain(
     assert all(mine <= 1.02 * plain for mine, plain in zip(adaptive, fixed[0], strict=True))
 
 
+@pytest.mark.parametrize(("tokens", "bound"), [(10, 1.07), (20, 1.05), (40, 1.05)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.75, 0.9])
+@pytest.mark.parametrize("guess", [0.3, 0.8])
+def test_short_replies_share_one_account(
+    guess: float, alpha: float, draft: float, shape: str, tokens: int, bound: float
+) -> None:
+    """A draft that fails costs more than 2 % of such a reply; all together are near the best and no slower than plain."""
+    costs = costs_of(SHAPES[shape], draft)
+    machine = Machine(costs, lambda _: alpha)
+    adaptive = sum(seconds_of(machine, Adaptive(costs, guess), 100, tokens))
+    fixed = [sum(seconds_of(machine, Padded(length, costs), 100, tokens)) for length in range(9)]
+    assert adaptive <= bound * min(fixed)
+    assert adaptive <= 1.02 * fixed[0]
+
+
 @pytest.mark.parametrize(("draft", "alpha"), [(0.1, 0.6), (0.1, 0.75), (0.4, 0.75)])
 @pytest.mark.parametrize("shape", ["flat", "saw-tooth"])
 def test_other_programs_turns_lock_it_into_no_length(shape: str, draft: float, alpha: float) -> None:
@@ -146,6 +163,28 @@ def test_a_text_of_which_the_drafter_knows_nothing_after_one_it_knows(
         schedule.begin()
         taken = unknown.reply(schedule, tokens, 100 + seed)
         assert taken <= bound * unknown.reply(Fixed(0), tokens, 100 + seed)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("alpha", [0.6, 0.75, 0.9])
+def test_short_texts_of_which_the_drafter_knows_nothing_lose_a_few_steps(
+    alpha: float, draft: float, shape: str
+) -> None:
+    """In turns with others that it knows: what these left is a small part of what they won."""
+    costs = costs_of(SHAPES[shape], draft)
+    known, unknown = Machine(costs, lambda _: alpha), Machine(costs, lambda _: 0.02)
+    schedule = Adaptive(costs, alpha)
+    plain = known.reply(Fixed(0), 20, 0)
+    taken = 0.0
+    for seed in range(20):
+        schedule.begin()
+        taken += known.reply(schedule, 20, seed)
+        schedule.begin()
+        lost = unknown.reply(schedule, 20, 100 + seed) - plain
+        assert lost <= 3 * STEP
+        taken += plain + lost
+    assert taken <= 1.02 * 40 * plain
 
 
 def test_a_drafter_that_ends_every_draft_at_once_is_left_alone() -> None:

@@ -50,8 +50,8 @@ def test_a_length_is_kept_while_it_wins(accepted: int, blocks: int, considered: 
         drafting = costs.draft(100)
         schedule.observe(Outcome(100, 1, kept, kept + 1, 2, drafting, STEP, drafting + STEP))
 
-    for place in range(24):
-        block(int(place % 4 > 0))
+    for place in range(32):  # a reply of 62 tokens: short ones would leave the next one a part of their share
+        block(int(place % 16 > 0))
     schedule.begin()
     considered.clear()
     for _ in range(blocks):
@@ -61,9 +61,9 @@ def test_a_length_is_kept_while_it_wins(accepted: int, blocks: int, considered: 
     assert len(considered) == 2
 
 
-def test_replies_too_short_for_a_draft_are_not_considered_one_by_one(considered: list[int]) -> None:
+def test_short_replies_of_plain_steps_are_not_considered_one_by_one(considered: list[int]) -> None:
     """A new reply's empty account changes nothing where plain steps were chosen with one."""
-    schedule = Adaptive(costs_of(FLAT, 0.5), 0.4)
+    schedule = Adaptive(costs_of(STEEP, 0.5), 0.4)
     replies, tokens = 64, 10
     for _ in range(replies):
         schedule.begin()

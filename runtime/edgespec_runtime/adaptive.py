@@ -5,11 +5,11 @@ Expected tokens per second of a draft of γ:
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
 The best γ is taken, γ = 0 (a plain step) among them; for a few blocks at a time where they win or that is no risk. What
-speculation has lost against plain steps in this reply is kept on an account with a small allowance. A draft must be affordable,
-even if nothing of it is accepted: from a larger credit where it likely pays, from a small one where it only might. Where it
-surely pays (by a wide margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may
-follow. So a reply of sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and
-one of which the drafter unexpectedly knows nothing loses a few steps at most.
+speculation has lost against plain steps in this reply is kept on an account. A draft must be affordable, even if nothing of it is
+accepted: from a larger credit where it likely pays, from a small allowance where it only might. Where it surely pays (by a wide
+margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of
+sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the
+drafter unexpectedly knows nothing loses a few steps at most. Shorter replies share one account: together they are not slower.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -18,22 +18,15 @@ from __future__ import annotations
 import math
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
+from edgespec_runtime.account import Account
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
 
 CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
-ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
-ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
-CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
-CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
 # Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
 # The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
-# Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, in a reply
-# that may become long enough to win them back.
-LOOK_AHEAD = 128
-WIN_BACK, WIN_BACK_STEPS = 100, 3.7
 WORTH = 1.03  # times faster a draft must be expected to be: costs and rates are not known better than that
 # All gains are measured by a plain step: those before the very first draft (the one that follows a prompt is a cold one), and the
 # blocks after which one more shows again what it takes.
@@ -87,15 +80,18 @@ class Adaptive:
         self._resting, self._rest = 0, SHORT_REST
         # Whether a new reply's empty account may change what was chosen: not where plain steps were chosen with such an account.
         self._forgiving = True
+        self._account = Account()
         self.begin()
 
     def begin(self) -> None:
-        """The account of a new reply is empty; what is known of acceptance and the machine stays."""
+        """The account of a new reply is empty, or begins with what short ones left; what is known of acceptance and the machine
+        stays."""
         self._learn()
         self._costs.begin()
-        self._lost = self._spent = 0.0
+        self._account.begin(self._step)
         self._held = 0
-        if self._forgiving:
+        # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
+        if self._forgiving or (self._account.short and self._account.lasts(self._resting)):
             self._resting = 0
 
     def acceptance(self) -> list[float]:
@@ -117,7 +113,7 @@ class Adaptive:
             return 0
         self._learn_steps()
         length = self._asked = self._best(context, room, most)
-        self._forgiving = length > 0 or (self._forgiving and self._spent > 0.0)
+        self._forgiving = length > 0 or (self._forgiving and self._account.spent > 0.0)
         if length:
             self._rest = SHORT_REST
         else:
@@ -134,11 +130,8 @@ class Adaptive:
         step = self._step = blocks[0]
         before = costs.catching_up + max(self._usually_in_vain, self._vain())
         plain = 1.0 / step
-        account = ALLOWED_STEPS * step + ALLOWED_SHARE * self._spent - self._lost
-        credit = CREDIT_SHARE * max(self._spent, CREDIT_STEPS * step) - self._lost
-        long = room + self._spent / step >= WIN_BACK
-        ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
-        borrowed = CREDIT_SHARE * self._spent + ahead * step - self._lost
+        allowance, credit = self._account.allowance(step), self._account.credit(step)
+        borrowed = self._account.borrowed(step, room)
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
@@ -153,7 +146,7 @@ class Adaptive:
             high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
             low, middle, high = low + low_reach, middle + middle_reach, high + high_reach
             risk = seconds - step  # lost if nothing of it is accepted
-            affordable = risk <= account
+            affordable = risk <= allowance
             needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
             if middle / seconds > likely_rate and (affordable or low / seconds > needed):
                 likely, likely_rate = length, middle / seconds
@@ -178,7 +171,7 @@ class Adaptive:
         if not drafted:
             if self._considered:
                 self._considered = False
-                self._lost += draft_seconds  # choosing and drafting take time
+                self._account.take(0.0, draft_seconds, 0)  # choosing and drafting take time
                 if not self._asked:
                     rest = min(int(draft_seconds / (CONSIDERING_SHARE * self._step)), LONGEST_REST)
                     self._resting = max(self._resting, rest)
@@ -198,7 +191,6 @@ class Adaptive:
             blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, drafted, size))
         blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
         self._budget += (emitted - 1) * self._step - self._risk
-        self._spent += seconds
 
     def _vain(self) -> float:
         """Seconds of empty drafts since the last real one, long ago ones for less."""
@@ -225,7 +217,8 @@ class Adaptive:
         if usually and blocks.seconds > SLOWER * known:
             self._due = CHECKING_STEPS
         taken = catching_up + count * costs.block(blocks.row, blocks.drafted) if usually else blocks.seconds
-        self._lost += taken - blocks.emitted * costs.block(blocks.row, 0)
+        lost = taken - blocks.emitted * costs.block(blocks.row, 0)
+        self._account.take(blocks.seconds, lost, blocks.emitted)
 
     def _learn_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
@@ -233,8 +226,7 @@ class Adaptive:
             self._plain_steps, self._plain_seconds = 0, 0.0
             self._due, self._since_plain = max(0, self._due - steps), 0
             self._idle += steps
-            self._spent += seconds
-            self._lost += steps * ASKED
+            self._account.take(seconds, steps * ASKED, steps)
             row = self._costs.row(self._plain_context)
             self._costs.learn_steps(row, steps, seconds)
             self._longest_step = self._costs.longest(row, 0, row.size[0])

@@ -16,7 +16,7 @@ from edgespec_runtime.session import CachedEngine
 BUSY = 0.85  # of the processors' time: with less of it, what is measured is not kept
 # Kept costs hold while the middle one of some plain steps is less than this many times faster or slower: else it was busy
 # then, or is now. The first steps after loading wait for threads to wake up, so short ones are looked at for a while.
-STALE, PROBES, PROBE_SECONDS = 1.5, 3, 0.01
+STALE, PROBES, PROBE_SECONDS = 1.5, 3, 0.05
 
 
 def subject_of(pair: Pair) -> Subject:
