@@ -11,10 +11,10 @@
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
 Tokens a second count from the first token on, so that reading the prompt is in none of them. "limit" is the measured-cost limit
-τ / (γ·c_t + v(γ + 1)), its costs measured apart before the runs, and "of limit" what of it was reached. The second table has the
-acceptance rate of true rejection sampling beside that of engines that match samples, same pair, T = 1. PATH:
-llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run on the same files and prompts, and its own figures are
-shown beside. Bars: plain decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %;
+τ / (γ·c_t + v(γ + 1)), its costs measured apart before and after the runs (the mean of both, since a machine may be slow at one
+moment), and "of limit" what of it was reached. The second table has the acceptance rate of true rejection sampling beside that
+of engines that match samples, same pair, T = 1. PATH: llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run
+on the same files and prompts, and its own figures are shown beside. Bars: plain decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %;
 speculation at least 0.9x of its limit; the chosen γ at most 5 % behind the best fixed one.
 """
 
@@ -201,7 +201,7 @@ def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> 
 
 
 def row_of(
-    name: str, rates: dict[str, list[float]], counts: RawCounts, costs: Costs, length: int | None
+    name: str, rates: dict[str, list[float]], counts: RawCounts, costs: Sequence[Costs], length: int | None
 ) -> tuple[str, ...]:
     """One rival: rate, against llama.cpp's loop, against plain decoding, τ, α, share of the limit, what the loop adds."""
 
@@ -215,9 +215,10 @@ def row_of(
     models = counts.draft_seconds + counts.verify_seconds
     limit, reached = "", ""
     if length is not None and counts.drafted:
-        context = costs.contexts[0]
-        size = costs.v(length + 1, context)
-        bound = predicted_speedup(counts.block_efficiency, length, costs.c_t(context), size)
+        context = costs[0].contexts[0]
+        step, size = (sum(each.verify(count, context) for each in costs) for count in (1, length + 1))
+        draft = sum(each.draft(context) for each in costs)
+        bound = predicted_speedup(counts.block_efficiency, length, draft / step, size / step)
         ratios = [mine / base / bound for mine, base in zip(rates[name], rates[PLAIN], strict=True)]
         limit, reached = f"{bound:.2f}", interval(*bootstrap(ratios, median))
     return (
@@ -265,7 +266,7 @@ def main() -> int:
     rivals = rivals_of(pair, given, list(lengths.values()))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     middle = sum(map(len, prompts)) // len(prompts) + given.new // 2
-    costs = calibrate(pair.target, pair.draft, CalibrateOptions(seconds=10.0, contexts=(middle,)))
+    measuring = CalibrateOptions(seconds=5.0, contexts=(middle,))
     print(
         f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts, {given.new} tokens\n"
     )
@@ -276,6 +277,7 @@ def main() -> int:
         names = list(rivals)
         for name in names:  # warm-up
             rivals[name](prompts[0], temperature)
+        costs = [calibrate(pair.target, pair.draft, measuring)]
         with progress(f"T = {temperature:g}", len(prompts), "prompt") as bar:
             for index, prompt in enumerate(prompts):
                 for name in shuffled(names, index):
@@ -284,6 +286,7 @@ def main() -> int:
                     if counted is not None:
                         counts[name].add(counted)
                 bar.update(1)
+        costs.append(calibrate(pair.target, pair.draft, measuring))
         rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in names]
         headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
         print(table((f"T = {temperature:g}", *headers), rows))

@@ -156,8 +156,7 @@ class Adaptive:
                 hoped, hoped_rate = length, high / seconds
         wanted, likely = likely, careful or likely
         self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
-        bearable = HELD * self._risk <= credit and costs.fresh(row.size[likely])
-        self._budget = credit if bearable else self._risk
+        self._budget = credit if costs.fresh(row.size[likely]) else self._risk
         # one failure more than it takes: else the longer one is soon too long again
         missing = (FAILURES + 1) * (blocks[wanted] - step) - credit
         self._enough = self._budget + missing if likely < wanted else math.inf
