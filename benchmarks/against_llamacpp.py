@@ -14,8 +14,9 @@ Tokens a second count from the first token on, so that reading the prompt is in 
 τ / (γ·c_t + v(γ + 1)), its costs measured apart before and after the runs (the mean of both, since a machine may be slow at one
 moment), and "of limit" what of it was reached. The second table has the acceptance rate of true rejection sampling beside that
 of engines that match samples, same pair, T = 1. PATH: llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run
-on the same files and prompts, and its own figures are shown beside. Bars: plain decoding at least 0.98x of llama.cpp's loop; what our loop adds to the models' passes at most 10 %;
-speculation at least 0.9x of its limit; the chosen γ at most 5 % behind the best fixed one.
+on the same files and prompts, and its own figures are shown beside. Bars: plain decoding at least 0.98x of llama.cpp's loop;
+what our loop adds to the models' passes at most 10 %; speculation at least 0.9x of its limit; the chosen γ at most 5 % behind
+the best fixed one.
 """
 
 from __future__ import annotations

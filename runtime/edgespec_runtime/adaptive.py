@@ -156,7 +156,9 @@ class Adaptive:
                 hoped, hoped_rate = length, high / seconds
         wanted, likely = likely, careful or likely
         self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
-        self._budget = credit if costs.fresh(row.size[likely]) else self._risk
+        # where costs are known, as long as the length would be careful if it were considered again
+        spare = credit - (FAILURES - 1) * self._risk if costs.fresh(row.size[likely]) else 0.0
+        self._budget = max(self._risk, spare)
         # one failure more than it takes: else the longer one is soon too long again
         missing = (FAILURES + 1) * (blocks[wanted] - step) - credit
         self._enough = self._budget + missing if likely < wanted else math.inf
