@@ -1,7 +1,8 @@
 """What speculation has lost against plain steps, and what it may lose yet: in this reply, or in short ones together.
 
 Every reply has a small share of its time to lose, from its beginning as much as CREDIT_STEPS plain steps bring. 2 % of a reply
-shorter than that is less than a single draft, so what short ones leave of their shares serves those that follow.
+shorter than that is less than a single draft, so short ones share one account: what they leave serves those that follow, and
+what they lose in advance those have to bring in.
 Knows seconds; nothing of drafts or of acceptance.
 """
 
@@ -25,7 +26,7 @@ class Account:
 
     def __init__(self) -> None:
         self.spent = self._lost = 0.0  # seconds of this reply: all, and those lost against plain steps
-        self._carried = 0.0  # seconds that short replies before it have left
+        self._carried = 0.0  # seconds that short replies before it have left; less than 0: that they owe
         self._tokens = self._replies = 0  # of this reply; how many there were, up to LENGTHS
         self._usual_tokens = CREDIT_STEPS  # of a reply
 
@@ -35,7 +36,8 @@ class Account:
             self._replies = min(self._replies + 1, LENGTHS)
             self._usual_tokens += (self._tokens - self._usual_tokens) / self._replies
             left = self._carried + min(CREDIT_SHARE * self.spent - self._lost, LEFT_STEPS * step)
-            self._carried = max(0.0, min(left, CARRIED_STEPS * step)) if self.short else 0.0
+            most, least = CARRIED_STEPS * step, -CREDIT_SHARE * CREDIT_STEPS * step
+            self._carried = max(least, min(left, most)) if self.short else 0.0
         self.spent = self._lost = 0.0
         self._tokens = 0
 
