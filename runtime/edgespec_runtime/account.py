@@ -12,8 +12,8 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
-# Of what short replies leave each gives the next ones so many plain steps at most, since those may be of another kind, and all
-# together so many. How long replies are: a running mean of so many.
+# Of what short replies leave each gives the next ones so many plain steps at most, since those may be of another kind; together
+# they give, or owe, so many at most. How long replies are: a running mean of so many.
 LEFT_STEPS, CARRIED_STEPS, LENGTHS = 1.0, 6.0, 8
 # Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, in a reply
 # that may become long enough to win them back.
@@ -36,8 +36,8 @@ class Account:
             self._replies = min(self._replies + 1, LENGTHS)
             self._usual_tokens += (self._tokens - self._usual_tokens) / self._replies
             left = self._carried + min(CREDIT_SHARE * self.spent - self._lost, LEFT_STEPS * step)
-            most, least = CARRIED_STEPS * step, -CREDIT_SHARE * CREDIT_STEPS * step
-            self._carried = max(least, min(left, most)) if self.short else 0.0
+            most = CARRIED_STEPS * step
+            self._carried = max(-most, min(left, most)) if self.short else 0.0
         self.spent = self._lost = 0.0
         self._tokens = 0
 
