@@ -46,8 +46,8 @@ def after_plain_steps(costs: Costs, guess: float) -> Adaptive:
     return schedule
 
 
-def costs_of(verify: list[float], draft: float) -> Costs:
-    return Costs((32, 1024), (tuple(STEP * v for v in verify),) * 2, (STEP * draft,) * 2)
+def costs_of(verify: list[float], draft: float, step: float = STEP) -> Costs:
+    return Costs((32, 1024), (tuple(step * v for v in verify),) * 2, (step * draft,) * 2)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Machine:
             missed = 0 if drafted else missed + 1
             verifying = self.costs.verify(size, context) * slowness
             hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
-            whole = drafting + verifying + 1e-4
+            whole = drafting + verifying + self.costs.verify(1, context) / 200  # the loop's work
             slow, wait = verifying + hiccup, whole + hiccup
             outcome = Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait)
             schedule.observe(outcome)

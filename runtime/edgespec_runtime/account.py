@@ -12,9 +12,12 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
-# Of what short replies leave each gives the next ones so many plain steps at most, since those may be of another kind; together
-# they give, or owe, so many at most. How long replies are: a running mean of so many.
-LEFT_STEPS, CARRIED_STEPS, LENGTHS = 1.0, 6.0, 8
+# In plain steps: what a short reply may add to what they keep, or owe, together; and what one of those that follow may use of it,
+# for a draft that seems to pay and for one that surely does. A drafter that pays only in the mean over many replies has to bear
+# some bad ones in a row; a single reply, which may be of another kind of text, shall not lose all that others won.
+ADDED_STEPS, KEPT_STEPS = 6.0, 12.0
+USED_STEPS, SURE_STEPS = 1.0, 2.5
+LENGTHS = 8  # How long replies are: a running mean of so many.
 # Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, in a reply
 # that may become long enough to win them back.
 LOOK_AHEAD = 128
@@ -26,20 +29,24 @@ class Account:
 
     def __init__(self) -> None:
         self.spent = self._lost = 0.0  # seconds of this reply: all, and those lost against plain steps
-        self._carried = 0.0  # seconds that short replies before it have left; less than 0: that they owe
-        self._tokens = self._replies = 0  # of this reply; how many there were, up to LENGTHS
+        self._kept = 0.0  # seconds that short replies before it have left; less than 0: that they owe
+        self._replies = 0  # how many there were, up to LENGTHS
         self._usual_tokens = CREDIT_STEPS  # of a reply
+        self.unsettled = 0  # replies that have ended since `settle`
 
-    def begin(self, step: float) -> None:
-        """A new reply. `step`: seconds of a plain step."""
-        if self._tokens:
-            self._replies = min(self._replies + 1, LENGTHS)
-            self._usual_tokens += (self._tokens - self._usual_tokens) / self._replies
-            left = self._carried + min(CREDIT_SHARE * self.spent - self._lost, LEFT_STEPS * step)
-            most = CARRIED_STEPS * step
-            self._carried = max(-most, min(left, most)) if self.short else 0.0
+    def end_reply(self, tokens: int) -> None:
+        """A reply of so many tokens has ended; what it took may become known later."""
+        self._replies = min(self._replies + 1, LENGTHS)
+        self._usual_tokens += (tokens - self._usual_tokens) / self._replies
+        self.unsettled += 1
+
+    def settle(self, step: float) -> None:
+        """Replies have ended, and all that they took is known. `step`: seconds of a plain step."""
+        added = min(CREDIT_SHARE * self.spent - self._lost, ADDED_STEPS * step * self.unsettled)
+        most = KEPT_STEPS * step
+        self._kept = max(-most, min(self._kept + added, most)) if self.short else 0.0
         self.spent = self._lost = 0.0
-        self._tokens = 0
+        self.unsettled = 0
 
     @property
     def short(self) -> bool:
@@ -50,26 +57,29 @@ class Account:
         """Whether a reply is usually longer than so many tokens."""
         return tokens < self._usual_tokens
 
-    def take(self, seconds: float, lost: float, tokens: int) -> None:
-        """Blocks of `tokens` in all took `seconds`, `lost` more than plain steps; less than 0: so much was won."""
+    def take(self, seconds: float, lost: float) -> None:
+        """Blocks took `seconds`, `lost` more than plain steps; less than 0: so much was won."""
         self.spent += seconds
         self._lost += lost
-        self._tokens += tokens
 
     def allowance(self, step: float) -> float:
         """Seconds that a draft may lose that only might pay."""
-        return ALLOWED_STEPS * step + ALLOWED_SHARE * self.spent - self._net
+        return ALLOWED_STEPS * step + ALLOWED_SHARE * self.spent + self._left(step, USED_STEPS)
 
     def credit(self, step: float) -> float:
         """Seconds that one may lose that likely pays."""
-        return CREDIT_SHARE * max(self.spent, CREDIT_STEPS * step) - self._net
+        return CREDIT_SHARE * max(self.spent, CREDIT_STEPS * step) + self._left(step, USED_STEPS)
+
+    def reserve(self, step: float) -> float:
+        """The same with all that short replies have left: what several drafts together may lose, in this reply and the next."""
+        return CREDIT_SHARE * max(self.spent, CREDIT_STEPS * step) + self._left(step, KEPT_STEPS)
 
     def borrowed(self, step: float, room: int) -> float:
         """Seconds that one may lose that surely pays, from the time of the `room` tokens that may follow."""
         long = room + self.spent / step >= WIN_BACK
         ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
-        return CREDIT_SHARE * self.spent + ahead * step - self._net
+        return CREDIT_SHARE * self.spent + ahead * step + self._left(step, SURE_STEPS)
 
-    @property
-    def _net(self) -> float:
-        return self._lost - self._carried
+    def _left(self, step: float, steps: float) -> float:
+        """Of what short replies have left, `steps` at most, less what this one has lost."""
+        return min(self._kept, steps * step) - self._lost

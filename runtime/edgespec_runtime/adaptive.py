@@ -20,7 +20,7 @@ import math
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.account import Account
 from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
+from edgespec_runtime.running_costs import BUCKET, CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
 
 CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
@@ -38,10 +38,13 @@ SLOWER, CHECKING_STEPS = 1.31, 2
 SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
 LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
-ASKED = 4e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
+ASKED = 1.5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
 # learnt at one go.
 HELD = 5
+# Where blocks are short, and what they take is known, so many that learning and choosing, THINKING seconds here, stay a small share
+# of them. Such a length is kept through short replies too, as long as what it has won and lost comes to less than KEPT_LOSS steps.
+LONGEST_HELD, THINKING, KEPT_LOSS = 40, 5e-5, 3.0
 # Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
 FAILURES = 2
 
@@ -72,6 +75,9 @@ class Adaptive:
         self._held = 0  # further blocks that shall have a draft of that length ...
         self._budget = self._risk = 0.0  # ... while what they may lose together bears what one may ...
         self._enough = math.inf  # ... and does not yet pay for the longer one that was wanted
+        self._most_budget = math.inf
+        self._context = 0  # at which it was chosen
+        self._tokens = 0  # of this reply
         self._step = 0.0  # seconds of a plain step, when the length was chosen
         # seconds of such empty drafts since the last real one, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
@@ -86,9 +92,16 @@ class Adaptive:
     def begin(self) -> None:
         """The account of a new reply is empty, or begins with what short ones left; what is known of acceptance and the machine
         stays."""
+        if self._tokens:
+            self._account.end_reply(self._tokens)
+            self._tokens = 0
+        if self._held >= HELD and self._account.short and not self._plain_steps:
+            return  # drafts of that length go on
         self._learn()
         self._costs.begin()
-        self._account.begin(self._step)
+        self._account.settle(self._step)
+        if self._account.short:
+            self._rates.begin()
         self._held = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
         if self._forgiving or (self._account.short and self._account.lasts(self._resting)):
@@ -103,10 +116,13 @@ class Adaptive:
         if self._resting:
             self._resting -= 1
             return 0
-        if self._held and self._risk <= self._budget < self._enough and self._asked <= room:
+        affordable = self._risk <= self._budget < self._enough
+        if self._held and affordable and self._asked <= room and abs(context - self._context) < BUCKET:
             self._held -= 1
             return self._asked
         self._learn_blocks()
+        if self._account.unsettled:
+            self._account.settle(self._step)
         most = min(self._most, room)
         self._considered = most > 0 and self._plain_steps >= self._due
         if not self._considered:
@@ -125,13 +141,14 @@ class Adaptive:
         """The draft length of most tokens a second that may be tried now, up to `most`; 0 where plain steps are faster."""
         costs = self._costs
         row = costs.row(context)
-        self._sizes = row.size
+        self._sizes, self._context = row.size, context
         blocks = costs.blocks(row, most)
         step = self._step = blocks[0]
         before = costs.catching_up + max(self._usually_in_vain, self._vain())
         plain = 1.0 / step
         allowance, credit = self._account.allowance(step), self._account.credit(step)
         borrowed = self._account.borrowed(step, room)
+        reserve = self._account.reserve(step)
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
@@ -150,17 +167,22 @@ class Adaptive:
             needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
             if middle / seconds > likely_rate and (affordable or low / seconds > needed):
                 likely, likely_rate = length, middle / seconds
-                if FAILURES * risk <= credit:
+                if FAILURES * risk <= reserve:
                     careful = length
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
         wanted, likely = likely, careful or likely
         self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
         # where costs are known, as long as the length would be careful if it were considered again
-        spare = credit - (FAILURES - 1) * self._risk if costs.fresh(row.size[likely]) else 0.0
-        self._budget = max(self._risk, spare)
+        known = costs.fresh(row.size[likely])
+        self._budget = max(self._risk, credit - (FAILURES - 1) * self._risk if known else 0.0)
+        self._most_budget = math.inf
+        if likely and likely == wanted and known and most == self._most:
+            blocks_worth = int(THINKING / (CONSIDERING_SHARE * blocks[likely]))
+            self._held = min(max(HELD, blocks_worth), LONGEST_HELD) - 1
+            self._most_budget = KEPT_LOSS * step
         # one failure more than it takes: else the longer one is soon too long again
-        missing = (FAILURES + 1) * (blocks[wanted] - step) - credit
+        missing = (FAILURES + 1) * (blocks[wanted] - step) - reserve
         self._enough = self._budget + missing if likely < wanted else math.inf
         return likely or hoped
 
@@ -169,10 +191,11 @@ class Adaptive:
 
     def observe(self, outcome: Outcome) -> None:
         context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
+        self._tokens += emitted
         if not drafted:
             if self._considered:
                 self._considered = False
-                self._account.take(0.0, draft_seconds, 0)  # choosing and drafting take time
+                self._account.take(0.0, draft_seconds)  # choosing and drafting take time
                 if not self._asked:
                     rest = min(int(draft_seconds / (CONSIDERING_SHARE * self._step)), LONGEST_REST)
                     self._resting = max(self._resting, rest)
@@ -191,7 +214,7 @@ class Adaptive:
             row = self._costs.row(context)
             blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, drafted, size))
         blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
-        self._budget += (emitted - 1) * self._step - self._risk
+        self._budget = min(self._budget + (emitted - 1) * self._step - self._risk, self._most_budget)
 
     def _vain(self) -> float:
         """Seconds of empty drafts since the last real one, long ago ones for less."""
@@ -219,7 +242,7 @@ class Adaptive:
             self._due = CHECKING_STEPS
         taken = catching_up + count * costs.block(blocks.row, blocks.drafted) if usually else blocks.seconds
         lost = taken - blocks.emitted * costs.block(blocks.row, 0)
-        self._account.take(blocks.seconds, lost, blocks.emitted)
+        self._account.take(blocks.seconds, lost)
 
     def _learn_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
@@ -227,7 +250,7 @@ class Adaptive:
             self._plain_steps, self._plain_seconds = 0, 0.0
             self._due, self._since_plain = max(0, self._due - steps), 0
             self._idle += steps
-            self._account.take(seconds, steps * ASKED, steps)
+            self._account.take(seconds, steps * ASKED)
             row = self._costs.row(self._plain_context)
             self._costs.learn_steps(row, steps, seconds)
             self._longest_step = self._costs.longest(row, 0, row.size[0])
