@@ -53,6 +53,19 @@ def test_what_was_recent_fades_while_nothing_is_tested() -> None:
     assert later_doubt > doubt
 
 
+def test_a_reply_of_which_all_was_accepted_does_not_speak_for_the_next() -> None:
+    """It may be of another kind: half of what it moved the estimate by is taken back, and the doubt has grown."""
+    rates = fed(AcceptanceRates(0.5, POSITIONS), [0.5] * POSITIONS, 500)
+    before = rates.estimate()[0][0]
+    fed(rates, [1.0] * POSITIONS, 10, 1)
+    (during, *_), doubt = rates.estimate()
+    rates.begin()
+    (after, *_), later_doubt = rates.estimate()
+    assert before + 0.1 < during
+    assert before < after < before + 0.75 * (during - before)
+    assert later_doubt > doubt
+
+
 @pytest.mark.parametrize("guess", [0.0, 1.0])
 def test_nothing_is_ever_certain(guess: float) -> None:
     rates = AcceptanceRates(guess, POSITIONS)

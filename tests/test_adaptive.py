@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome
+from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from simulated_machine import (
     FLAT,
     SAW,
@@ -37,21 +37,56 @@ def test_near_the_best_fixed_length_and_never_much_slower_than_plain(
     assert all(mine <= 1.02 * plain for mine, plain in zip(adaptive, fixed[0], strict=True))
 
 
-@pytest.mark.parametrize(("tokens", "bound"), [(10, 1.07), (20, 1.05), (40, 1.05)])
+@pytest.mark.parametrize("tokens", [10, 20, 40])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])
 @pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.75, 0.9])
 @pytest.mark.parametrize("guess", [0.3, 0.8])
 def test_short_replies_share_one_account(
-    guess: float, alpha: float, draft: float, shape: str, tokens: int, bound: float
+    guess: float, alpha: float, draft: float, shape: str, tokens: int
 ) -> None:
     """A draft that fails costs more than 2 % of such a reply; all together are near the best and no slower than plain."""
     costs = costs_of(SHAPES[shape], draft)
     machine = Machine(costs, lambda _: alpha)
     adaptive = sum(seconds_of(machine, Adaptive(costs, guess), 100, tokens))
     fixed = [sum(seconds_of(machine, Padded(length, costs), 100, tokens)) for length in range(9)]
-    assert adaptive <= bound * min(fixed)
+    assert adaptive <= 1.05 * min(fixed)
     assert adaptive <= 1.02 * fixed[0]
+
+
+@pytest.mark.parametrize(("tokens", "replies"), [(10, 100), (200, 20)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize("alpha", [0.1, 0.4, 0.6, 0.75, 0.9])
+def test_steps_of_a_third_of_a_millisecond(
+    alpha: float, draft: float, shape: str, tokens: int, replies: int
+) -> None:
+    """The schedule's own work, microseconds, is counted as lost and leaves little of the share for trying."""
+    costs = costs_of(SHAPES[shape], draft, 3e-4)
+    machine = Machine(costs, lambda _: alpha)
+    adaptive = sum(seconds_of(machine, Adaptive(costs, 0.3), replies, tokens))
+    fixed = [sum(seconds_of(machine, Padded(length, costs), replies, tokens)) for length in range(9)]
+    assert adaptive <= 1.07 * min(fixed)
+    assert adaptive <= 1.02 * fixed[0]
+
+
+@pytest.mark.parametrize("step", [STEP, 3e-4])
+def test_a_drafter_that_pays_only_in_the_mean_over_short_replies(step: float) -> None:
+    """Some bad replies in a row are borne. The schedule of 626fa4b made 1.01x of the 1.06x, with the shorter steps."""
+    costs = costs_of([1 + 0.12 * n for n in range(16)], 0.25, step)
+
+    def seconds(schedule: Schedule) -> float:
+        taken = 0.0
+        for seed in range(240):
+            schedule.begin()
+            taken += Machine(costs, lambda _, seed=seed: (0.2, 0.4, 0.5, 0.9)[seed % 4]).reply(
+                schedule, 10, seed
+            )
+        return taken
+
+    plain, best = seconds(Fixed(0)), min(seconds(Padded(length, costs)) for length in range(4))
+    assert plain > 1.05 * best
+    assert seconds(Adaptive(costs, 0.5)) <= 1.01 * best
 
 
 @pytest.mark.parametrize(("draft", "alpha"), [(0.1, 0.6), (0.1, 0.75), (0.4, 0.75)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from edgespec_runtime.acceptance_rates import AcceptanceRates
-from edgespec_runtime.adaptive import HELD, Adaptive
+from edgespec_runtime.adaptive import Adaptive
+from edgespec_runtime.held_length import HELD
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 from simulated_machine import FLAT, STEEP, STEP, after_plain_steps, costs_of
@@ -87,3 +88,30 @@ def test_considering_takes_a_small_share_of_short_steps(
         blocks += [block] * (len(considered) - before)
         schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
     assert least <= blocks[1] - blocks[0] <= most
+
+
+@pytest.mark.parametrize(("step", "most"), [(2e-2, 1.4), (3e-4, 0.4)])
+def test_where_blocks_are_short_a_length_is_kept_through_short_replies(
+    step: float, most: float, considered: list[int]
+) -> None:
+    """Replies of four blocks that win: each is thought over where a block takes 20 ms, one in three where it takes 0.4 ms."""
+    costs = costs_of(FLAT, 0.1, step)
+    schedule = Adaptive(costs, 0.8)
+    drafted, replies = 0, 60
+    for reply in range(replies):
+        schedule.begin()
+        if reply == replies // 2:
+            considered.clear()
+            drafted = 0
+        for block in range(4):
+            length = schedule.draft_length(100 + block, 100)
+            accepted = min(length, 2)
+            drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
+            seconds = drafting + verifying
+            outcome = Outcome(
+                100 + block, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds
+            )
+            schedule.observe(outcome)
+            drafted += length > 0
+    assert drafted >= 0.95 * 4 * replies / 2  # else a plain step shows now and then what it takes
+    assert 1 <= len(considered) <= most * replies / 2

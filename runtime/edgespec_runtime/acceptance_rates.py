@@ -15,7 +15,7 @@ DOUBT_TESTS = 4.0  # how many tests the doubt begins with: fewer than the guess 
 FADING = 0.999  # of its sureness that the long run keeps with every block in which nothing is tested
 LONG_RUN_TESTS = 40.0  # how many tested tokens the long run is worth beside the recent ones, at most
 MEMORY = 0.98  # weight that a tested token keeps with every later block: about the last 50 blocks are recent
-ANOTHER_TEXT = 0.5  # weight that the tested tokens of a reply keep in the next one, which may be of another kind
+ANOTHER_TEXT = 0.5  # weight that the tests of a reply keep in the next one, which may be of another kind
 MOST = 0.99
 
 

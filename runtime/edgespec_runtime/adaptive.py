@@ -9,7 +9,8 @@ speculation has lost against plain steps in this reply is kept on an account. A 
 accepted: from a larger credit where it likely pays, from a small allowance where it only might. Where it surely pays (by a wide
 margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of
 sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the
-drafter unexpectedly knows nothing loses a few steps at most. Shorter replies share one account: together they are not slower.
+drafter unexpectedly knows nothing loses a few steps at most. Shorter replies share one account: together they are not slower, and
+of what the others left a single one may use a step or two.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -19,8 +20,9 @@ import math
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.account import Account
+from edgespec_runtime.held_length import HELD, HeldLength
 from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.running_costs import BUCKET, CATCHING_UP, Blocks, RunningCosts
+from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
 
 CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
@@ -39,12 +41,7 @@ SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
 LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
 ASKED = 1.5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
-# Blocks for which a length is kept while the credit and what they won would bear that the next one fails: what they came to is
-# learnt at one go.
-HELD = 5
-# Where blocks are short, and what they take is known, so many that learning and choosing, THINKING seconds here, stay a small share
-# of them. Such a length is kept through short replies too, as long as what it has won and lost comes to less than KEPT_LOSS steps.
-LONGEST_HELD, THINKING, KEPT_LOSS = 40, 5e-5, 3.0
+CONSIDERING = 5e-5  # seconds of learning what drafts came to and of choosing the next length
 # Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
 FAILURES = 2
 
@@ -72,11 +69,7 @@ class Adaptive:
         self._blocks: Blocks | None = None
         self._considered = False  # whether the last length was chosen, and not a plain step of a rest ...
         self._asked = 0  # ... and what it was; the drafter may have made no token of it
-        self._held = 0  # further blocks that shall have a draft of that length ...
-        self._budget = self._risk = 0.0  # ... while what they may lose together bears what one may ...
-        self._enough = math.inf  # ... and does not yet pay for the longer one that was wanted
-        self._most_budget = math.inf
-        self._context = 0  # at which it was chosen
+        self._held = HeldLength()
         self._tokens = 0  # of this reply
         self._step = 0.0  # seconds of a plain step, when the length was chosen
         # seconds of such empty drafts since the last real one, and of those before one usually
@@ -90,19 +83,19 @@ class Adaptive:
         self.begin()
 
     def begin(self) -> None:
-        """The account of a new reply is empty, or begins with what short ones left; what is known of acceptance and the machine
-        stays."""
+        """The account of a new reply is empty, or begins with a part of what short ones left; what is known of acceptance and the
+        machine stays."""
         if self._tokens:
             self._account.end_reply(self._tokens)
             self._tokens = 0
-        if self._held >= HELD and self._account.short and not self._plain_steps:
-            return  # drafts of that length go on
+        if self._held.left >= HELD and self._account.short and not self._plain_steps:
+            return  # as if it were one reply: beginning takes as long as considering
         self._learn()
         self._costs.begin()
         self._account.settle(self._step)
         if self._account.short:
             self._rates.begin()
-        self._held = 0
+        self._held.left = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
         if self._forgiving or (self._account.short and self._account.lasts(self._resting)):
             self._resting = 0
@@ -116,9 +109,7 @@ class Adaptive:
         if self._resting:
             self._resting -= 1
             return 0
-        affordable = self._risk <= self._budget < self._enough
-        if self._held and affordable and self._asked <= room and abs(context - self._context) < BUCKET:
-            self._held -= 1
+        if self._held.goes_on(context, room):
             return self._asked
         self._learn_blocks()
         if self._account.unsettled:
@@ -141,7 +132,7 @@ class Adaptive:
         """The draft length of most tokens a second that may be tried now, up to `most`; 0 where plain steps are faster."""
         costs = self._costs
         row = costs.row(context)
-        self._sizes, self._context = row.size, context
+        self._sizes = row.size
         blocks = costs.blocks(row, most)
         step = self._step = blocks[0]
         before = costs.catching_up + max(self._usually_in_vain, self._vain())
@@ -172,18 +163,15 @@ class Adaptive:
             if high / seconds > hoped_rate and affordable:
                 hoped, hoped_rate = length, high / seconds
         wanted, likely = likely, careful or likely
-        self._held, self._risk = HELD - 1 if likely else 0, blocks[likely] - step
+        risk = blocks[likely] - step
         # where costs are known, as long as the length would be careful if it were considered again
         known = costs.fresh(row.size[likely])
-        self._budget = max(self._risk, credit - (FAILURES - 1) * self._risk if known else 0.0)
-        self._most_budget = math.inf
-        if likely and likely == wanted and known and most == self._most:
-            blocks_worth = int(THINKING / (CONSIDERING_SHARE * blocks[likely]))
-            self._held = min(max(HELD, blocks_worth), LONGEST_HELD) - 1
-            self._most_budget = KEPT_LOSS * step
+        budget = credit - (FAILURES - 1) * risk if known else 0.0
         # one failure more than it takes: else the longer one is soon too long again
-        missing = (FAILURES + 1) * (blocks[wanted] - step) - reserve
-        self._enough = self._budget + missing if likely < wanted else math.inf
+        enough = math.inf if likely == wanted else (FAILURES + 1) * (blocks[wanted] - step) - reserve
+        self._held.choose(likely, context, step, risk, budget, enough)
+        if likely and likely == wanted and known and most == self._most:
+            self._held.go_on_for(int(CONSIDERING / (CONSIDERING_SHARE * blocks[likely])))
         return likely or hoped
 
     def pass_length(self, count: int, context: int) -> int:
@@ -201,7 +189,7 @@ class Adaptive:
                     self._resting = max(self._resting, rest)
                 else:  # the drafter ended its draft before it began
                     self._learn_blocks()
-                    self._held = 0
+                    self._held.left = 0
                     self._in_vain = self._vain() + draft_seconds
                     self._vain_at = self._idle + self._plain_steps + 1
             self._plain_steps += 1
@@ -214,7 +202,7 @@ class Adaptive:
             row = self._costs.row(context)
             blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, drafted, size))
         blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
-        self._budget = min(self._budget + (emitted - 1) * self._step - self._risk, self._most_budget)
+        self._held.tell(emitted)
 
     def _vain(self) -> float:
         """Seconds of empty drafts since the last real one, long ago ones for less."""
