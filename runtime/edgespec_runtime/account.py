@@ -12,6 +12,7 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
+ASKED = 1.5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 # In plain steps: what a short reply may add to what they keep, or owe, together; and what one of those that follow may use of it,
 # for a draft that seems to pay and for one that surely does. A drafter that pays only in the mean over many replies has to bear
 # some bad ones in a row; a single reply, which may be of another kind of text, shall not lose all that others won.
@@ -57,6 +58,10 @@ class Account:
         """Whether a reply is usually longer than so many tokens."""
         return tokens < self._usual_tokens
 
+    def take_steps(self, seconds: float, count: int) -> None:
+        """Plain steps took `seconds`."""
+        self.take(seconds, count * ASKED)
+
     def take(self, seconds: float, lost: float) -> None:
         """Blocks took `seconds`, `lost` more than plain steps; less than 0: so much was won."""
         self.spent += seconds
@@ -68,17 +73,23 @@ class Account:
 
     def credit(self, step: float) -> float:
         """Seconds that one may lose that likely pays."""
-        return CREDIT_SHARE * max(self.spent, CREDIT_STEPS * step) + self._left(step, USED_STEPS)
+        return self._share(step) + self._left(step, USED_STEPS)
 
     def reserve(self, step: float) -> float:
         """The same with all that short replies have left: what several drafts together may lose, in this reply and the next."""
-        return CREDIT_SHARE * max(self.spent, CREDIT_STEPS * step) + self._left(step, KEPT_STEPS)
+        return self._share(step) + self._left(step, KEPT_STEPS)
 
     def borrowed(self, step: float, room: int) -> float:
         """Seconds that one may lose that surely pays, from the time of the `room` tokens that may follow."""
         long = room + self.spent / step >= WIN_BACK
         ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
         return CREDIT_SHARE * self.spent + ahead * step + self._left(step, SURE_STEPS)
+
+    def _share(self, step: float) -> float:
+        """Of the time so far, or of the first steps, less what being asked will take in those to come."""
+        ahead = max(0.0, CREDIT_STEPS * step - self.spent)
+        asked = 0.0 if self.short else ahead / step * ASKED
+        return CREDIT_SHARE * (self.spent + ahead) - asked
 
     def _left(self, step: float, steps: float) -> float:
         """Of what short replies have left, `steps` at most, less what this one has lost."""

@@ -40,7 +40,6 @@ SLOWER, CHECKING_STEPS = 1.31, 2
 SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
 LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
-ASKED = 1.5e-6  # seconds of being asked and told in a plain step, between two passes; plain decoding has none
 CONSIDERING = 5e-5  # seconds of learning what drafts came to and of choosing the next length
 # Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
 FAILURES = 2
@@ -238,7 +237,7 @@ class Adaptive:
             self._plain_steps, self._plain_seconds = 0, 0.0
             self._due, self._since_plain = max(0, self._due - steps), 0
             self._idle += steps
-            self._account.take(seconds, steps * ASKED)
+            self._account.take_steps(seconds, steps)
             row = self._costs.row(self._plain_context)
             self._costs.learn_steps(row, steps, seconds)
             self._longest_step = self._costs.longest(row, 0, row.size[0])
