@@ -8,6 +8,7 @@ from edgespec_runtime.adaptive import CHECKING_STEPS, HELD, Adaptive
 from edgespec_runtime.schedule import Fixed, Outcome
 from simulated_machine import (
     FLAT,
+    MEASURED,
     SAW,
     SLOW,
     STEEP,
@@ -74,6 +75,22 @@ def test_wrong_costs_of_one_size_are_found_out() -> None:
         taken = seconds_of(machine, schedule)
         assert schedule.draft_length(100, 100) == 0
         assert sum(taken) <= 1.02 * sum(plain)
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.55, 0.75, 0.9])
+@pytest.mark.parametrize("verify", [FLAT, MEASURED])
+def test_costs_that_are_a_tenth_off_are_found_out(verify: list[float], alpha: float) -> None:
+    """Two quick measurements differ by that much; a length whose pass seems too dear is tried all the same."""
+    costs = costs_of(verify, 0.04)
+    machine = Machine(costs, lambda _: alpha)
+    best = min(sum(seconds_of(machine, Fixed(length))) for length in range(9))
+    behind = []
+    for seed in range(8):
+        errors = np.exp(0.1 * np.random.default_rng(seed).standard_normal(len(verify) - 1))
+        wrong = [1.0, *(each * error for each, error in zip(verify[1:], errors, strict=True))]
+        behind.append(sum(seconds_of(machine, Adaptive(costs_of(wrong, 0.04), 0.6))) / best)
+    assert np.mean(behind) <= 1.055
+    assert max(behind) <= 1.075
 
 
 def test_a_saw_tooth_is_used() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from edgespec_runtime.held_length import HELD, LONGEST_HELD, LOSING_STEPS, HeldLength
+from edgespec_runtime.held_length import HELD, LONGEST_HELD, LOSING_STEPS, TRIED, HeldLength
 from edgespec_runtime.running_costs import BUCKET
 
 STEP, RISK = 0.02, 0.01
@@ -13,7 +13,7 @@ STEP, RISK = 0.02, 0.01
 
 def chosen(budget: float = 1.0, enough: float = math.inf, length: int = 3) -> HeldLength:
     held = HeldLength()
-    held.choose(length, 100, STEP, RISK, budget, enough)
+    held.choose(length, HELD, 100, STEP, RISK, budget, enough)
     return held
 
 
@@ -25,6 +25,12 @@ def test_it_is_kept_for_so_many_blocks(blocks: int | None, kept: int) -> None:
     assert [held.goes_on(100, 50) for _ in range(LONGEST_HELD)] == [
         n < kept for n in range(1, LONGEST_HELD + 1)
     ]
+
+
+def test_a_try_is_kept_for_fewer() -> None:
+    held = HeldLength()
+    held.choose(3, TRIED, 100, STEP, RISK, 1.0, math.inf)
+    assert [held.goes_on(100, 50) for _ in range(3)] == [True] * (TRIED - 1) + [False] * (4 - TRIED)
 
 
 def test_no_draft_is_not_kept() -> None:

@@ -73,11 +73,15 @@ def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
 
 def test_three_tokens_are_padded_to_four_on_a_saw_tooth() -> None:
     costs = made_up(SAW, 0.02)
-    assert [costs.cheapest_length(n, 64) for n in range(1, 9)] == [1, 4, 4, 4, 5, 8, 8, 8]
+    assert [costs.cheapest_length(n, 64) for n in range(1, 9)] == [1, 4, 4, 4, 5, 6, 7, 8]
     smooth = made_up((1.0, 1.08, 1.25, 1.40), 0.02)
     assert [smooth.cheapest_length(n, 64) for n in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
     noise = made_up((1.0, 1.08, 1.25, 1.24), 0.02)
     assert noise.cheapest_length(3, 64) == 3  # 1 % is no reason to pad
+    assert (
+        made_up((1.0, 0.9, 1.25), 0.02).cheapest_length(1, 64) == 1
+    )  # nor a tenth, in the place of a plain step
+    assert made_up((1.0, 0.7, 1.25), 0.02).cheapest_length(1, 64) == 2
 
 
 def test_speedup_is_the_formula_with_the_cheaper_pass() -> None:

@@ -8,6 +8,8 @@ Knows seconds; nothing of drafts or of acceptance.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
@@ -23,6 +25,22 @@ LENGTHS = 8  # How long replies are: a running mean of so many.
 # that may become long enough to win them back.
 LOOK_AHEAD = 128
 WIN_BACK, WIN_BACK_STEPS = 100, 3.7
+
+
+class Limits(NamedTuple):
+    """Seconds that may be lost.
+
+    Attributes:
+        allowance: by a draft that only might pay.
+        credit: by one that likely pays.
+        borrowed: by one that surely pays, from the time of the tokens that may follow.
+        reserve: by several that likely pay, in this reply and the next: the credit with all that short ones have left.
+    """
+
+    allowance: float
+    credit: float
+    borrowed: float
+    reserve: float
 
 
 class Account:
@@ -67,30 +85,20 @@ class Account:
         self.spent += seconds
         self._lost += lost
 
-    def allowance(self, step: float) -> float:
-        """Seconds that a draft may lose that only might pay."""
-        return ALLOWED_STEPS * step + ALLOWED_SHARE * self.spent + self._left(step, USED_STEPS)
-
-    def credit(self, step: float) -> float:
-        """Seconds that one may lose that likely pays."""
-        return self._share(step) + self._left(step, USED_STEPS)
-
-    def reserve(self, step: float) -> float:
-        """The same with all that short replies have left: what several drafts together may lose, in this reply and the next."""
-        return self._share(step) + self._left(step, KEPT_STEPS)
-
-    def borrowed(self, step: float, room: int) -> float:
-        """Seconds that one may lose that surely pays, from the time of the `room` tokens that may follow."""
-        long = room + self.spent / step >= WIN_BACK
-        ahead = CREDIT_SHARE * min(room, LOOK_AHEAD) + (WIN_BACK_STEPS if long else 0.0)
-        return CREDIT_SHARE * self.spent + ahead * step + self._left(step, SURE_STEPS)
-
-    def _share(self, step: float) -> float:
-        """Of the time so far, or of the first steps, less what being asked will take in those to come."""
+    def limits(self, step: float, room: int) -> Limits:
+        """What drafts may lose now. `step`: seconds of a plain step; `room`: tokens that may follow in this reply."""
+        # Of the time so far, or of the first steps, less what being asked will take in those to come.
         ahead = max(0.0, CREDIT_STEPS * step - self.spent)
-        asked = 0.0 if self.short else ahead / step * ASKED
-        return CREDIT_SHARE * (self.spent + ahead) - asked
-
-    def _left(self, step: float, steps: float) -> float:
-        """Of what short replies have left, `steps` at most, less what this one has lost."""
-        return min(self._kept, steps * step) - self._lost
+        share = CREDIT_SHARE * (self.spent + ahead) - (0.0 if self.short else ahead / step * ASKED)
+        won_back = WIN_BACK_STEPS if room + self.spent / step >= WIN_BACK else 0.0
+        to_come = (CREDIT_SHARE * min(room, LOOK_AHEAD) + won_back) * step
+        # Of what short replies have left, so many steps at most, less what this one has lost.
+        used, surely, all_of_it = (
+            min(self._kept, steps * step) - self._lost for steps in (USED_STEPS, SURE_STEPS, KEPT_STEPS)
+        )
+        return Limits(
+            allowance=ALLOWED_STEPS * step + ALLOWED_SHARE * self.spent + used,
+            credit=share + used,
+            borrowed=CREDIT_SHARE * self.spent + to_come + surely,
+            reserve=share + all_of_it,
+        )

@@ -20,7 +20,7 @@ import math
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.account import Account
-from edgespec_runtime.held_length import HELD, HeldLength
+from edgespec_runtime.held_length import HELD, TRIED, HeldLength
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
@@ -131,19 +131,16 @@ class Adaptive:
         """The draft length of most tokens a second that may be tried now, up to `most`; 0 where plain steps are faster."""
         costs = self._costs
         row = costs.row(context)
-        self._sizes = row.size
-        blocks = costs.blocks(row, most)
+        self._sizes, blocks, at_best = costs.blocks(row, most)
         step = self._step = blocks[0]
         before = costs.catching_up + max(self._usually_in_vain, self._vain())
         plain = 1.0 / step
-        allowance, credit = self._account.allowance(step), self._account.credit(step)
-        borrowed = self._account.borrowed(step, room)
-        reserve = self._account.reserve(step)
+        allowance, credit, borrowed, reserve = self._account.limits(step, room)
         estimates, doubt = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
         likely, careful, hoped = 0, 0, 0
-        likely_rate = hoped_rate = WORTH * plain
+        worth = likely_rate = hoped_rate = WORTH * plain
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
         for length in range(1, most + 1):
@@ -155,8 +152,9 @@ class Adaptive:
             risk = seconds - step  # lost if nothing of it is accepted
             affordable = risk <= allowance
             needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
-            if middle / seconds > likely_rate and (affordable or low / seconds > needed):
-                likely, likely_rate = length, middle / seconds
+            rate = middle / (before + at_best[length])
+            if middle / seconds > worth and rate > likely_rate and (affordable or low / seconds > needed):
+                likely, likely_rate = length, rate
                 if FAILURES * risk <= reserve:
                     careful = length
             if high / seconds > hoped_rate and affordable:
@@ -164,11 +162,12 @@ class Adaptive:
         wanted, likely = likely, careful or likely
         risk = blocks[likely] - step
         # where costs are known, as long as the length would be careful if it were considered again
-        known = costs.fresh(row.size[likely])
+        known = costs.fresh(self._sizes[likely])
         budget = credit - (FAILURES - 1) * risk if known else 0.0
         # one failure more than it takes: else the longer one is soon too long again
         enough = math.inf if likely == wanted else (FAILURES + 1) * (blocks[wanted] - step) - reserve
-        self._held.choose(likely, context, step, risk, budget, enough)
+        held = HELD if costs.seen(self._sizes[likely]) else TRIED
+        self._held.choose(likely, held, context, step, risk, budget, enough)
         if likely and likely == wanted and known and most == self._most:
             self._held.go_on_for(int(CONSIDERING / (CONSIDERING_SHARE * blocks[likely])))
         return likely or hoped
@@ -199,7 +198,7 @@ class Adaptive:
         if blocks is None or (blocks.drafted, blocks.size) != (drafted, size):
             self._learn_blocks()
             row = self._costs.row(context)
-            blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, drafted, size))
+            blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, size))
         blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
         self._held.tell(emitted)
 
@@ -222,14 +221,16 @@ class Adaptive:
         self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
         self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
         # Drafts that are well known count for what they usually take: a slow moment is no loss, plain steps are slow then too.
-        usually, catching_up = costs.fresh(blocks.size), costs.catching_up
-        known = catching_up + count * costs.block(blocks.row, blocks.drafted)
+        drafted, size, catching_up = blocks.drafted, blocks.size, costs.catching_up
+        usually = costs.fresh(size)
+        known = catching_up + count * costs.block(blocks.row, drafted, size)
         costs.learn(blocks)
         if usually and blocks.seconds > SLOWER * known:
             self._due = CHECKING_STEPS
-        taken = catching_up + count * costs.block(blocks.row, blocks.drafted) if usually else blocks.seconds
-        lost = taken - blocks.emitted * costs.block(blocks.row, 0)
-        self._account.take(blocks.seconds, lost)
+        taken = blocks.seconds
+        if usually:
+            taken = catching_up + count * costs.block(blocks.row, drafted, size)
+        self._account.take(blocks.seconds, taken - blocks.emitted * costs.step(blocks.row))
 
     def _learn_steps(self) -> None:
         steps, seconds = self._plain_steps, self._plain_seconds
@@ -240,4 +241,4 @@ class Adaptive:
             self._account.take_steps(seconds, steps)
             row = self._costs.row(self._plain_context)
             self._costs.learn_steps(row, steps, seconds)
-            self._longest_step = self._costs.longest(row, 0, row.size[0])
+            self._longest_step = self._costs.longest(row, row.size[0])

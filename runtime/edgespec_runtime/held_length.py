@@ -12,9 +12,9 @@ import math
 from edgespec_runtime.running_costs import BUCKET
 
 HELD, LONGEST_HELD = 5, 40  # blocks
-LOSING_STEPS = (
-    3.0  # plain steps that so many more blocks may lose of what they have won: the text may be another since
-)
+TRIED = 2  # blocks with a pass of a size of which little is known: they tell it
+# Plain steps that so many more blocks may lose of what they have won: the text may be another since.
+LOSING_STEPS = 3.0
 
 
 class HeldLength:
@@ -27,18 +27,26 @@ class HeldLength:
         self._enough = self._most = math.inf
 
     def choose(
-        self, length: int, context: int, step: float, risk: float, budget: float, enough: float
+        self,
+        length: int,
+        blocks: int,
+        context: int,
+        step: float,
+        risk: float,
+        budget: float,
+        enough: float,
     ) -> None:
-        """A length for the next block and the HELD - 1 after it; 0: considered again at once.
+        """A length for the next `blocks`; 0: considered again at once.
 
         Args:
+            blocks: HELD or TRIED.
             context: tokens before it; costs are the same around it.
             step: seconds of a plain step.
             risk: seconds that a draft loses of which nothing is accepted.
             budget: seconds that drafts may lose together; one is affordable at any rate.
             enough: seconds that they have to win for the longer draft that was wanted; infinite where there is none.
         """
-        self.left = HELD - 1 if length else 0
+        self.left = blocks - 1 if length else 0
         self._length, self._context, self._step, self._risk = length, context, step, risk
         self._budget = max(risk, budget)
         self._enough, self._most = self._budget + enough, math.inf

@@ -1,8 +1,9 @@
 """What passes and drafts take now: seconds measured beforehand, moved by what the blocks of the replies take.
 
-A ratio of measured to calibrated seconds is kept for passes of every size and for the steps of a draft; a draft's beginning and
-the tokens that the drafter missed in plain steps are learnt in seconds. A machine is slow at one moment and fast at the next, for
-all passes alike, so what one size shows moves the others. One slow pass (another program's turn) changes nothing.
+A machine is slow at one moment and fast at the next, for all passes alike: one running ratio of real to measured seconds says so.
+Beside it passes of each size, and a draft's steps, have a ratio of their own, since what was measured beforehand of one size is
+easily a tenth off; it is learnt from them alone and fades while there are none. A draft's beginning and the tokens that the
+drafter missed in plain steps are learnt in seconds. One slow pass (another program's turn) changes nothing.
 Knows costs and seconds; nothing of acceptance.
 """
 
@@ -11,19 +12,25 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.pass_costs import PADDING_GAIN, Costs
 
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
 # the drafter missed in plain steps and reads first, drafts that came to nothing.
 DRIFT, CATCHING_UP = 0.1, 0.3
-# What is taken back, at every draft, of what is particular to passes of other sizes, and, at every plain step, of what is
-# particular to drafting: a few that were slow once, beside another program perhaps, must not stay so.
+# What every block takes from what is known of passes of each size, and every plain step from what is particular to drafting: a
+# few that were slow once, beside another program perhaps, must not stay so.
 FORGETTING, FORGETTING_PLAIN = 0.02, 0.009
+# How many passes in a reply what was measured beforehand of their size is worth, and after how many an unexpected one speaks for
+# the machine as much as for its size. Several in a row are of one moment: they count as the root of their number.
+MEASURED, TRUSTED = 1.0, 3.0
+# Share by which a size may be cheaper than it seems that was never seen in a reply, and one of which little was seen lately.
+UNSEEN, UNSURE = 0.2, 0.07
 # Drafts after which what one takes is known, and what every plain step leaves of that.
 FRESH, FADING = 12, 0.9
 COLD = 0.3  # trust in what a pass takes that follows plain steps: caches and threads have to find their way first
-HICCUP = 1.3  # times what is expected: more is another program's turn
+# Times what is expected: more is another program's turn, and so much is believed only where the last one was as long.
+HICCUP, BELIEVED = 1.3, 1.25
 BEGINNING = 9.0  # share of a draft's beginning in what its time tells, against γ² of its steps and n² of n missed tokens
 
 
@@ -41,7 +48,7 @@ class Blocks:
 
     def __init__(self, row: Row, drafted: int, size: int, longest: float) -> None:
         self.row, self.drafted, self.size = row, drafted, size
-        self._longest = longest  # seconds of one that is none of another program's
+        self._longest = longest  # seconds of a pass that is none of another program's
         self.tests: list[
             tuple[int, int]
         ] = []  # draft tokens that were looked at, and how many of them stayed
@@ -52,7 +59,31 @@ class Blocks:
         self.tests.append((tested, accepted))
         self.emitted += emitted
         self.draft_seconds += draft_seconds
-        self.seconds += min(seconds, self._longest)
+        self.seconds += draft_seconds + min(seconds - draft_seconds, self._longest)
+
+
+class _Passes:
+    """Those of one size: the ratio of what they take to what the machine's moment and the measured seconds say."""
+
+    __slots__ = ("at_best", "count", "last", "mean", "ratio", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0.0  # all of them
+        self.count = 0.0  # the same, those before others for less
+        self.mean = 1.0  # ratio of those
+        self.ratio = 1.0  # ... and of what was measured beforehand
+        self.at_best = 1.0 - UNSEEN  # what it may be
+        self.last = 0.0  # the last one's to the measured seconds alone; a slow one must not stay
+
+    def fade(self, kept: float) -> None:
+        self.count *= kept
+        self.ratio = (self.count * self.mean + MEASURED) / (self.count + MEASURED)
+        self.at_best = self.ratio * (1.0 - UNSURE / (1.0 + self.count))
+
+    def learn(self, ratio: float, count: float) -> None:
+        self.count += count
+        self.mean += count / self.count * (ratio - self.mean)
+        self.fade(1.0)
 
 
 class RunningCosts:
@@ -65,15 +96,13 @@ class RunningCosts:
     def __init__(self, costs: Costs) -> None:
         # beforehand, since making one takes a tenth of a small target's step; costs are the same behind the last context
         self._rows = [_row_of(costs, bucket) for bucket in range(costs.contexts[-1] // BUCKET + 2)]
-        self._draft_ratio = self._verify_ratio = 1.0
-        # of passes of one size, which need not all be off alike, with the sampling and the loop's work that follow them
-        self._size_ratio: dict[int, float] = {}
-        self._seen: dict[int, float] = {}  # passes of each size
+        self._machine = 1.0  # real seconds in measured ones, now
+        # by size, with the sampling and the loop's work that follow them
+        self._passes = [_Passes() for _ in range(costs.longest + 1)]
+        self._draft_ratio = 1.0  # the same of a draft's steps
         self._drafts = 0  # those that were timed
-        self._recent: dict[int, float] = {}  # the same, those before others for less
-        # what the last pass of a size and the last draft were, in the same units: one slow one must not stay
-        self._last_ratio: dict[int, float] = {}
-        self._last_draft = 1.0
+        self._recent: dict[int, float] = {}  # by size, those before others for less
+        self._last_draft = 1.0  # in seconds that were expected
         # seconds in which a drafter begins, whatever the length, and in which it reads one of the tokens it has missed
         self._begin_draft = self._catch_up = 0.0
         self.missed = 0  # tokens of plain steps since the last draft, which the drafter has yet to read
@@ -85,7 +114,11 @@ class RunningCosts:
     @property
     def catching_up(self) -> float:
         """Seconds in which the drafter reads what it has missed."""
-        return self.missed * self._catch_up
+        return self.missed * self._catch_up * self._machine
+
+    def seen(self, size: int) -> bool:
+        """Whether what passes of `size` took lately says more of them than what was measured beforehand."""
+        return self._passes[size].count >= MEASURED
 
     def fresh(self, size: int) -> bool:
         """Whether passes of `size` were so many lately that what the next ones take is known."""
@@ -94,87 +127,92 @@ class RunningCosts:
     def row(self, context: int) -> Row:
         return self._rows[min(context // BUCKET, len(self._rows) - 1)]
 
-    def block(self, row: Row, length: int) -> float:
-        """Expected seconds of a block with a draft of `length`; 0: of a plain step."""
-        size = row.size[length]
-        return self._draft(row, length) + self._size_ratio.get(size, self._verify_ratio) * row.verify[size]
+    def step(self, row: Row) -> float:
+        """Expected seconds of a plain step."""
+        size = row.size[0]
+        return self._machine * self._passes[size].ratio * row.verify[size]
 
-    def blocks(self, row: Row, most: int) -> list[float]:
-        """`block` of every length up to `most`."""
-        begin, token = self._begin_draft, self._draft_ratio * row.draft
-        ratios, usual, verify = self._size_ratio, self._verify_ratio, row.verify
-        seconds = [ratios.get(size, usual) * verify[size] + begin for size in row.size[: most + 1]]
-        seconds[0] -= begin
-        return [block + length * token for length, block in enumerate(seconds)]
+    def block(self, row: Row, length: int, size: int) -> float:
+        """Expected seconds of a block with a draft of `length` ≥ 1 and a pass of `size`."""
+        return self._machine * (self._draft(row, length) + self._passes[size].ratio * row.verify[size])
 
-    def longest(self, row: Row, length: int, size: int) -> float:
-        """Seconds that such a block takes by itself, not beside another program; infinite where that is not known."""
-        if size >= len(row.verify) or self._seen.get(size, 0.0) <= 1.0:
+    def blocks(self, row: Row, most: int) -> tuple[list[int], list[float], list[float]]:
+        """(the pass's size, `block`, and what that may be at best) for every length up to `most`; 0: of a plain step.
+
+        A size of which little is known may be cheaper than it seems, and is worth a try.
+        """
+        machine, passes, verify = self._machine, self._passes, row.verify
+        step = self.step(row)
+        sizes, expected, at_best = [row.size[0]], [step], [step]
+        drafting, token = machine * self._begin_draft, machine * self._draft_ratio * row.draft
+        for padded in row.size[1 : most + 1]:
+            size = len(sizes) + 1
+            seconds, longer = passes[size].ratio * verify[size], passes[padded].ratio * verify[padded]
+            if longer < (1.0 - PADDING_GAIN) * seconds:
+                size, seconds = padded, longer
+            drafting += token
+            sizes.append(size)
+            expected.append(drafting + machine * seconds)
+            at_best.append(drafting + machine * passes[size].at_best * verify[size])
+        return sizes, expected, at_best
+
+    def longest(self, row: Row, size: int) -> float:
+        """Seconds that a pass takes by itself, not beside another program; infinite where that is not known."""
+        if size >= len(row.verify) or self._passes[size].seen <= 1.0:
             return math.inf
-        ratio = max(self._size_ratio[size], self._last_ratio[size])
-        return HICCUP * (self._draft(row, length) + ratio * row.verify[size])
+        known = self._passes[size]
+        return HICCUP * max(self._machine * known.ratio, known.last) * row.verify[size]
 
     def learn_steps(self, row: Row, count: int, seconds: float) -> None:
         """`count` plain steps took `seconds` in all."""
         self.missed += count
-        self._fade(FADING**count)
-        self._learn_pass(row, row.size[0], seconds / count, count)
         kept = (1.0 - FORGETTING_PLAIN) ** count
-        self._forget(row, kept)
-        self._draft_ratio = self._verify_ratio + kept * (self._draft_ratio - self._verify_ratio)
+        self._fade(FADING**count, kept)
+        self._learn_pass(row, row.size[0], seconds / count, count)
+        self._draft_ratio = 1.0 + kept * (self._draft_ratio - 1.0)
         self._begin_draft *= kept
 
     def learn(self, blocks: Blocks) -> None:
         count = len(blocks.tests)
         trust = COLD if self.missed else 1.0  # of the first of them
         drafting, seconds = blocks.draft_seconds / count, blocks.seconds / count
-        self._fade((1.0 - FORGETTING) ** count)
+        kept = (1.0 - FORGETTING) ** count
+        self._fade(kept, kept)
         self._recent[blocks.size] = self._recent.get(blocks.size, 0.0) + count
         self._learn_drafting(blocks.row, blocks.drafted, drafting, count)
         self._learn_pass(blocks.row, blocks.size, seconds - drafting, trust + count - 1)
-        self._forget(blocks.row, (1.0 - FORGETTING) ** count, blocks.size)
 
     def _draft(self, row: Row, length: int) -> float:
+        """In the machine's seconds."""
         return self._begin_draft + length * self._draft_ratio * row.draft if length else 0.0
 
-    def _fade(self, kept: float) -> None:
+    def _fade(self, recent: float, kept: float) -> None:
         for size in self._recent:
-            self._recent[size] *= kept
-
-    def _forget(self, row: Row, kept: float, but: int = 0) -> None:
-        """Passes of other sizes than a plain step's and `but` go back to what all passes are like."""
-        for size, ratio in self._size_ratio.items():
-            if size not in (but, row.size[0]):
-                self._size_ratio[size] = self._verify_ratio + kept * (ratio - self._verify_ratio)
+            self._recent[size] *= recent
+        for known in self._passes:
+            if known.count:
+                known.fade(kept)
 
     def _learn_pass(self, row: Row, size: int, seconds: float, count: float) -> None:
         """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
         if size >= len(row.verify):
             return
-        # Plain steps come many at a time, without those that are too long to be true.
-        plain = size == row.size[0]
-        if not plain and size not in self._seen:
-            count = min(count, 1.0)  # nothing says yet whether these are too long to be true
-        seen = self._seen[size] = self._seen.get(size, 0.0) + count
-        known = self._size_ratio.get(size, self._verify_ratio)
+        known = self._passes[size]
         measured = seconds / row.verify[size]
-        ratio = measured if plain else _middle(known, self._last_ratio.get(size, known), measured)
-        self._last_ratio[size] = measured
+        expected = self._machine * known.ratio
+        last, known.last = known.last, measured
+        known.seen += count
+        plain = size == row.size[0]  # they come many at a time, without those that are too long to be true
+        if not plain and last <= BELIEVED * expected < measured:
+            return
         weight = _weight(count)
-        if not self._drafts:  # the machine's speed is all that is known of other passes and of the drafter's
-            self._verify_ratio = self._draft_ratio = ratio
-        self._verify_ratio += weight * (ratio - self._verify_ratio)
-        if plain or self.fresh(size):  # else it may be the draft that was misjudged, and not the moment
-            self._move_all(1.0 + weight * (ratio - known) / known)
-            known = self._size_ratio.get(size, known)
-        self._size_ratio[size] = known + max(weight, count / (seen + (not plain))) * (ratio - known)
-
-    def _move_all(self, factor: float) -> None:
-        """The machine is faster or slower than a moment ago."""
-        for size in self._size_ratio:
-            self._size_ratio[size] *= factor
-        self._draft_ratio *= factor
-        self._begin_draft *= factor
+        if not plain:
+            weight *= known.count / (known.count + TRUSTED)
+        elif not self._drafts:
+            weight = max(weight, count / known.seen)
+        self._machine *= 1.0 + weight * (measured / expected - 1.0)
+        # Before any draft the machine's speed is all that plain steps tell: of other passes and of the drafter's too.
+        known.learn(measured / self._machine if self._drafts else 1.0, math.sqrt(count))
 
     def _learn_drafting(self, row: Row, length: int, seconds: float, count: int) -> None:
         """`count` drafts took `seconds` each. One number tells of three: the beginning, the steps and the missed tokens share
@@ -183,6 +221,7 @@ class RunningCosts:
         if not row.draft:
             return
         self._drafts += count
+        seconds /= self._machine
         known = self._draft(row, length) + missed * self._catch_up
         if missed:  # these drafts are rare, so each must tell
             error = CATCHING_UP * (seconds - known)
