@@ -1,6 +1,7 @@
 """Chosen draft lengths against fixed ones on recorded replies, prompt by prompt, without the noise of a clock.
 
     python benchmarks/schedule_replay.py BUNDLE [--engine llama.cpp] [--precision q8_0] [--prompts 48] [--lengths 64,120]
+                                         [--table-error 0.1]
 
 "Never slower than plain decoding by 2 % on any prompt" cannot be seen with a stopwatch: two runs of the same reply of 64 tokens
 differ by more. So the pair writes every reply once, and after each of its tokens the drafter proposes 8 and the target says how
@@ -8,6 +9,8 @@ many it accepts. Every schedule then decodes the same replies in simulated time:
 beginning a draft, the loop and the sampling what they took while recording, and the schedule's own work what it takes here and
 now. One schedule goes through all prompts in their order, as a chat does; it starts from the acceptance that the bundle's
 evaluation found.
+With --table-error the schedule is told other costs than the machine's, as one quick measurement differs from the next: those of
+every longer pass are off by a random factor of that standard deviation, another one in each of five runs.
 Greedy replies are the same whatever is drafted, so for them the replay is exact; at T > 0 it is one draw.
 """
 
@@ -16,10 +19,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
 from edgespec_runtime.calibrate import CalibrateOptions, calibrate
@@ -138,6 +142,14 @@ def replies(schedule: Schedule, traces: Sequence[Trace], tokens: int, machine: M
     return taken
 
 
+def told(costs: Costs, error: float, seed: int) -> Costs:
+    """The costs with passes of two tokens and more off by random factors, the same ones at every context."""
+    off = np.exp(error * np.random.default_rng(seed).standard_normal(costs.longest))
+    off[0] = 1.0
+    rows = (np.array(costs.verify_seconds) * off).tolist()
+    return replace(costs, verify_seconds=tuple(map(tuple, rows)))
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("bundle", type=Path)
@@ -147,6 +159,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts-file", type=Path, help="other prompts than the bundle's held-out ones")
     parser.add_argument("--lengths", default="64,120", help="tokens of a reply")
     parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument(
+        "--table-error", type=float, default=0.0, help="relative, of what the schedule is told"
+    )
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--json", type=Path, help="write every reply's seconds to this file")
     return parser.parse_args()
@@ -165,6 +180,9 @@ def main() -> int:
     print(
         f"a plain step {1e3 * costs.verify(1, middle):.3f} ms, c_t {costs.c_t(middle):.3f}, v(2) .. v({MOST + 1}) {sizes}"
     )
+    error = given.table_error
+    if error:
+        print(f"the schedule is told costs of longer passes that are off by {error:.0%} (standard deviation)")
     rows, report = [], {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
         traces, machine = record(pair, prompts, max(lengths), temperature, costs)
@@ -172,8 +190,15 @@ def main() -> int:
         for tokens in lengths:
             fixed = [replies(Fixed(length), traces, tokens, machine) for length in range(MOST + 1)]
             guess = expected_rate(pair.manifest.metrics, temperature)
-            runs = [replies(Adaptive(costs, guess, MOST), traces, tokens, machine) for _ in range(REPEATS)]
-            chosen = [median(seconds) for seconds in zip(*runs, strict=True)]
+            runs = [
+                replies(Adaptive(told(costs, error, run), guess, MOST), traces, tokens, machine)
+                for run in range(REPEATS)
+            ]
+            if error:  # the runs differ: all their replies count
+                chosen = [seconds for run in runs for seconds in run]
+                fixed = [REPEATS * each for each in fixed]
+            else:
+                chosen = [median(seconds) for seconds in zip(*runs, strict=True)]
             best = min(range(MOST + 1), key=lambda length: sum(fixed[length]))
             slower = [mine / plain for mine, plain in zip(chosen, fixed[0], strict=True)]
             rows.append(
