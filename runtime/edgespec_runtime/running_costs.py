@@ -21,9 +21,12 @@ DRIFT, CATCHING_UP = 0.1, 0.3
 # What every block takes from what is known of passes of each size, and every plain step from what is particular to drafting: a
 # few that were slow once, beside another program perhaps, must not stay so.
 FORGETTING, FORGETTING_PLAIN = 0.02, 0.009
-# How many passes in a reply what was measured beforehand of their size is worth, and after how many an unexpected one speaks for
-# the machine as much as for its size. Several in a row are of one moment: they count as the root of their number.
-MEASURED, TRUSTED = 1.0, 3.0
+# How far what was measured beforehand of passes of one size may be off, as a share: the more what passes take differs from one
+# moment to the next, the more of them it is worth, one at least. What is unexpected by more than SURPRISE is another matter.
+ERROR, SURPRISE, SURPRISES = 0.1, 0.25, 0.05  # ... and the weight of one pass in what they differ by
+# Passes of a size after which an unexpected one speaks for the machine as much as for its size. Several in a row are of one
+# moment: they count as the root of their number.
+TRUSTED = 4.0
 # Share by which a size may be cheaper than it seems that was never seen in a reply, and one of which little was seen lately.
 UNSEEN, UNSURE = 0.2, 0.07
 # Drafts after which what one takes is known, and what every plain step leaves of that.
@@ -75,15 +78,15 @@ class _Passes:
         self.at_best = 1.0 - UNSEEN  # what it may be
         self.last = 0.0  # the last one's to the measured seconds alone; a slow one must not stay
 
-    def fade(self, kept: float) -> None:
+    def fade(self, kept: float, measured: float) -> None:
         self.count *= kept
-        self.ratio = (self.count * self.mean + MEASURED) / (self.count + MEASURED)
+        self.ratio = (self.count * self.mean + measured) / (self.count + measured)
         self.at_best = self.ratio * (1.0 - UNSURE / (1.0 + self.count))
 
-    def learn(self, ratio: float, count: float) -> None:
+    def learn(self, ratio: float, count: float, measured: float) -> None:
         self.count += count
         self.mean += count / self.count * (ratio - self.mean)
-        self.fade(1.0)
+        self.fade(1.0, measured)
 
 
 class RunningCosts:
@@ -100,6 +103,10 @@ class RunningCosts:
         # by size, with the sampling and the loop's work that follow them
         self._passes = [_Passes() for _ in range(costs.longest + 1)]
         self._draft_ratio = 1.0  # the same of a draft's steps
+        self._noise = (
+            ERROR * ERROR
+        )  # squared share by which a well-known pass takes more or less than expected
+        self._measured = 1.0  # passes that what was measured beforehand of their size is worth
         self._drafts = 0  # those that were timed
         self._recent: dict[int, float] = {}  # by size, those before others for less
         self._last_draft = 1.0  # in seconds that were expected
@@ -118,7 +125,7 @@ class RunningCosts:
 
     def seen(self, size: int) -> bool:
         """Whether what passes of `size` took lately says more of them than what was measured beforehand."""
-        return self._passes[size].count >= MEASURED
+        return self._passes[size].count >= 1.0
 
     def fresh(self, size: int) -> bool:
         """Whether passes of `size` were so many lately that what the next ones take is known."""
@@ -177,7 +184,7 @@ class RunningCosts:
         trust = COLD if self.missed else 1.0  # of the first of them
         drafting, seconds = blocks.draft_seconds / count, blocks.seconds / count
         kept = (1.0 - FORGETTING) ** count
-        self._fade(kept, kept)
+        self._fade(kept, kept, blocks.row.size[0])
         self._recent[blocks.size] = self._recent.get(blocks.size, 0.0) + count
         self._learn_drafting(blocks.row, blocks.drafted, drafting, count)
         self._learn_pass(blocks.row, blocks.size, seconds - drafting, trust + count - 1)
@@ -186,12 +193,12 @@ class RunningCosts:
         """In the machine's seconds."""
         return self._begin_draft + length * self._draft_ratio * row.draft if length else 0.0
 
-    def _fade(self, recent: float, kept: float) -> None:
+    def _fade(self, recent: float, kept: float, but: int = 0) -> None:
         for size in self._recent:
             self._recent[size] *= recent
-        for known in self._passes:
-            if known.count:
-                known.fade(kept)
+        for size, known in enumerate(self._passes):
+            if known.count and size != but:
+                known.fade(kept, self._measured)
 
     def _learn_pass(self, row: Row, size: int, seconds: float, count: float) -> None:
         """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
@@ -212,7 +219,12 @@ class RunningCosts:
             weight = max(weight, count / known.seen)
         self._machine *= 1.0 + weight * (measured / expected - 1.0)
         # Before any draft the machine's speed is all that plain steps tell: of other passes and of the drafter's too.
-        known.learn(measured / self._machine if self._drafts else 1.0, math.sqrt(count))
+        weight = math.sqrt(count)
+        if known.count > TRUSTED:
+            surprise = min(abs(measured / expected - 1.0), SURPRISE)
+            self._noise += SURPRISES * (weight * surprise * surprise - self._noise)
+            self._measured = max(1.0, self._noise / (ERROR * ERROR))
+        known.learn(measured / self._machine if self._drafts else 1.0, weight, self._measured)
 
     def _learn_drafting(self, row: Row, length: int, seconds: float, count: int) -> None:
         """`count` drafts took `seconds` each. One number tells of three: the beginning, the steps and the missed tokens share
