@@ -79,11 +79,13 @@ class Machine:
     turns: float = (
         0.0  # plain steps after which everything takes SLOW times as long, or no longer does; 0: never
     )
+    moments: float = 0.0  # standard deviation, over replies, of the logarithm of what everything takes
     catch_up: float = 0.0  # seconds in which the drafter reads a token of the plain steps before
 
     def reply(self, schedule: Schedule, tokens: int, seed: int) -> float:
         """Seconds of one reply."""
         accepts = np.random.default_rng(seed).random((4 * tokens, 16))
+        moment = float(np.exp(self.moments * np.random.default_rng((seed, 1)).standard_normal()))
         emitted, seconds, block, missed = 0, 0.0, 0, 0
         while emitted < tokens:
             context = 40 + emitted
@@ -93,7 +95,7 @@ class Machine:
             size = schedule.pass_length(drafted + 1, context)
             late = missed * self.catch_up if drafted else 0.0
             turn = (63 * seed + seconds / STEP) % (2 * self.turns) < self.turns if self.turns else False
-            slowness = self.slowness * (SLOW if turn else 1.0)
+            slowness = self.slowness * moment * (SLOW if turn else 1.0)
             drafting = (drafted * self.costs.draft(context) + late) * slowness
             missed = 0 if drafted else missed + 1
             verifying = self.costs.verify(size, context) * slowness

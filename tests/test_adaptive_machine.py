@@ -93,6 +93,21 @@ def test_costs_that_are_a_tenth_off_are_found_out(verify: list[float], alpha: fl
     assert max(behind) <= 1.075
 
 
+@pytest.mark.parametrize(("replies", "tokens"), [(200, 20), (20, 200)])
+@pytest.mark.parametrize("alpha", [0.4, 0.55, 0.75, 0.9])
+def test_replies_fall_on_fast_and_slow_moments(alpha: float, replies: int, tokens: int) -> None:
+    """By a fifth, more than the lengths differ; and the measured costs are off by a twentieth. No length seems good or bad for that."""
+    machine = Machine(costs_of(MEASURED, 0.04), lambda _: alpha, moments=0.2)
+    best = min(sum(seconds_of(machine, Fixed(length), replies, tokens)) for length in range(9))
+    behind = []
+    for seed in range(4):
+        errors = np.exp(0.05 * np.random.default_rng(seed).standard_normal(len(MEASURED) - 1))
+        told = [1.0, *(each * error for each, error in zip(MEASURED[1:], errors, strict=True))]
+        taken = seconds_of(machine, Adaptive(costs_of(told, 0.04), 0.6), replies, tokens)
+        behind.append(sum(taken) / best)
+    assert max(behind) <= 1.07
+
+
 def test_a_saw_tooth_is_used() -> None:
     """Four tokens cost less than two or three: drafts of three, and a single token is never padded to four."""
     schedule = after_plain_steps(costs_of(SAW, 0.02), 0.7)
