@@ -96,7 +96,7 @@ def test_costs_that_are_a_tenth_off_are_found_out(verify: list[float], alpha: fl
 @pytest.mark.parametrize(("replies", "tokens"), [(200, 20), (20, 200)])
 @pytest.mark.parametrize("alpha", [0.4, 0.55, 0.75, 0.9])
 def test_replies_fall_on_fast_and_slow_moments(alpha: float, replies: int, tokens: int) -> None:
-    """By a fifth, more than the lengths differ; and the measured costs are off by a twentieth. No length seems good or bad for that."""
+    """By a fifth, more than lengths differ, and measured costs are off by a twentieth: no length seems good or bad for that."""
     machine = Machine(costs_of(MEASURED, 0.04), lambda _: alpha, moments=0.2)
     best = min(sum(seconds_of(machine, Fixed(length), replies, tokens)) for length in range(9))
     behind = []
