@@ -4,7 +4,7 @@
 
 A pass of the target takes the processor's caches, so the same few lines of Python take several times as long between two passes
 as in a loop of their own. The bundle's prompts are decoded with a chosen draft length, plainly through a schedule that may never
-draft, and with a fixed length; shares are of the blocks' time. `account.ASKED` and `adaptive.CONSIDERING` are from here.
+draft, and with a fixed length; shares are of the blocks' time. It checks `account.ASKED` and `adaptive.CONSIDERING`.
 """
 
 from __future__ import annotations

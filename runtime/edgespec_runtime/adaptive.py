@@ -40,7 +40,7 @@ SLOWER, CHECKING_STEPS = 1.31, 2
 SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
 LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
-# Seconds of learning what drafts came to and of choosing the next length (benchmarks/schedule_overhead.py).
+# Seconds of learning what drafts came to and of choosing the next length (benchmarks/schedule_overhead.py checks it).
 CONSIDERING = 5e-5
 # Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
 FAILURES = 2

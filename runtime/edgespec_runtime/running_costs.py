@@ -103,9 +103,8 @@ class RunningCosts:
         # by size, with the sampling and the loop's work that follow them
         self._passes = [_Passes() for _ in range(costs.longest + 1)]
         self._draft_ratio = 1.0  # the same of a draft's steps
-        self._noise = (
-            ERROR * ERROR
-        )  # squared share by which a well-known pass takes more or less than expected
+        # squared share by which a well-known pass takes more or less than expected
+        self._noise = ERROR * ERROR
         self._measured = 1.0  # passes that what was measured beforehand of their size is worth
         self._drafts = 0  # those that were timed
         self._recent: dict[int, float] = {}  # by size, those before others for less
