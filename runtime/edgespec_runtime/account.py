@@ -14,7 +14,8 @@ ALLOWED_STEPS = 0.3  # what trying may lose in a reply, in plain steps ...
 ALLOWED_SHARE = 0.01  # ... and in shares of the time so far
 CREDIT_SHARE = 0.018  # what a draft that seems to pay may lose, in shares of the time so far ...
 CREDIT_STEPS = 60.0  # ... or of as many plain steps, where the reply is shorter yet
-# Seconds of being asked and told in a plain step, between two passes; plain decoding has none (benchmarks/schedule_overhead.py checks it).
+# Seconds of being asked and told in a plain step, between two passes; plain decoding has none. benchmarks/schedule_overhead.py
+# checks it.
 ASKED = 1.5e-6
 # In plain steps: what a short reply may add to what they keep, or owe, together; and what one of those that follow may use of it,
 # for a draft that seems to pay and for one that surely does. A drafter that pays only in the mean over many replies has to bear
