@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from edgespec_runtime.acceptance_rates import AcceptanceRates
@@ -74,20 +76,34 @@ def test_short_replies_of_plain_steps_are_not_considered_one_by_one(considered: 
     assert 2 <= len(considered) <= replies * tokens / 24
 
 
-@pytest.mark.parametrize(("step", "least", "most"), [(1e-4, 50, 70), (1e-5, 100, 140), (1e-2, 8, 9)])
+def considered_at(step: float, seconds: Callable[[int], float], considered: list[int]) -> list[int]:
+    """The plain steps before which drafting was considered, which took `seconds` of its number. No draft pays."""
+    schedule = Adaptive(Costs((32, 1024), (tuple(step * v for v in STEEP),) * 2, (0.5 * step,) * 2), 0.5)
+    at: list[int] = []
+    for block in range(1500):
+        before = len(considered)
+        schedule.draft_length(40, 400)
+        choosing = 0.0
+        if len(considered) > before:
+            choosing = seconds(len(at))
+            at.append(block)
+        schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
+    return at
+
+
+@pytest.mark.parametrize(("step", "least", "most"), [(2e-4, 58, 62), (1e-5, 128, 128), (1e-2, 32, 32)])
 def test_considering_takes_a_small_share_of_short_steps(
     step: float, least: int, most: int, considered: list[int]
 ) -> None:
-    """It takes 30 us here, and no draft pays: 60 steps of 0.1 ms make that half a percent; a rest of 128 is the longest."""
-    schedule = Adaptive(Costs((32, 1024), (tuple(step * v for v in STEEP),) * 2, (0.5 * step,) * 2), 0.5)
-    blocks = []
-    for block in range(200):
-        before = len(considered)
-        schedule.draft_length(40, 400)
-        choosing = 3e-5 * (len(considered) - before)
-        blocks += [block] * (len(considered) - before)
-        schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
-    assert least <= blocks[1] - blocks[0] <= most
+    """It takes 30 us here: 60 steps of 0.2 ms make that a quarter of a percent; 128 are the longest rest, 32 the usual one."""
+    at = considered_at(step, lambda _: 3e-5, considered)
+    assert least <= at[-1] - at[-2] <= most
+
+
+def test_one_slow_moment_of_considering_makes_no_long_rest(considered: list[int]) -> None:
+    """Another program's turn, 5 ms instead of 30 us."""
+    at = considered_at(2e-4, lambda time: 5e-3 if time == 12 else 3e-5, considered)
+    assert 60 < np.diff(at)[12:].max() <= 90
 
 
 @pytest.mark.parametrize(("step", "most"), [(2e-2, 1.4), (3e-4, 0.4)])
@@ -104,14 +120,14 @@ def test_where_blocks_are_short_a_length_is_kept_through_short_replies(
             considered.clear()
             drafted = 0
         for block in range(4):
+            before = len(considered)
             length = schedule.draft_length(100 + block, 100)
-            accepted = min(length, 2)
-            drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
-            seconds = drafting + verifying
-            outcome = Outcome(
-                100 + block, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds
+            choosing = 5e-5 * (len(considered) - before)
+            drafting, verifying = choosing + length * costs.draft(100), costs.verify(length + 1, 100)
+            accepted, seconds = min(length, 2), drafting + verifying
+            schedule.observe(
+                Outcome(100 + block, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
             )
-            schedule.observe(outcome)
             drafted += length > 0
     assert drafted >= 0.95 * 4 * replies / 2  # else a plain step shows now and then what it takes
     assert 1 <= len(considered) <= most * replies / 2

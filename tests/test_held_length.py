@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from edgespec_runtime.held_length import HELD, LONGEST_HELD, LOSING_STEPS, TRIED, HeldLength
+from edgespec_runtime.held_length import AT_ONCE, HELD, LONGEST_HELD, LOSING_STEPS, TRIED, HeldLength
 from edgespec_runtime.running_costs import BUCKET
+from edgespec_runtime.schedule import Outcome
 
 STEP, RISK = 0.02, 0.01
 
@@ -17,24 +18,35 @@ def chosen(budget: float = 1.0, enough: float = math.inf, length: int = 3) -> He
     return held
 
 
+def blocks_of(held: HeldLength, emitted: int, most: int = 10**6) -> int:
+    """How many blocks it is kept for where each comes to `emitted` tokens, `most` looked at."""
+    made = 0
+    while made < most and (blocks := held.take(100, 50)):
+        held.tell([outcome(emitted)] * blocks)
+        made += blocks
+    return made
+
+
+def outcome(emitted: int) -> Outcome:
+    return Outcome(100, 3, emitted - 1, emitted, 4, 0.0, STEP, STEP)
+
+
 @pytest.mark.parametrize(("blocks", "kept"), [(None, HELD), (0, HELD), (17, 17), (10**6, LONGEST_HELD)])
 def test_it_is_kept_for_so_many_blocks(blocks: int | None, kept: int) -> None:
     held = chosen(budget=2 * RISK)
     if blocks is not None:
         held.go_on_for(blocks)
-    assert [held.goes_on(100, 50) for _ in range(LONGEST_HELD)] == [
-        n < kept for n in range(1, LONGEST_HELD + 1)
-    ]
+    assert blocks_of(held, emitted=4) == kept
 
 
 def test_a_try_is_kept_for_fewer() -> None:
     held = HeldLength()
     held.choose(3, TRIED, 100, STEP, RISK, 1.0, math.inf)
-    assert [held.goes_on(100, 50) for _ in range(3)] == [True] * (TRIED - 1) + [False] * (4 - TRIED)
+    assert blocks_of(held, emitted=4) == TRIED
 
 
 def test_no_draft_is_not_kept() -> None:
-    assert not chosen(length=0).goes_on(100, 50)
+    assert not chosen(length=0).take(100, 50)
 
 
 @pytest.mark.parametrize(
@@ -50,32 +62,32 @@ def test_no_draft_is_not_kept() -> None:
 def test_only_around_the_context_it_was_chosen_at_and_where_there_is_room(
     context: int, room: int, kept: bool
 ) -> None:
-    assert chosen().goes_on(context, room) is kept
+    assert bool(chosen().take(context, room)) is kept
+
+
+@pytest.mark.parametrize(
+    ("budget", "enough", "at_once"),
+    [(1.0, math.inf, AT_ONCE), (3.5 * RISK, math.inf, 3), (0.0, math.inf, 1), (1.0, STEP, 1)],
+)
+def test_so_many_are_made_at_once_as_may_all_fail(budget: float, enough: float, at_once: int) -> None:
+    """And one, where what it wins may pay for the longer length."""
+    held = chosen(budget, enough)
+    held.left = LONGEST_HELD
+    assert held.take(100, 50) == at_once
+    assert held.left == LONGEST_HELD - at_once
 
 
 def test_it_ends_when_what_may_be_lost_bears_no_further_failure() -> None:
-    held = chosen(budget=2 * RISK)
-    held.tell(1)
-    assert held.goes_on(100, 50)
-    held.tell(1)
-    assert not held.goes_on(100, 50)
+    assert blocks_of(chosen(budget=2 * RISK), emitted=1) == 2
 
 
 def test_it_ends_when_what_was_won_pays_for_the_longer_one() -> None:
-    held = chosen(budget=RISK, enough=5 * STEP)
-    held.tell(4)
-    assert held.goes_on(100, 50)
-    held.tell(4)
-    assert not held.goes_on(100, 50)
+    assert blocks_of(chosen(budget=RISK, enough=5 * STEP), emitted=4) == 2
 
 
 def test_what_many_blocks_won_is_not_all_lost_again() -> None:
     held = chosen()
     held.go_on_for(LONGEST_HELD)
-    for _ in range(10):
-        held.tell(4)
-    failures = 0
-    while held.goes_on(100, 50):
-        held.tell(1)
-        failures += 1
+    assert blocks_of(held, emitted=4, most=10) >= 10
+    failures = blocks_of(held, emitted=1)
     assert failures * RISK == pytest.approx(LOSING_STEPS * STEP, abs=RISK)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.running_costs import FRESH, HICCUP, Blocks, RunningCosts
+from edgespec_runtime.schedule import Outcome
 
 STEP = 0.02  # seconds of a plain step
 DRAFT = 0.1  # plain steps that a step of the drafter takes
@@ -22,17 +23,23 @@ def block(costs: RunningCosts) -> float:
     return costs.block(costs.row(100), 3, 4) / STEP
 
 
+def outcome(length: int, size: int, drafting: float, verifying: float) -> Outcome:
+    """A draft of `length` of which all stayed; in seconds."""
+    return Outcome(100, length, length, length + 1, size, drafting, verifying, drafting + verifying)
+
+
+def drafted(costs: RunningCosts, outcomes: list[Outcome]) -> Blocks:
+    row = costs.row(100)
+    return Blocks(row, outcomes, costs.longest(row, outcomes[0].size))
+
+
 def draft_three(
     costs: RunningCosts, count: int, times: float = 1.0, passing: float = 1.0, one: float = 1.0
 ) -> None:
     """`count` drafts of three that take `times` as long as calibrated, their passes `passing`; the last of them `one` as long."""
-    row = costs.row(100)
-    blocks = Blocks(row, 3, 4, costs.longest(row, 4))
-    for number in range(count):
-        drafting, verifying = 3 * DRAFT * STEP * times, PASS_OF_FOUR * STEP * times * passing
-        last = one if number == count - 1 else 1.0
-        blocks.add(3, 3, 4, drafting, drafting + last * verifying)
-    costs.learn(blocks)
+    drafting, verifying = 3 * DRAFT * STEP * times, PASS_OF_FOUR * STEP * times * passing
+    usual = [outcome(3, 4, drafting, verifying)] * (count - 1)
+    costs.learn(drafted(costs, [*usual, outcome(3, 4, drafting, one * verifying)]))
 
 
 def seasoned() -> RunningCosts:
@@ -83,10 +90,8 @@ def test_one_slow_pass_changes_nothing_and_two_do() -> None:
 def test_a_slow_pass_among_others_counts_for_what_one_takes_by_itself() -> None:
     """Four blocks are learnt at one go; one of them waited for another program, ten times as long."""
     costs = seasoned()
-    row, drafting, verifying = costs.row(100), 3 * DRAFT * STEP, PASS_OF_FOUR * STEP
-    blocks = Blocks(row, 3, 4, costs.longest(row, 4))
-    for times in (1, 1, 1, 10):
-        blocks.add(3, 3, 4, drafting, drafting + times * verifying)
+    drafting, verifying = 3 * DRAFT * STEP, PASS_OF_FOUR * STEP
+    blocks = drafted(costs, [outcome(3, 4, drafting, times * verifying) for times in (1, 1, 1, 10)])
     assert blocks.seconds == pytest.approx(4 * drafting + (3 + HICCUP) * verifying, rel=0.02)
 
 
@@ -106,10 +111,7 @@ def test_what_the_drafter_missed_is_read_before_its_next_draft() -> None:
     row = costs.row(100)
     for _ in range(40):
         costs.learn_steps(row, 8, 8 * STEP)
-        blocks = Blocks(row, 3, 4, costs.longest(row, 4))
-        drafting = (3 * DRAFT + 8 * 0.1) * STEP
-        blocks.add(3, 3, 4, drafting, drafting + PASS_OF_FOUR * STEP)
-        costs.learn(blocks)
+        costs.learn(drafted(costs, [outcome(3, 4, (3 * DRAFT + 8 * 0.1) * STEP, PASS_OF_FOUR * STEP)]))
         assert costs.missed == 0
     costs.learn_steps(row, 8, 8 * STEP)
     assert costs.catching_up / STEP == pytest.approx(0.8, rel=0.2)
@@ -165,10 +167,7 @@ def test_what_was_seen_of_a_size_fades_while_there_are_others() -> None:
     assert block(costs) > 3 * DRAFT + 1.6 * PASS_OF_FOUR
     assert costs.seen(4)
     for _ in range(75):
-        blocks = Blocks(row, 1, 2, costs.longest(row, 2))
-        for _ in range(2):
-            blocks.add(1, 1, 2, DRAFT * STEP, (DRAFT + 1.04) * STEP)
-        costs.learn(blocks)
+        costs.learn(drafted(costs, [outcome(1, 2, DRAFT * STEP, 1.04 * STEP)] * 2))
     assert block(costs) < 3 * DRAFT + 1.25 * PASS_OF_FOUR
     assert not costs.seen(4)
 
@@ -180,8 +179,20 @@ def test_a_pass_is_padded_while_the_longer_one_is_cheaper() -> None:
     costs.learn_steps(row, 8, 8 * STEP)
     assert costs.blocks(row, 3)[0] == [1, 2, 4, 4]
     for _ in range(6):
-        blocks = Blocks(row, 2, 4, costs.longest(row, 4))
-        for _ in range(2):
-            blocks.add(2, 2, 3, 2 * DRAFT * STEP, (2 * DRAFT + 1.4) * STEP)
-        costs.learn(blocks)
+        costs.learn(drafted(costs, [outcome(2, 4, 2 * DRAFT * STEP, 1.4 * STEP)] * 2))
     assert costs.blocks(row, 3)[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("taken", "padded"), [(1.3, True), (1.1, False)])
+def test_a_well_known_longer_pass_is_held_once_against_the_shorter_one(taken: float, padded: bool) -> None:
+    """Measured beforehand, four tokens are a tenth cheaper than three; what three really take decides."""
+    costs = RunningCosts(Costs((32,), ((STEP, 1.1 * STEP, 1.3 * STEP, 1.15 * STEP),), (DRAFT * STEP,)))
+    row = costs.row(32)
+    costs.learn_steps(row, 8, 8 * STEP)
+    while not costs.fresh(4):
+        assert costs.blocks(row, 3)[0] == [1, 2, 4, 4]
+        costs.learn(drafted(costs, [outcome(2, 4, 2 * DRAFT * STEP, 1.15 * STEP)] * 2))
+    assert costs.blocks(row, 3)[0] == [1, 2, 3, 4]
+    for _ in range(3):
+        costs.learn(drafted(costs, [outcome(2, 3, 2 * DRAFT * STEP, taken * STEP)] * 2))
+    assert costs.blocks(row, 3)[0] == [1, 2, 4 if padded else 3, 4]

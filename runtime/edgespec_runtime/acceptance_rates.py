@@ -30,6 +30,7 @@ class AcceptanceRates:
         self._guess = min(max(guess, 1.0 - MOST), MOST)
         self._tested = [0.0] * positions
         self._accepted = [0.0] * positions
+        self._tests = 0.0  # at all positions
         self._long_run = [self._guess] * positions
         # recent tests, acceptances, and acceptances that the long run expected of them
         self._recent = self._met = self._expected = 0.0
@@ -46,7 +47,7 @@ class AcceptanceRates:
         Plain steps make it forget as well, so that drafting is tried again where the long run promises a gain.
         """
         kept = MEMORY**idle
-        tests = sum(self._tested)
+        tests = self._tests
         known = min(GUESS_TESTS + tests, LONG_RUN_TESTS) * self._long_run[0]
         change = (known + kept * self._met) / (known + kept * self._expected)
         rates = [min(change * rate, MOST) for rate in self._long_run]
@@ -66,7 +67,8 @@ class AcceptanceRates:
                 if position < accepted:
                     self._met += 1.0
                     self._accepted[position] += 1.0
-        everywhere = (GUESS_TESTS * self._guess + sum(self._accepted)) / (GUESS_TESTS + sum(self._tested))
+        self._tests = sum(self._tested)
+        everywhere = (GUESS_TESTS * self._guess + sum(self._accepted)) / (GUESS_TESTS + self._tests)
         self._long_run = [
             (POSITION_TESTS * everywhere + accepted) / (POSITION_TESTS + tested)
             for tested, accepted in zip(self._tested, self._accepted, strict=True)

@@ -95,12 +95,11 @@ class Account:
         won_back = WIN_BACK_STEPS if room + self.spent / step >= WIN_BACK else 0.0
         to_come = (CREDIT_SHARE * min(room, LOOK_AHEAD) + won_back) * step
         # Of what short replies have left, so many steps at most, less what this one has lost.
-        used, surely, all_of_it = (
-            min(self._kept, steps * step) - self._lost for steps in (USED_STEPS, SURE_STEPS, KEPT_STEPS)
-        )
+        kept, lost = self._kept, self._lost
+        used = min(kept, USED_STEPS * step) - lost
         return Limits(
             allowance=ALLOWED_STEPS * step + ALLOWED_SHARE * self.spent + used,
             credit=share + used,
-            borrowed=CREDIT_SHARE * self.spent + to_come + surely,
-            reserve=share + all_of_it,
+            borrowed=CREDIT_SHARE * self.spent + to_come + min(kept, SURE_STEPS * step) - lost,
+            reserve=share + min(kept, KEPT_STEPS * step) - lost,
         )

@@ -17,6 +17,8 @@ Knows costs and counts; no engines, no tokens.
 from __future__ import annotations
 
 import math
+from itertools import groupby
+from operator import attrgetter
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.account import Account
@@ -24,6 +26,8 @@ from edgespec_runtime.held_length import HELD, TRIED, HeldLength
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
+
+KIND = attrgetter("drafted", "size")  # blocks that are learnt from together
 
 CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
 # Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
@@ -38,10 +42,12 @@ FIRST_STEPS, REFRESH = 4, 40
 SLOWER, CHECKING_STEPS = 1.31, 2
 # Plain steps after which drafting is considered again: ever later where it never pays ...
 SHORT_REST, LONG_REST = 8, 32
-# ... and where steps are short so late that considering, which takes microseconds, stays a small share of those between.
-LONGEST_REST, CONSIDERING_SHARE = 128, 0.005
-# Seconds of learning what drafts came to and of choosing the next length (benchmarks/schedule_overhead.py checks it).
-CONSIDERING = 5e-5
+# ... and where steps are short so late that considering, which takes microseconds, is no more than this share of those between:
+# of plain steps, which it only makes slower, and of blocks with a draft, among which it finds the best length.
+LONGEST_REST, RESTING_SHARE, CONSIDERING_SHARE = 128, 0.0025, 0.005
+# Seconds of learning what blocks came to and of choosing the next length, before any were timed
+# (benchmarks/schedule_overhead.py checks it); the weight of the last time in their mean, of which one may be so many times.
+CONSIDERING, LAST_TIME, SLOW_TIME = 5e-5, 0.3, 2.0
 # Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
 FAILURES = 2
 
@@ -62,69 +68,80 @@ class Adaptive:
         self._sizes = self._costs.row(0).size
         self._rates = AcceptanceRates(acceptance_rate, self._most)
         self._due = FIRST_STEPS  # plain steps to be made before the next draft, from those that are not learnt from yet
-        self._since_plain = 0
-        # Plain steps and blocks are only counted, and learnt from when the length is next considered: counting takes no time.
-        self._plain_steps, self._plain_seconds, self._plain_context = 0, 0.0, 0
-        self._longest_step = math.inf
-        self._blocks: Blocks | None = None
-        self._considered = False  # whether the last length was chosen, and not a plain step of a rest ...
-        self._asked = 0  # ... and what it was; the drafter may have made no token of it
+        self._since_plain = 0  # blocks with a draft
+        # Blocks are only noted, and learnt from when a length is next considered: between two passes everything takes long.
+        self._outcomes: list[Outcome] = []
+        self._begun: int | None = None  # how many of them are of replies before this one
+        self._told = 0  # ... and how many `_held` knows
+        self._tokens = 0  # of this reply, in blocks that were learnt from
+        # The length of the next blocks and how many they are, before it is asked again whether it is kept.
+        self._length = self._left = 0
         self._held = HeldLength()
-        self._tokens = 0  # of this reply
+        self._chosen = False  # whether it was chosen, and is not one of plain steps that are due
+        self._considering = CONSIDERING
+        self._longest_step = math.inf
         self._step = 0.0  # seconds of a plain step, when the length was chosen
-        # seconds of such empty drafts since the last real one, and of those before one usually
+        # seconds of such empty drafts since the last real one, long ago ones for less, and of those before one usually
         self._in_vain = self._usually_in_vain = 0.0
-        self._vain_at = 0  # of `_idle`, when the last one came
         self._idle = 0  # blocks since a draft was last tested
-        self._resting, self._rest = 0, SHORT_REST
+        self._rest = SHORT_REST
         # Whether a new reply's empty account may change what was chosen: not where plain steps were chosen with such an account.
         self._forgiving = True
         self._account = Account()
-        self.begin()
 
     def begin(self) -> None:
         """The account of a new reply is empty, or begins with a part of what short ones left; what is known of acceptance and the
         machine stays."""
-        if self._tokens:
-            self._account.end_reply(self._tokens)
-            self._tokens = 0
-        if self._held.left >= HELD and self._account.short and not self._plain_steps:
-            return  # as if it were one reply: beginning takes as long as considering
-        self._learn()
-        self._costs.begin()
-        self._account.settle(self._step)
-        if self._account.short:
-            self._rates.begin()
-        self._held.left = 0
+        tokens = self._tokens + sum(outcome.emitted for outcome in self._outcomes[self._begun or 0 :])
+        if tokens:
+            self._account.end_reply(tokens)
+        self._tokens, self._begun = 0, len(self._outcomes)
+        held, short = self._held, self._account.short
+        if self._length:
+            # A length goes on as if it were one reply, where many blocks are left: considering takes time.
+            held.left += self._left
+            if not short or held.left < HELD:
+                held.left = 0
+            self._left = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
-        if self._forgiving or (self._account.short and self._account.lasts(self._resting)):
-            self._resting = 0
+        elif self._forgiving or (short and self._account.lasts(self._left)):
+            self._left = 0
 
     def acceptance(self) -> list[float]:
         """Estimated probability, for every position of a block, that its token is accepted where those before it were."""
+        self._tell()
         self._learn()
         return self._rates.estimate(self._idle)[0]
 
     def draft_length(self, context: int, room: int) -> int:
-        if self._resting:
-            self._resting -= 1
-            return 0
-        if self._held.goes_on(context, room):
-            return self._asked
-        self._learn_blocks()
-        if self._account.unsettled:
-            self._account.settle(self._step)
+        if self._left and self._length <= room:
+            self._left -= 1
+            return self._length
+        return self._next(context, room)
+
+    def _next(self, context: int, room: int) -> int:
+        """The length of the next blocks, kept or chosen."""
+        held = self._held
+        if held.left:
+            self._tell()
+            blocks = held.take(context, room)
+            if blocks:
+                self._left = blocks - 1
+                return self._length
+        self._learn()
         most = min(self._most, room)
-        self._considered = most > 0 and self._plain_steps >= self._due
-        if not self._considered:
+        self._chosen = most > 0 and not self._due
+        if not self._chosen:
+            self._length, self._left, held.left = 0, max(self._due - 1, 0), 0
             return 0
-        self._learn_steps()
-        length = self._asked = self._best(context, room, most)
+        length = self._length = self._best(context, room, most)
         self._forgiving = length > 0 or (self._forgiving and self._account.spent > 0.0)
         if length:
             self._rest = SHORT_REST
+            self._left = max(held.take(context, room), 1) - 1
         else:
-            self._resting = self._rest - 1
+            long = int(self._considering / (RESTING_SHARE * self._step))
+            self._left = min(max(self._rest, long), LONGEST_REST) - 1
             self._rest = min(2 * self._rest, LONG_REST)
         return length
 
@@ -134,7 +151,7 @@ class Adaptive:
         row = costs.row(context)
         self._sizes, blocks, at_best = costs.blocks(row, most)
         step = self._step = blocks[0]
-        before = costs.catching_up + max(self._usually_in_vain, self._vain())
+        before = costs.catching_up + max(self._usually_in_vain, self._in_vain)
         plain = 1.0 / step
         allowance, credit, borrowed, reserve = self._account.limits(step, room)
         estimates, doubt = self._rates.estimate(self._idle)
@@ -170,76 +187,80 @@ class Adaptive:
         held = HELD if costs.seen(self._sizes[likely]) else TRIED
         self._held.choose(likely, held, context, step, risk, budget, enough)
         if likely and likely == wanted and known and most == self._most:
-            self._held.go_on_for(int(CONSIDERING / (CONSIDERING_SHARE * blocks[likely])))
+            self._held.go_on_for(int(self._considering / (CONSIDERING_SHARE * blocks[likely])))
         return likely or hoped
 
     def pass_length(self, count: int, context: int) -> int:
         return self._sizes[count - 1] if count <= len(self._sizes) else count
 
     def observe(self, outcome: Outcome) -> None:
-        context, drafted, accepted, emitted, size, draft_seconds, _, seconds = outcome
-        self._tokens += emitted
-        if not drafted:
-            if self._considered:
-                self._considered = False
-                self._account.take(0.0, draft_seconds)  # choosing and drafting take time
-                if not self._asked:
-                    rest = min(int(draft_seconds / (CONSIDERING_SHARE * self._step)), LONGEST_REST)
-                    self._resting = max(self._resting, rest)
-                else:  # the drafter ended its draft before it began
-                    self._learn_blocks()
-                    self._held.left = 0
-                    self._in_vain = self._vain() + draft_seconds
-                    self._vain_at = self._idle + self._plain_steps + 1
-            self._plain_steps += 1
-            self._plain_seconds += min(seconds - draft_seconds, self._longest_step)
-            self._plain_context = context
-            return
-        blocks = self._blocks
-        if blocks is None or (blocks.drafted, blocks.size) != (drafted, size):
-            self._learn_blocks()
-            row = self._costs.row(context)
-            blocks = self._blocks = Blocks(row, drafted, size, self._costs.longest(row, size))
-        blocks.add(min(drafted, emitted), accepted, emitted, draft_seconds, seconds)
-        self._held.tell(emitted)
+        self._outcomes.append(outcome)
+        if self._length and not outcome.drafted:  # the drafter ended its draft before it began
+            self._left = self._held.left = 0
 
-    def _vain(self) -> float:
-        """Seconds of empty drafts since the last real one, long ago ones for less."""
-        return MEMORY ** (self._idle + self._plain_steps - self._vain_at) * self._in_vain
+    def _tell(self) -> None:
+        self._held.tell(self._outcomes[self._told :])
+        self._told = len(self._outcomes)
 
     def _learn(self) -> None:
-        self._learn_blocks()
-        self._learn_steps()
+        """From all blocks that were noted: they had one length, of which the drafter may have made less."""
+        outcomes, self._outcomes, self._told = self._outcomes, [], 0
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._learn_from(outcomes[:begun])
+            self._costs.begin()
+            self._account.settle(self._step)
+            if self._account.short:
+                self._rates.begin()
+            outcomes = outcomes[begun:]
+        self._learn_from(outcomes)
+        self._tokens += sum(outcome.emitted for outcome in outcomes)
 
-    def _learn_blocks(self) -> None:
-        blocks, self._blocks = self._blocks, None
-        if blocks is None:
-            return
-        costs, count = self._costs, len(blocks.tests)
-        self._since_plain += count
+    def _learn_from(self, outcomes: list[Outcome]) -> None:
+        for (drafted, _), blocks in groupby(outcomes, KIND):
+            if drafted:
+                self._learn_blocks(list(blocks))
+            else:
+                self._learn_steps(list(blocks))
+
+    def _learn_blocks(self, outcomes: list[Outcome]) -> None:
+        costs = self._costs
+        row, size = costs.row(outcomes[0].context), outcomes[0].size
+        blocks = Blocks(row, outcomes, costs.longest(row, size))
+        self._since_plain += blocks.count
         self._due = int(self._since_plain >= REFRESH)
         self._rates.learn(blocks.tests, self._idle)
         self._usually_in_vain += CATCHING_UP * (self._in_vain - self._usually_in_vain)
-        self._in_vain, self._vain_at, self._idle = 0.0, 0, 0
+        self._in_vain, self._idle = 0.0, 0
         # Drafts that are well known count for what they usually take: a slow moment is no loss, plain steps are slow then too.
-        drafted, size, catching_up = blocks.drafted, blocks.size, costs.catching_up
         usually = costs.fresh(size)
-        known = catching_up + count * costs.block(blocks.row, drafted, size)
+        catching_up = costs.catching_up
+        known = catching_up + blocks.count * costs.block(row, blocks.drafted, size)
         costs.learn(blocks)
-        if usually and blocks.seconds > SLOWER * known:
-            self._due = CHECKING_STEPS
         taken = blocks.seconds
         if usually:
-            taken = catching_up + count * costs.block(blocks.row, drafted, size)
-        self._account.take(blocks.seconds, taken - blocks.emitted * costs.step(blocks.row))
+            if taken > SLOWER * known:
+                self._due = CHECKING_STEPS
+            taken = catching_up + blocks.count * costs.block(row, blocks.drafted, size)
+        self._account.take(blocks.seconds, taken - blocks.emitted * costs.step(row))
 
-    def _learn_steps(self) -> None:
-        steps, seconds = self._plain_steps, self._plain_seconds
-        if steps:
-            self._plain_steps, self._plain_seconds = 0, 0.0
-            self._due, self._since_plain = max(0, self._due - steps), 0
-            self._idle += steps
-            self._account.take_steps(seconds, steps)
-            row = self._costs.row(self._plain_context)
-            self._costs.learn_steps(row, steps, seconds)
-            self._longest_step = self._costs.longest(row, row.size[0])
+    def _learn_steps(self, steps: list[Outcome]) -> None:
+        count, longest = len(steps), self._longest_step
+        seconds = sum(min(step.seconds - step.draft_seconds, longest) for step in steps)
+        self._in_vain *= MEMORY**count
+        # choosing and drafting take time
+        if self._length:
+            in_vain = sum(step.draft_seconds for step in steps)
+            self._in_vain += in_vain
+            self._account.take(0.0, in_vain)
+        elif self._chosen:
+            taken = steps[0].draft_seconds
+            self._considering += LAST_TIME * (min(taken, SLOW_TIME * self._considering) - self._considering)
+            self._account.take(0.0, taken)
+        self._chosen = False
+        self._due, self._since_plain = max(0, self._due - count), 0
+        self._idle += count
+        self._account.take_steps(seconds, count)
+        row = self._costs.row(steps[-1].context)
+        self._costs.learn_steps(row, count, seconds)
+        self._longest_step = self._costs.longest(row, row.size[0])

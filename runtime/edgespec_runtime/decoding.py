@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from edgespec.errors import InputError
 from edgespec.options import knob
@@ -85,8 +85,7 @@ class DecodingOptions(ReplyOptions):
     max_draft_length: int = knob(8, "longest draft that is chosen", at_least=1)
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Tokens that left the loop together: the first `accepted` are the drafter's. `finish`: eos, length, context or ''."""
 
     tokens: tuple[int, ...]

@@ -10,9 +10,11 @@ Knows costs and seconds; nothing of acceptance.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edgespec_runtime.pass_costs import PADDING_GAIN, Costs
+from edgespec_runtime.schedule import Outcome
 
 BUCKET = 64  # tokens of context that share a row of costs: interpolating for every block would cost as much as sampling
 # Weight of a block's time in the running ratio of measured to calibrated seconds, and in what passes before a draft: tokens that
@@ -47,32 +49,46 @@ class Row:
 
 
 class Blocks:
-    """What blocks of one kind came to, drafts of one length before passes of one size, since they were last learnt from."""
+    """What blocks of one kind came to, drafts of one length before passes of one size, since they were last learnt from.
 
-    def __init__(self, row: Row, drafted: int, size: int, longest: float) -> None:
-        self.row, self.drafted, self.size = row, drafted, size
-        self._longest = longest  # seconds of a pass that is none of another program's
-        self.tests: list[
-            tuple[int, int]
-        ] = []  # draft tokens that were looked at, and how many of them stayed
+    Args:
+        row: costs at the context of the first.
+        outcomes: at least one.
+        longest: seconds of a pass that is none of another program's.
+    """
+
+    def __init__(self, row: Row, outcomes: Sequence[Outcome], longest: float) -> None:
+        self.row, self.drafted, self.size, self.count = (
+            row,
+            outcomes[0].drafted,
+            outcomes[0].size,
+            len(outcomes),
+        )
+        # draft tokens that were looked at, and how many of them stayed
+        self.tests: list[tuple[int, int]] = []
         self.emitted = 0
-        self.draft_seconds = self.seconds = 0.0
+        self.draft_seconds = self.pass_seconds = 0.0
+        for _, drafted, accepted, emitted, _, draft_seconds, _, seconds in outcomes:
+            self.tests.append((min(drafted, emitted), accepted))
+            self.emitted += emitted
+            self.draft_seconds += draft_seconds
+            self.pass_seconds += min(seconds - draft_seconds, longest)
 
-    def add(self, tested: int, accepted: int, emitted: int, draft_seconds: float, seconds: float) -> None:
-        self.tests.append((tested, accepted))
-        self.emitted += emitted
-        self.draft_seconds += draft_seconds
-        self.seconds += draft_seconds + min(seconds - draft_seconds, self._longest)
+    @property
+    def seconds(self) -> float:
+        """All of them; a pass that another program held up counts for what one takes by itself."""
+        return self.draft_seconds + self.pass_seconds
 
 
 class _Passes:
     """Those of one size: the ratio of what they take to what the machine's moment and the measured seconds say."""
 
-    __slots__ = ("at_best", "count", "last", "mean", "ratio", "seen")
+    __slots__ = ("at_best", "count", "last", "lately", "mean", "ratio", "seen")
 
     def __init__(self) -> None:
         self.seen = 0.0  # all of them
         self.count = 0.0  # the same, those before others for less
+        self.lately = 0.0  # ... and those before plain steps for much less
         self.mean = 1.0  # ratio of those
         self.ratio = 1.0  # ... and of what was measured beforehand
         self.at_best = 1.0 - UNSEEN  # what it may be
@@ -102,12 +118,12 @@ class RunningCosts:
         self._machine = 1.0  # real seconds in measured ones, now
         # by size, with the sampling and the loop's work that follow them
         self._passes = [_Passes() for _ in range(costs.longest + 1)]
+        self._seen: dict[int, _Passes] = {}  # those that there were
         self._draft_ratio = 1.0  # the same of a draft's steps
         # squared share by which a well-known pass takes more or less than expected
         self._noise = ERROR * ERROR
         self._measured = 1.0  # passes that what was measured beforehand of their size is worth
         self._drafts = 0  # those that were timed
-        self._recent: dict[int, float] = {}  # by size, those before others for less
         self._last_draft = 1.0  # in seconds that were expected
         # seconds in which a drafter begins, whatever the length, and in which it reads one of the tokens it has missed
         self._begin_draft = self._catch_up = 0.0
@@ -128,7 +144,7 @@ class RunningCosts:
 
     def fresh(self, size: int) -> bool:
         """Whether passes of `size` were so many lately that what the next ones take is known."""
-        return self._recent.get(size, 0.0) >= FRESH
+        return self._passes[size].lately >= FRESH
 
     def row(self, context: int) -> Row:
         return self._rows[min(context // BUCKET, len(self._rows) - 1)]
@@ -151,15 +167,19 @@ class RunningCosts:
         step = self.step(row)
         sizes, expected, at_best = [row.size[0]], [step], [step]
         drafting, token = machine * self._begin_draft, machine * self._draft_ratio * row.draft
-        for padded in row.size[1 : most + 1]:
-            size = len(sizes) + 1
-            seconds, longer = passes[size].ratio * verify[size], passes[padded].ratio * verify[padded]
-            if longer < (1.0 - PADDING_GAIN) * seconds:
-                size, seconds = padded, longer
+        for size, padded in enumerate(row.size[1 : most + 1], 2):
+            known, seconds = passes[size], passes[size].ratio * verify[size]
+            if padded > size:
+                other = passes[padded]
+                longer = other.ratio * verify[padded]
+                # One that is well known is held once against the shorter one, which may be cheaper than it seems.
+                hoped = known.at_best * verify[size] if other.lately >= FRESH and not known.seen else seconds
+                if longer < (1.0 - PADDING_GAIN) * hoped:
+                    known, size, seconds = other, padded, longer
             drafting += token
             sizes.append(size)
             expected.append(drafting + machine * seconds)
-            at_best.append(drafting + machine * passes[size].at_best * verify[size])
+            at_best.append(drafting + machine * known.at_best * verify[size])
         return sizes, expected, at_best
 
     def longest(self, row: Row, size: int) -> float:
@@ -179,31 +199,30 @@ class RunningCosts:
         self._begin_draft *= kept
 
     def learn(self, blocks: Blocks) -> None:
-        count = len(blocks.tests)
+        count = blocks.count
         trust = COLD if self.missed else 1.0  # of the first of them
-        drafting, seconds = blocks.draft_seconds / count, blocks.seconds / count
         kept = (1.0 - FORGETTING) ** count
         self._fade(kept, kept, blocks.row.size[0])
-        self._recent[blocks.size] = self._recent.get(blocks.size, 0.0) + count
-        self._learn_drafting(blocks.row, blocks.drafted, drafting, count)
-        self._learn_pass(blocks.row, blocks.size, seconds - drafting, trust + count - 1)
+        if blocks.size < len(self._passes):
+            self._passes[blocks.size].lately += count
+        self._learn_drafting(blocks.row, blocks.drafted, blocks.draft_seconds / count, count)
+        self._learn_pass(blocks.row, blocks.size, blocks.pass_seconds / count, trust + count - 1)
 
     def _draft(self, row: Row, length: int) -> float:
         """In the machine's seconds."""
         return self._begin_draft + length * self._draft_ratio * row.draft if length else 0.0
 
-    def _fade(self, recent: float, kept: float, but: int = 0) -> None:
-        for size in self._recent:
-            self._recent[size] *= recent
-        for size, known in enumerate(self._passes):
-            if known.count and size != but:
+    def _fade(self, lately: float, kept: float, but: int = 0) -> None:
+        for size, known in self._seen.items():
+            known.lately *= lately
+            if size != but:
                 known.fade(kept, self._measured)
 
     def _learn_pass(self, row: Row, size: int, seconds: float, count: float) -> None:
         """`count` passes of `size` took `seconds` each, with the sampling and the loop's work; below 1: one not to be trusted."""
         if size >= len(row.verify):
             return
-        known = self._passes[size]
+        known = self._seen[size] = self._passes[size]
         measured = seconds / row.verify[size]
         expected = self._machine * known.ratio
         last, known.last = known.last, measured
