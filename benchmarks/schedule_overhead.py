@@ -3,8 +3,8 @@
     python benchmarks/schedule_overhead.py BUNDLE [--engine onnxruntime] [--precision fp32] [--temperature 0] [--prompts 32]
 
 A pass of the target takes the processor's caches, so the same few lines of Python take several times as long between two passes
-as in a loop of their own. The bundle's prompts are decoded with a chosen draft length, plainly through a schedule that may never
-draft, and with a fixed length; shares are of the blocks' time. It checks `account.ASKED` and `adaptive.CONSIDERING`.
+as in a loop of their own. The bundle's prompts are decoded with a chosen draft length, and with fixed ones, which take what
+asking itself takes; shares are of the blocks' time. It checks `account.ASKED` and `adaptive.CONSIDERING`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,16 @@ from edgespec.progress import progress
 from edgespec.report import table
 
 NEW_TOKENS = 64
-PLAINLY, TRIED, AGAIN = "a plain step", "a draft chosen", "a draft again"
+
+
+class Counting(Adaptive):
+    """Counts how often a length is chosen, and not kept."""
+
+    times = 0
+
+    def _best(self, context: int, room: int, most: int) -> int:
+        self.times += 1
+        return super()._best(context, room, most)
 
 
 class Timed:
@@ -41,7 +50,7 @@ class Timed:
         self._schedule = schedule
         self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._asked = 0.0
-        self._kind = PLAINLY
+        self._kind = ""
 
     def begin(self) -> None:
         start = perf_counter()
@@ -49,11 +58,12 @@ class Timed:
         self.seconds["a reply begun"].append(perf_counter() - start)
 
     def draft_length(self, context: int, room: int) -> int:
-        held = getattr(getattr(self._schedule, "_held", None), "left", 0)
+        before = getattr(self._schedule, "times", 0)
         start = perf_counter()
         length = self._schedule.draft_length(context, room)
         self._asked = perf_counter() - start
-        self._kind = (AGAIN if held else TRIED) if length else PLAINLY
+        considered = getattr(self._schedule, "times", 0) > before
+        self._kind = ("a draft" if length else "a plain step") + (", considered" if considered else "")
         return length
 
     def pass_length(self, count: int, context: int) -> int:
@@ -81,8 +91,8 @@ def main() -> int:
     costs, _ = costs_of(pair, QUICK, print)
     guess = expected_rate(pair.manifest.metrics, given.temperature)
     makes: dict[str, Callable[[], Schedule]] = {
-        "chosen": lambda: Adaptive(costs, guess),
-        "never a draft": lambda: Adaptive(costs, guess, most=0),
+        "chosen": lambda: Counting(costs, guess),
+        "always none": lambda: Fixed(0),
         "always two": lambda: Fixed(2),
     }
     timed = {name: Timed(make()) for name, make in makes.items()}
