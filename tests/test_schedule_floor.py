@@ -1,0 +1,41 @@
+"""benchmarks/schedule_floor.py against enumeration of every choice and every outcome."""
+
+from __future__ import annotations
+
+import pytest
+from schedule_floor import least_seconds
+
+RATES, BLOCKS = (0.6, 0.5, 0.7), (1.0, 1.3, 1.5, 1.8)
+
+
+def won(left: int, slack: float) -> float:
+    """Most that can be expected to be won in `left` tokens where `slack` may be lost."""
+    best = won(left - 1, slack) if left else 0.0
+    for length in range(1, min(len(BLOCKS), left)):
+        if slack < BLOCKS[length] - 1.0 - 1e-9:
+            continue
+        total, reach = 0.0, 1.0
+        for count in range(1, length + 2):
+            goes_on = RATES[count - 1] if count <= length else 0.0
+            gain = count - BLOCKS[length]
+            total += reach * (1.0 - goes_on) * (gain + won(left - count, slack + gain))
+            reach *= goes_on
+        best = max(best, total)
+    return best
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(6, 0.04), (8, 0.04), (9, 0.1), (10, 0.0)])
+def test_the_floor_is_that_of_enumeration(tokens: int, share: float) -> None:
+    _, best = least_seconds(RATES, BLOCKS, tokens, share)
+    assert best == pytest.approx(tokens - won(tokens, share * tokens + 1e-9), abs=1e-6)
+
+
+def test_a_fixed_length_takes_what_its_blocks_take() -> None:
+    """Two tokens at most: a draft of one, then a plain step where it failed."""
+    fixed, _ = least_seconds((0.9,), (1.0, 1.2), 2, 0.0)
+    assert fixed == pytest.approx(0.9 * 1.2 + 0.1 * 2.2)
+
+
+def test_with_all_to_lose_the_best_is_no_worse_than_a_fixed_length() -> None:
+    fixed, best = least_seconds(RATES, BLOCKS, 30, 0.5)
+    assert best <= fixed + 0.01
