@@ -7,6 +7,7 @@ import pytest
 from edgespec_runtime.adaptive import CHECKING_STEPS, HELD, Adaptive
 from edgespec_runtime.schedule import Fixed, Outcome
 from simulated_machine import (
+    DEAR,
     FLAT,
     MEASURED,
     SAW,
@@ -89,8 +90,23 @@ def test_costs_that_are_a_tenth_off_are_found_out(verify: list[float], alpha: fl
         errors = np.exp(0.1 * np.random.default_rng(seed).standard_normal(len(verify) - 1))
         wrong = [1.0, *(each * error for each, error in zip(verify[1:], errors, strict=True))]
         behind.append(sum(seconds_of(machine, Adaptive(costs_of(wrong, 0.04), 0.6))) / best)
-    assert np.mean(behind) <= 1.055
+    assert np.mean(behind) <= 1.058
     assert max(behind) <= 1.075
+
+
+@pytest.mark.parametrize("alpha", [0.4, 0.45, 0.5])
+def test_costs_that_are_a_tenth_off_make_no_reply_slow(alpha: float) -> None:
+    """Drafts that hardly pay, a failed one losing a third of a step and more: plain steps must not seem slower than they are."""
+    costs = costs_of(DEAR, 0.13)
+    machine = Machine(costs, lambda _: alpha)
+    plain = seconds_of(machine, Fixed(0), 32, 64)
+    for seed in range(8):
+        errors = np.exp(0.1 * np.random.default_rng(seed).standard_normal(len(DEAR) - 1))
+        wrong = [1.0, *(each * error for each, error in zip(DEAR[1:], errors, strict=True))]
+        for mine, slow in zip(
+            seconds_of(machine, Adaptive(costs_of(wrong, 0.13), 0.6), 32, 64), plain, strict=True
+        ):
+            assert mine <= 1.02 * slow
 
 
 @pytest.mark.parametrize(("replies", "tokens"), [(200, 20), (20, 200)])

@@ -70,6 +70,18 @@ def test_a_misjudged_pass_says_nothing_of_plain_steps() -> None:
     assert block(costs) == pytest.approx(3 * DRAFT + 1.5 * PASS_OF_FOUR, rel=0.1)
 
 
+@pytest.mark.parametrize("passing", [0.8, 1.3])
+def test_a_misjudged_pass_says_nothing_of_plain_steps_in_the_long_run(passing: float) -> None:
+    """Two thousand blocks, and a plain step after every forty."""
+    costs = RunningCosts(COSTS)
+    costs.learn_steps(costs.row(100), 8, 8 * STEP)
+    for _ in range(50):
+        for _ in range(10):
+            draft_three(costs, 4, passing=passing)
+        assert step(costs) == pytest.approx(1.0, rel=0.01)
+        costs.learn_steps(costs.row(100), 1, STEP)
+
+
 def test_plain_steps_speak_for_drafts() -> None:
     costs = seasoned()
     before = block(costs)

@@ -224,10 +224,12 @@ class RunningCosts:
             return
         known = self._seen[size] = self._passes[size]
         measured = seconds / row.verify[size]
-        expected = self._machine * known.ratio
+        plain = size == row.size[0]  # they come many at a time, without those that are too long to be true
+        # What was measured beforehand of a longer pass must not pull: where it was off, the machine would seem slow or fast for
+        # good, and so would plain steps, by which gains are measured.
+        expected = self._machine * (known.ratio if plain else known.mean)
         last, known.last = known.last, measured
         known.seen += count
-        plain = size == row.size[0]  # they come many at a time, without those that are too long to be true
         if not plain and last <= BELIEVED * expected < measured:
             return
         weight = _weight(count)
