@@ -124,7 +124,7 @@ def seconds_of(schedule: Schedule, trace: Trace, tokens: int, machine: Machine) 
     while emitted < tokens:
         context = trace.context + emitted
         asked = perf_counter()
-        drafted = schedule.draft_length(context, min(MOST, tokens - emitted - 1))
+        drafted = schedule.draft_length(context, tokens - emitted - 1)
         size = schedule.pass_length(drafted + 1, context)
         choosing = perf_counter() - asked
         accepted = min(trace.accepted[emitted], drafted)

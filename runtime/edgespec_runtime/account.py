@@ -23,10 +23,8 @@ ASKED = 1.5e-6
 ADDED_STEPS, KEPT_STEPS = 6.0, 12.0
 USED_STEPS, SURE_STEPS = 1.0, 2.5
 LENGTHS = 8  # How long replies are: a running mean of so many.
-# Of the reply's room counts as time already taken, at most so many tokens; and what more may be lost, in plain steps, in a reply
-# that may become long enough to win them back.
+# Of the reply's room counts as time already taken, for a draft that surely pays, at most so many tokens.
 LOOK_AHEAD = 128
-WIN_BACK, WIN_BACK_STEPS = 100, 3.7
 
 
 class Limits(NamedTuple):
@@ -92,8 +90,7 @@ class Account:
         # Of the time so far, or of the first steps, less what being asked will take in those to come.
         ahead = max(0.0, CREDIT_STEPS * step - self.spent)
         share = CREDIT_SHARE * (self.spent + ahead) - (0.0 if self.short else ahead / step * ASKED)
-        won_back = WIN_BACK_STEPS if room + self.spent / step >= WIN_BACK else 0.0
-        to_come = (CREDIT_SHARE * min(room, LOOK_AHEAD) + won_back) * step
+        to_come = CREDIT_SHARE * min(room, LOOK_AHEAD) * step
         # Of what short replies have left, so many steps at most, less what this one has lost.
         kept, lost = self._kept, self._lost
         used = min(kept, USED_STEPS * step) - lost
