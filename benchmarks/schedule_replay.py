@@ -45,10 +45,6 @@ from edgespec.report import table
 MOST = 8  # longest draft
 REPEATS = 5  # a pause of the machine falls into the schedule's own work too: medians
 BAR = 1.02  # times plain decoding's seconds, on any prompt
-CELLS, SLACK = (
-    1000,
-    20,
-)  # of a plain step, in which what a reply may lose yet is counted; so many steps are as good as any more
 
 
 @dataclass(frozen=True)
