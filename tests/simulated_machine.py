@@ -15,7 +15,7 @@ SLOW = 1.5  # times that a machine with other work to do takes
 FLAT = [1 + 0.03 * n for n in range(16)]  # memory-bound
 # a target of 14M on two cores
 MEASURED = [1, 1.16, 1.29, 1.42, 1.49, 1.55, 1.75, 1.8, 1.85, 1.9, *[2] * 6]
-# the same on a machine with busy neighbours
+# the same without AVX-512
 DEAR = [1, 1.21, 1.33, 1.42, 1.56, 1.68, 2.02, 2.11, 2.18, 2.26, 2.38, 2.55, 2.87, 2.98, 3.07, 3.2]
 STEEP = [1 + 0.6 * n for n in range(16)]  # every token costs: speculation cannot pay
 SAW = [
