@@ -1,12 +1,14 @@
 """The same GGUF pair here and in llama.cpp, same threads, same prompts, in turns: plain decoding, prompt lookup, speculation.
 
-    python benchmarks/against_llamacpp.py BUNDLE [--precision q8_0] [--prompts 24] [--temperatures 0,1] [--binary PATH ...]
+    python benchmarks/against_llamacpp.py BUNDLE [--precision q8_0] [--prompts 24] [--repeats 3] [--temperatures 0,1]
+                                           [--binary PATH ...]
     python benchmarks/against_llamacpp.py BUNDLE --engine onnxruntime --precision fp32     # our rows alone, on that engine
 
     edgespec plain        our loop on the GGUF target
     edgespec γ = n, auto  with the drafter, fixed draft lengths and the one chosen from measured costs
     edgespec lookup       prompt lookup, no drafter model
     llama.cpp loop        llama_decode and llama.cpp's own sampler, nothing between them
+    the same again        loaded once more: two equal programs differ by where their weights came to lie in memory
     llama-cpp-python      Llama.generate, as its users call it
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
@@ -47,7 +49,7 @@ from edgespec.metrics import RawCounts, bootstrap, median, predicted_speedup, ra
 from edgespec.progress import progress
 from edgespec.report import interval, table
 
-PLAIN, LOOP, CHOSEN = "edgespec plain", "llama.cpp loop", "edgespec γ chosen"
+PLAIN, LOOP, AGAIN, CHOSEN = "edgespec plain", "llama.cpp loop", "the same again", "edgespec γ chosen"
 RULES = ("lossless", "match-greedy", "match-sampled")
 MATCHED = 3  # γ of the acceptance table
 LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
@@ -172,6 +174,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, "onnxruntime"))
     parser.add_argument("--precision", default="q8_0")
     parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--repeats", type=int, default=3, help="times that all go through the prompts")
     parser.add_argument("--new", type=int, default=64, help="tokens of a reply")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--draft-lengths", default="1,2,3,4")
@@ -195,7 +198,7 @@ def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> 
         target: Any = pair.target.engine
         file = pair.manifest.model_path("target", LLAMACPP, given.precision)
         same = (file, target.context_length, given.threads, given.new, target.flash_attention)
-        rivals[LOOP] = native_loop(*same)
+        rivals |= {name: native_loop(*same) for name in (LOOP, AGAIN)}
         rivals["llama-cpp-python"] = python_binding(*same, lookup=False)
         rivals["its prompt lookup"] = python_binding(*same, lookup=True)
     return rivals
@@ -269,7 +272,7 @@ def main() -> int:
     middle = sum(map(len, prompts)) // len(prompts) + given.new // 2
     measuring = CalibrateOptions(seconds=5.0, contexts=(middle,))
     print(
-        f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts, {given.new} tokens\n"
+        f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts x {given.repeats}, {given.new} tokens\n"
     )
     report: dict[str, Any] = {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
@@ -279,8 +282,8 @@ def main() -> int:
         for name in names:  # warm-up
             rivals[name](prompts[0], temperature)
         costs = [calibrate(pair.target, pair.draft, measuring)]
-        with progress(f"T = {temperature:g}", len(prompts), "prompt") as bar:
-            for index, prompt in enumerate(prompts):
+        with progress(f"T = {temperature:g}", given.repeats * len(prompts), "prompt") as bar:
+            for index, prompt in enumerate(given.repeats * prompts):
                 for name in shuffled(names, index):
                     rate, counted = rivals[name](prompt, temperature)
                     rates[name].append(rate)

@@ -91,6 +91,23 @@ def test_a_slow_moment_changes_no_cost() -> None:
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("longest", [1, 16])
+def test_the_first_passes_after_another_size_do_not_count(longest: int) -> None:
+    """The first takes twice as long, the next one a third more; decoding makes many of a size in a row."""
+    last, row = 0, 0
+
+    def seconds(n: int, context: int) -> float:
+        nonlocal last, row
+        last, row = n, row + 1 if n == last else 0
+        return 0.1 * saw_seconds(n, context) * (2.0, 1.33, 1.0)[min(row, 2)]
+
+    target, draft = CachedEngine(ClockEngine(seconds)), CachedEngine(ClockEngine(step_seconds))
+    costs = calibrate(target, draft, CalibrateOptions(5.0, (64,)), longest)
+    assert costs.verify_seconds[0] == pytest.approx([0.1 * saw_seconds(n, 64) for n in range(1, longest + 1)])
+    assert costs.draft(64) == pytest.approx(step_seconds(1, 64))
+
+
+@pytest.mark.usefixtures("clock")
 def test_a_slow_target_gets_shorter_contexts_and_passes() -> None:
     """100 ms a token: neither 256 tokens nor 16 fit into 1.5 s; a round of four does."""
     target, draft = ClockEngine(lambda n, _: 0.1 * n), ClockEngine(lambda n, _: 0.001)

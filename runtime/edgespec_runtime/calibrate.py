@@ -1,8 +1,9 @@
 """Measure on this device what passes of every size cost.
 
-Every size takes its turn in every round, so that a slow moment of the machine hits all of them; medians are kept. A drafter's
-steps are timed where the loop makes them, after a pass of the target that took its place in the processor's caches, and plain
-steps one after another, as plain decoding makes them. Knows engines; no rules, no text.
+Every size takes its turn in every round, so that a slow moment of the machine hits all of them; medians are kept. A turn is some
+passes one after another, as decoding makes them, of which the last counts: the first ones after another size wait for threads,
+caches and buffers. A drafter's steps are timed where the loop makes them, after a pass of the target that took its place in the
+processor's caches. Knows engines; no rules, no text.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from edgespec_runtime.session import CachedEngine
 
 LEAST_PASS = 4  # passes of fewer tokens are measured however little time there is
 DRAFT_STEPS = 3
-PLAIN_STEPS = 2
+PLAIN_TURNS = 2  # of plain steps in a round: all else is counted in them
+SETTLED = 5e-3  # seconds of passes of one size, after which the next ones take what they take from then on
 MOST_SWEEPS = 3
 PREFILL_SHARE = 0.25  # of the time may go into filling the caches
 
@@ -128,26 +130,30 @@ class _Measurement:
         self._sweeps = max(1, min(MOST_SWEEPS, affordable // self._contexts[-1]))
 
     def _round(self, context: int) -> None:
-        """Plain steps, then every longer pass once, in random order, each after a few steps of the drafter."""
+        """Every size in its turn, in random order."""
         for model in self._models:
             model.rewind(context)
-        after = self._ids[context:]
-        target = self._target
-        self._time(target, after[:1], context)
-        for _ in range(PLAIN_STEPS):
-            self._verify[(context, 1)].append(self._time(target, after[:1], context))
-        sizes = self._generator.permutation(np.arange(2, self._longest + 1)).tolist()
-        for turn, size in enumerate(sizes or [1]):
-            self._draft_steps(context, after, reads_two=bool(turn % 2))
-            seconds = self._time(target, after[:size], context)
-            if size > 1:
-                self._verify[(context, size)].append(seconds)
+        sizes = [*[1] * (PLAIN_TURNS - 1), *range(1, self._longest + 1)]
+        for size in self._generator.permutation(sizes).tolist():
+            self._verify[context, size].append(self._settled(context, size))
 
-    def _draft_steps(self, context: int, after: list[int], *, reads_two: bool) -> None:
+    def _settled(self, context: int, size: int) -> float:
+        """Seconds of the last of some passes of `size`; those of several tokens follow a few steps of the drafter each."""
+        after = self._ids[context:]
+        spent = seconds = 0.0
+        while spent < SETTLED:
+            if size > 1 or self._longest == 1:
+                self._draft_steps(context, after)
+            seconds = self._time(self._target, after[:size], context)
+            spent += seconds
+        return seconds
+
+    def _draft_steps(self, context: int, after: list[int]) -> None:
+        """Single steps and the reading of two tokens, in turns."""
         draft = self._draft
         if draft is None:
             return
-        if reads_two:
+        if len(self._read2[context]) < len(self._step[context]):
             self._read2[context].append(self._time(draft, after[:2], context))
             return
         count = min(DRAFT_STEPS, len(after))
