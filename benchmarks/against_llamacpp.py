@@ -13,7 +13,7 @@
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
 Tokens a second count from the first token on, so that reading the prompt is in none of them. "limit" is the measured-cost limit
-τ / (γ·c_t + v(γ + 1)), its costs measured apart before and after the runs (the mean of both, since a machine may be slow at one
+τ / (γ·c_t + v(γ + 1)), its costs measured apart and eight times among the runs (their mean, since a machine may be slow at one
 moment), and "of limit" what of it was reached. The second table has the acceptance rate of true rejection sampling beside that
 of engines that match samples, same pair, T = 1. PATH: llama-speculative-simple or llama-cli of a llama.cpp of yours; it is run
 on the same files and prompts, and its own figures are shown beside. Bars: plain decoding at least 0.98x of llama.cpp's loop;
@@ -52,6 +52,7 @@ from edgespec.report import interval, table
 PLAIN, LOOP, AGAIN, CHOSEN = "edgespec plain", "llama.cpp loop", "the same again", "edgespec γ chosen"
 RULES = ("lossless", "match-greedy", "match-sampled")
 MATCHED = 3  # γ of the acceptance table
+MEASURED = 8  # times the limit's costs are measured
 LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
 
 Run = Callable[[Sequence[int], float], tuple[float, RawCounts | None]]
@@ -270,10 +271,10 @@ def main() -> int:
     rivals = rivals_of(pair, given, list(lengths.values()))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     middle = sum(map(len, prompts)) // len(prompts) + given.new // 2
-    measuring = CalibrateOptions(seconds=5.0, contexts=(middle,))
-    print(
-        f"{pair.engine} {given.precision}, {given.threads} threads, {len(prompts)} prompts x {given.repeats}, {given.new} tokens\n"
-    )
+    measuring = CalibrateOptions(seconds=2.0, contexts=(middle,))
+    turns = given.repeats * prompts
+    how = f"{given.threads} threads, {len(prompts)} prompts x {given.repeats}, {given.new} tokens"
+    print(f"{pair.engine} {given.precision}, {how}\n")
     report: dict[str, Any] = {}
     for temperature in (float(value) for value in given.temperatures.split(",")):
         rates: dict[str, list[float]] = {name: [] for name in rivals}
@@ -281,16 +282,17 @@ def main() -> int:
         names = list(rivals)
         for name in names:  # warm-up
             rivals[name](prompts[0], temperature)
-        costs = [calibrate(pair.target, pair.draft, measuring)]
-        with progress(f"T = {temperature:g}", given.repeats * len(prompts), "prompt") as bar:
-            for index, prompt in enumerate(given.repeats * prompts):
+        costs: list[Costs] = []
+        with progress(f"T = {temperature:g}", len(turns), "prompt") as bar:
+            for index, prompt in enumerate(turns):
+                if index * MEASURED // len(turns) == len(costs):
+                    costs.append(calibrate(pair.target, pair.draft, measuring))
                 for name in shuffled(names, index):
                     rate, counted = rivals[name](prompt, temperature)
                     rates[name].append(rate)
                     if counted is not None:
                         counts[name].add(counted)
                 bar.update(1)
-        costs.append(calibrate(pair.target, pair.draft, measuring))
         rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in names]
         headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
         print(table((f"T = {temperature:g}", *headers), rows))
