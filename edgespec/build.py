@@ -23,7 +23,8 @@ from edgespec.options import as_flags, check, knob, to_mapping
 from edgespec.pipeline import RECIPE_FILE, Build, dump_recipe
 from edgespec.preflight import Room, check_processes, refuse, room_here
 from edgespec.preflight import check as shortages_of
-from edgespec.recipe import Recipe, load_recipe, resolve
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import Recipe
 from edgespec.shipped import recipe_file, shipped_recipes
 from edgespec.stages import Crew
 

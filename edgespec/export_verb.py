@@ -21,7 +21,8 @@ from edgespec.files import read_json, write_text
 from edgespec.free_space import free_disk
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.pipeline import RECIPE_FILE, Build
-from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe, load_recipe, resolve
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec import plan_report
 from edgespec.devices import device_of
 from edgespec.devices_fit import Fit, fit
 from edgespec.drafter import DrafterShape, derive
@@ -21,8 +20,10 @@ from edgespec.files import write_json
 from edgespec.hardware import THIS_MACHINE, Hardware, parse, this_machine
 from edgespec.options import check, knob
 from edgespec.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
-from edgespec.plan_stages import Assumed, StageTime, Storage, stage_times, storage, usable
-from edgespec.recipe import Recipe, load_recipe, resolve
+from edgespec.plan_report import Plan, as_json, text
+from edgespec.plan_stages import Assumed, stage_times, storage, usable
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import Recipe
 from edgespec.shapes import ModelShape
 from edgespec.shipped import recipe_file, shipped_recipes
 from edgespec.targets import TARGETS, is_hub_id, shape_of_target
@@ -62,40 +63,12 @@ OPTIONS = Options
 OWN = tuple(field.name for field in fields(Options) if field.name not in {f.name for f in fields(Recipe)})
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything the report says.
-
-    `hardware` counts the devices that can share the work, of those `offered`; `fit`: the device's memory, where it is a profile;
-    `ways`: how the pair could run there; `recipes`: shipped ones for this target.
-    """
-
-    recipe: Recipe
-    recipe_name: str
-    recipes: tuple[str, ...]
-    target: ModelShape
-    drafter: DrafterShape
-    hardware: Hardware
-    offered: int
-    assumed: Assumed
-    stages: tuple[StageTime, ...]
-    storage: Storage
-    device: str
-    fit: Fit | None
-    ways: tuple[Way, ...]
-    alphas: tuple[float, ...]
-
-    @property
-    def measured(self) -> bool:
-        return any(way.measured for way in self.ways)
-
-
 def run(given: dict[str, Any]) -> int:
     options, recipe = _read_options(given)
     plan = make(recipe, options)
-    print(plan_report.text(plan))
+    print(text(plan))
     if options.json:
-        write_json(Path(options.json), plan_report.as_json(plan))
+        write_json(Path(options.json), as_json(plan))
         print(f"wrote {options.json}", file=sys.stderr)
     return 0
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from edgespec.drafter import cost_ratios, describe
+from edgespec.devices_fit import Fit
+from edgespec.drafter import DrafterShape, cost_ratios, describe
 from edgespec.estimate import size
+from edgespec.hardware import Hardware
 from edgespec.metrics import predicted_block_efficiency
 from edgespec.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest, rate_of
-from edgespec.plan_stages import TRAININGS
+from edgespec.plan_stages import TRAININGS, Assumed, StageTime, Storage
+from edgespec.recipe import Recipe
 from edgespec.report import count, duration, table
-
-if TYPE_CHECKING:
-    from edgespec.plan import Plan
+from edgespec.shapes import ModelShape
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
 QUIET = 0.85
@@ -21,6 +22,34 @@ QUIET = 0.85
 WORTH, HARDLY = 1.3, 1.05
 """Speed-ups from which a drafter is called worth it, and below which it is called not worth it."""
 DAY, YEAR = 86400.0, 365.25 * 86400.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the report says.
+
+    `hardware` counts the devices that can share the work, of those `offered`; `fit`: the device's memory, where it is a profile;
+    `ways`: how the pair could run there; `recipes`: shipped ones for this target.
+    """
+
+    recipe: Recipe
+    recipe_name: str
+    recipes: tuple[str, ...]
+    target: ModelShape
+    drafter: DrafterShape
+    hardware: Hardware
+    offered: int
+    assumed: Assumed
+    stages: tuple[StageTime, ...]
+    storage: Storage
+    device: str
+    fit: Fit | None
+    ways: tuple[Way, ...]
+    alphas: tuple[float, ...]
+
+    @property
+    def measured(self) -> bool:
+        return any(way.measured for way in self.ways)
 
 
 def span(seconds: float) -> str:

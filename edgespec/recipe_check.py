@@ -13,7 +13,8 @@ from typing import Any
 from edgespec.drafter import derive
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
-from edgespec.recipe import PYTHON_STDLIB, Recipe, load_recipe, resolve
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import PYTHON_STDLIB, Recipe
 from edgespec.shapes import ModelShape
 from edgespec.targets import TINY_CHAT, find_shape
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError, did_you_mean
+from edgespec.read_recipe import load_recipe
 
 FIELDS = ("purpose", "needs", "cost", "command")
 _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
@@ -51,8 +52,6 @@ def launch_files() -> dict[str, Path]:
 
 def made_target(alias: str) -> Mapping[str, Any]:
     """The options of a target that edgespec makes itself: its shape and its training. Raises InputError where there are none."""
-    from edgespec.recipe import load_recipe
-
     folder = _configs()
     if folder is None:
         raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")

@@ -21,7 +21,8 @@ from typing import Any
 
 from edgespec.errors import InputError, did_you_mean
 from edgespec.options import from_mapping, knob, merge, to_mapping
-from edgespec.recipe import PYTHON_STDLIB, Recipe, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import PYTHON_STDLIB, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _SECTIONS = ("recipe", "tasks", "groups", "arms", "claims")

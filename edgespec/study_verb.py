@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.errors import InputError, MissingExtra, did_you_mean
 from edgespec.files import read_json, write_text
 from edgespec.options import as_flags, from_mapping, knob
-from edgespec.recipe import load_recipe
+from edgespec.read_recipe import load_recipe
 from edgespec.report import interval
 from edgespec.study_options import Study, dump_study, read_study
 

@@ -65,6 +65,24 @@ def test_rooms_import_one_way(room: str, file: Path) -> None:
         assert not at_import(tree) & {"numpy", "onnxruntime", "tokenizers"}
 
 
+def test_no_files_need_each_other() -> None:
+    """Imports inside functions and for types count too."""
+    modules = {f"{room}.{file.stem}": ast.parse(file.read_text(encoding="utf-8")) for room, file in FILES}
+    needs: dict[str, set[str]] = {}
+    for name, tree in modules.items():
+        found = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        needs[name] = found & set(modules)
+    while free := [name for name in needs if not needs[name] & set(needs)]:
+        for name in free:
+            del needs[name]
+    assert not needs
+
+
 def test_runtime_loads_where_torch_cannot_be_imported() -> None:
     modules = [
         "edgespec_runtime." + file.stem

@@ -16,7 +16,8 @@ from edgespec.drafter import derive
 from edgespec.errors import BundleError, InputError
 from edgespec.manifest import MANIFEST, open_manifest
 from edgespec.options import to_mapping
-from edgespec.recipe import DrafterOptions, ExportOptions, Recipe, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import DrafterOptions, ExportOptions, Recipe
 from edgespec.targets import TARGETS
 
 NAMES = {

@@ -40,7 +40,8 @@ from edgespec.estimate import (
     stored_position_bytes,
     summary,
 )
-from edgespec.recipe import DrafterOptions, Recipe, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import DrafterOptions, Recipe
 from edgespec.targets import shape_of_target
 
 WIDE = DrafterShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied

@@ -18,7 +18,8 @@ from tiny_models import make_model_folder
 
 from edgespec.errors import InputError, MissingExtra
 from edgespec.files import write_jsonl
-from edgespec.recipe import GenerateOptions, InferenceOptions, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import GenerateOptions, InferenceOptions
 
 CPU = torch.device("cpu")
 SPREAD = InferenceOptions(max_memory=("cpu=512KiB",))

@@ -21,7 +21,8 @@ from edgespec_recipes.mixing import (
     take_turns,
 )
 
-from edgespec.recipe import PRESETS, DistillOptions, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import PRESETS, DistillOptions
 
 RESPONSES = [([5, 6, 7], [8, 9, 2]), ([10], [11, 12, 13, 2]), ([14, 15, 16, 17, 18, 19], [20])]
 

@@ -10,7 +10,8 @@ import pytest
 from edgespec.build import shipped_recipes
 from edgespec.errors import InputError
 from edgespec.options import add_flags, as_flags, from_mapping, given, to_mapping
-from edgespec.recipe import Recipe, load_recipe, resolve
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import Recipe
 
 
 def parse(arguments: list[str]) -> dict:

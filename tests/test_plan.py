@@ -36,7 +36,8 @@ from edgespec.plan_device import (
 )
 from edgespec.plan_report import LENGTHS, span
 from edgespec.plan_stages import SAMPLINGS, TOGETHER, Assumed, for_processes, stage_times, storage, usable
-from edgespec.recipe import DrafterOptions, Recipe, resolve
+from edgespec.read_recipe import resolve
+from edgespec.recipe import DrafterOptions, Recipe
 from edgespec.shapes import ModelShape
 from edgespec.targets import TARGETS, cache_folder, shape_of_target
 

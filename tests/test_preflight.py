@@ -27,7 +27,7 @@ from edgespec.preflight import (
     shortages,
 )
 from edgespec.preflight_weights import INDEX, check_weights, read_header
-from edgespec.recipe import resolve
+from edgespec.read_recipe import resolve
 from edgespec.shapes import ModelShape
 
 GIB = 2**30

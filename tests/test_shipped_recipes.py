@@ -16,7 +16,8 @@ from edgespec.cli import VERBS
 from edgespec.drafter import derive
 from edgespec.estimate import estimate, summary
 from edgespec.options import add_flags, given
-from edgespec.recipe import Recipe, load_recipe, resolve
+from edgespec.read_recipe import load_recipe, resolve
+from edgespec.recipe import Recipe
 from edgespec.recipe_check import problems
 from edgespec.shipped import FIELDS, command_words, header, recipe_file, shipped_recipes
 from edgespec.targets import shape_of_target

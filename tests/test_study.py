@@ -18,7 +18,8 @@ from tiny_models import make_model_folder
 
 from edgespec import study_verb
 from edgespec.errors import InputError
-from edgespec.recipe import load_recipe, reference_options
+from edgespec.read_recipe import load_recipe
+from edgespec.recipe import reference_options
 from edgespec.study_options import dump_study, parse_sampling, read_study
 from edgespec.study_verb import command_of, shipped_studies
 

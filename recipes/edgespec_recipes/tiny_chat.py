@@ -21,7 +21,8 @@ from torch.nn import functional
 from edgespec.files import read_jsonl, write_json, write_text
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
-from edgespec.recipe import TrainingOptions, load_recipe
+from edgespec.read_recipe import load_recipe
+from edgespec.recipe import TrainingOptions
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
