@@ -8,7 +8,7 @@
     edgespec γ = n, auto  with the drafter, fixed draft lengths and the one chosen from measured costs
     edgespec lookup       prompt lookup, no drafter model
     llama.cpp loop        llama_decode and llama.cpp's own sampler, nothing between them
-    the same again        loaded once more: two equal programs differ by where their weights came to lie in memory
+    the same again        the same loop, loaded once more: what this run can tell apart
     llama-cpp-python      Llama.generate, as its users call it
     its prompt lookup     Llama.generate with LlamaPromptLookupDecoding(2)
 
