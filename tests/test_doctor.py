@@ -121,6 +121,7 @@ def test_without_a_known_acceptance_it_says_what_is_needed() -> None:
     [
         (CHEAP, 180_000_000, "Memory bandwidth binds (a step of 10 ms reads 180 MB, 18 GB/s where"),
         (STEEP, 180_000_000, "Arithmetic binds"),
+        ((1.0, 2.0, 2.5, 2.9, 3.4, 3.7, 4.0, 4.4), 180_000_000, "Arithmetic binds"),  # of usual drafts
         (CHEAP, 300_000_000, "The weights stay in the processor's caches"),
         (CHEAP, 1_000_000, "Neither memory nor arithmetic binds alone"),
     ],

@@ -20,7 +20,8 @@ USUAL_CONTEXT = 256
 CLEARLY = 1.05  # what is less than this faster is not worth a flag, nor worth telling from noise
 BOUND_SHARE = 0.6  # of the bandwidth: a step that streams at least so much of it waits for memory
 IN_CACHE = 1.2  # times the bandwidth: what streams faster does not come from memory
-STEEP = 0.5  # plain steps that a further token of a pass costs, from which on arithmetic binds
+FEW = 4  # tokens of a pass that verifies a usual draft
+STEEP = 0.5  # plain steps that a further one of them costs, from which on arithmetic binds
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ def limit(findings: Findings) -> str:
     chosen = findings.chosen
     costs, context, seconds = chosen.costs, chosen.context, chosen.step_seconds
     rate, bandwidth = findings.streamed / seconds, findings.bandwidth
-    further = (costs.v(min(8, costs.longest), context) - 1) / max(1, min(8, costs.longest) - 1)
+    few = min(FEW, costs.longest)
+    further = (costs.v(few, context) - 1) / max(1, few - 1)
     used = (
         f"a step of {1e3 * seconds:.3g} ms reads {findings.streamed / 1e6:.3g} MB, {rate / 1e9:.3g} GB/s where memory "
         f"gives {bandwidth / 1e9:.3g}; each further token in a pass costs {max(0.0, further):.2f} steps"
