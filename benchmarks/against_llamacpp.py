@@ -285,7 +285,7 @@ def main() -> int:
         costs: list[Costs] = []
         with progress(f"T = {temperature:g}", len(turns), "prompt") as bar:
             for index, prompt in enumerate(turns):
-                if index * MEASURED // len(turns) == len(costs):
+                if index * MEASURED // len(turns) >= len(costs):
                     costs.append(calibrate(pair.target, pair.draft, measuring))
                 for name in shuffled(names, index):
                     rate, counted = rivals[name](prompt, temperature)
