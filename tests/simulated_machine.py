@@ -17,6 +17,8 @@ FLAT = [1 + 0.03 * n for n in range(16)]  # memory-bound
 MEASURED = [1, 1.16, 1.29, 1.42, 1.49, 1.55, 1.75, 1.8, 1.85, 1.9, *[2] * 6]
 # the same without AVX-512
 DEAR = [1, 1.21, 1.33, 1.42, 1.56, 1.68, 2.02, 2.11, 2.18, 2.26, 2.38, 2.55, 2.87, 2.98, 3.07, 3.2]
+# a target of 3M
+TINY = [1, 1.24, 1.47, 1.65, 1.9, 2.09, 2.53, 2.59, 2.83, *[3] * 7]
 STEEP = [1 + 0.6 * n for n in range(16)]  # every token costs: speculation cannot pay
 SAW = [
     1,

@@ -29,7 +29,7 @@ from edgespec_runtime.schedule import Outcome
 
 KIND = attrgetter("drafted", "size")  # blocks that are learnt from together
 
-CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above and below
+CURIOSITY, CAUTION = 3.0, 0.45  # standard deviations above what is unexplored, and below what is doubted
 # Times faster than plain steps, at the low estimate: such a draft makes good what bad luck loses, and borrows from what may come.
 # The higher bar is for drafts that risk little, CHEAP plain steps at most: the credit pays for enough of them.
 SURE, SURE_IF_CHEAP, CHEAP = 1.12, 1.6, 0.35
@@ -154,7 +154,7 @@ class Adaptive:
         before = costs.catching_up + max(self._usually_in_vain, self._in_vain)
         plain = 1.0 / step
         allowance, credit, borrowed, reserve = self._account.limits(step, room)
-        estimates, doubt = self._rates.estimate(self._idle)
+        estimates, doubt, unexplored = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
         likely, careful, hoped = 0, 0, 0
@@ -165,7 +165,7 @@ class Adaptive:
             estimate, seconds = estimates[length - 1], before + blocks[length]
             low_reach *= max(estimate - CAUTION * doubt, 0.0)
             middle_reach *= estimate
-            high_reach *= min(estimate + CURIOSITY * doubt, 1.0)
+            high_reach *= min(estimate + CURIOSITY * unexplored, 1.0)
             low, middle, high = low + low_reach, middle + middle_reach, high + high_reach
             risk = seconds - step  # lost if nothing of it is accepted
             affordable = risk <= allowance
