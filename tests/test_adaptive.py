@@ -95,8 +95,8 @@ def test_other_programs_turns_lock_it_into_no_length(shape: str, draft: float, a
     """One pass in twenty takes twice as long: what it makes a length look like must not stay. Counted are the other passes."""
     costs = costs_of(SHAPES[shape], draft)
     machine = Machine(costs, lambda _: alpha, hiccups=0.05)
-    adaptive = seconds_of(machine, Adaptive(costs, 0.6))
-    fixed = [seconds_of(machine, Padded(length, costs)) for length in range(9)]
+    adaptive = seconds_of(machine, Adaptive(costs, 0.6), 80)
+    fixed = [seconds_of(machine, Padded(length, costs), 80) for length in range(9)]
     assert sum(adaptive) <= 1.05 * min(map(sum, fixed))
     assert all(mine <= 1.02 * plain for mine, plain in zip(adaptive, fixed[0], strict=True))
 
