@@ -91,11 +91,11 @@ def considered_at(step: float, seconds: Callable[[int], float], considered: list
     return at
 
 
-@pytest.mark.parametrize(("step", "least", "most"), [(2e-4, 58, 62), (1e-5, 128, 128), (1e-2, 32, 32)])
+@pytest.mark.parametrize(("step", "least", "most"), [(2e-4, 58, 62), (1e-5, 512, 512), (1e-2, 32, 32)])
 def test_considering_takes_a_small_share_of_short_steps(
     step: float, least: int, most: int, considered: list[int]
 ) -> None:
-    """It takes 30 us here: 60 steps of 0.2 ms make that a quarter of a percent; 128 are the longest rest, 32 the usual one."""
+    """It takes 30 us here: 60 steps of 0.2 ms make that a quarter of a percent; 512 are the longest rest, 32 the usual one."""
     at = considered_at(step, lambda _: 3e-5, considered)
     assert least <= at[-1] - at[-2] <= most
 

@@ -44,19 +44,28 @@ class Limits(NamedTuple):
 
 
 class Account:
-    """Of one reply after another."""
+    """Of one reply after another.
+
+    Attributes:
+        usual_tokens: of a reply, lately.
+        short: whether these are so few that replies share one account.
+    """
 
     def __init__(self) -> None:
         self.spent = self._lost = 0.0  # seconds of this reply: all, and those lost against plain steps
         self._kept = 0.0  # seconds that short replies before it have left; less than 0: that they owe
         self._replies = 0  # how many there were, up to LENGTHS
-        self._usual_tokens = CREDIT_STEPS  # of a reply
+        self.usual_tokens = CREDIT_STEPS
+        self.short = False
         self.unsettled = 0  # replies that have ended since `settle`
 
     def end_reply(self, tokens: int) -> None:
-        """A reply of so many tokens has ended; what it took may become known later."""
+        """A reply of so many tokens has ended, of which `settle` learns what it took. One of no tokens was none."""
+        if not tokens:
+            return
         self._replies = min(self._replies + 1, LENGTHS)
-        self._usual_tokens += (tokens - self._usual_tokens) / self._replies
+        self.usual_tokens += (tokens - self.usual_tokens) / self._replies
+        self.short = self.usual_tokens < CREDIT_STEPS
         self.unsettled += 1
 
     def settle(self, step: float) -> None:
@@ -66,15 +75,6 @@ class Account:
         self._kept = max(-most, min(self._kept + added, most)) if self.short else 0.0
         self.spent = self._lost = 0.0
         self.unsettled = 0
-
-    @property
-    def short(self) -> bool:
-        """Whether replies are so short lately that they share one account."""
-        return self._usual_tokens < CREDIT_STEPS
-
-    def lasts(self, tokens: int) -> bool:
-        """Whether a reply is usually longer than so many tokens."""
-        return tokens < self._usual_tokens
 
     def take_steps(self, seconds: float, count: int) -> None:
         """Plain steps took `seconds`."""

@@ -17,7 +17,7 @@ Knows costs and counts; no engines, no tokens.
 from __future__ import annotations
 
 import math
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import attrgetter
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
@@ -44,7 +44,7 @@ SLOWER, CHECKING_STEPS = 1.31, 2
 SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, is no more than this share of those between:
 # of plain steps, which it only makes slower, and of blocks with a draft, among which it finds the best length.
-LONGEST_REST, RESTING_SHARE, CONSIDERING_SHARE = 128, 0.0025, 0.005
+LONGEST_REST, RESTING_SHARE, CONSIDERING_SHARE = 512, 0.0025, 0.005
 # Seconds of learning what blocks came to and of choosing the next length, before any were timed
 # (benchmarks/schedule_overhead.py checks it); the weight of the last time in their mean, of which one may be so many times.
 CONSIDERING, LAST_TIME, SLOW_TIME = 5e-5, 0.3, 2.0
@@ -71,7 +71,7 @@ class Adaptive:
         self._since_plain = 0  # blocks with a draft
         # Blocks are only noted, and learnt from when a length is next considered: between two passes everything takes long.
         self._outcomes: list[Outcome] = []
-        self._begun: int | None = None  # how many of them are of replies before this one
+        self._ends: list[int] = []  # how many of them there were when a new reply began
         self._told = 0  # ... and how many `_held` knows
         self._tokens = 0  # of this reply, in blocks that were learnt from
         # The length of the next blocks and how many they are, before it is asked again whether it is kept.
@@ -92,19 +92,17 @@ class Adaptive:
     def begin(self) -> None:
         """The account of a new reply is empty, or begins with a part of what short ones left; what is known of acceptance and the
         machine stays."""
-        tokens = self._tokens + sum(outcome.emitted for outcome in self._outcomes[self._begun or 0 :])
-        if tokens:
-            self._account.end_reply(tokens)
-        self._tokens, self._begun = 0, len(self._outcomes)
-        held, short = self._held, self._account.short
+        self._ends.append(len(self._outcomes))
+        account = self._account
         if self._length:
             # A length goes on as if it were one reply, where many blocks are left: considering takes time.
+            held = self._held
             held.left += self._left
-            if not short or held.left < HELD:
+            if not account.short or held.left < HELD:
                 held.left = 0
             self._left = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
-        elif self._forgiving or (short and self._account.lasts(self._left)):
+        elif self._forgiving or (account.short and self._left < account.usual_tokens):
             self._left = 0
 
     def acceptance(self) -> list[float]:
@@ -205,16 +203,19 @@ class Adaptive:
     def _learn(self) -> None:
         """From all blocks that were noted: they had one length, of which the drafter may have made less."""
         outcomes, self._outcomes, self._told = self._outcomes, [], 0
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._learn_from(outcomes[:begun])
+        ends, self._ends = self._ends, []
+        if ends:
+            self._learn_from(outcomes[: ends[-1]])
+            for begun, end in pairwise([0, *ends]):
+                self._account.end_reply(self._tokens + _emitted(outcomes[begun:end]))
+                self._tokens = 0
             self._costs.begin()
             self._account.settle(self._step)
             if self._account.short:
                 self._rates.begin()
-            outcomes = outcomes[begun:]
+            outcomes = outcomes[ends[-1] :]
         self._learn_from(outcomes)
-        self._tokens += sum(outcome.emitted for outcome in outcomes)
+        self._tokens += _emitted(outcomes)
 
     def _learn_from(self, outcomes: list[Outcome]) -> None:
         for (drafted, _), blocks in groupby(outcomes, KIND):
@@ -264,3 +265,7 @@ class Adaptive:
         row = self._costs.row(steps[-1].context)
         self._costs.learn_steps(row, count, seconds)
         self._longest_step = self._costs.longest(row, row.size[0])
+
+
+def _emitted(outcomes: list[Outcome]) -> int:
+    return sum(outcome.emitted for outcome in outcomes)
