@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from edgespec_runtime.acceptance_rates import AcceptanceRates
-from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.held_length import HELD
+from edgespec_runtime.adaptive import HELD, Adaptive
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Outcome
 from simulated_machine import FLAT, STEEP, STEP, after_plain_steps, costs_of
@@ -87,7 +86,7 @@ def considered_at(step: float, seconds: Callable[[int], float], considered: list
         if len(considered) > before:
             choosing = seconds(len(at))
             at.append(block)
-        schedule.observe(Outcome(40, 0, 0, 1, 1, choosing, step, step + choosing))
+        schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, step, step, choosing))
     return at
 
 
@@ -123,10 +122,20 @@ def test_where_blocks_are_short_a_length_is_kept_through_short_replies(
             before = len(considered)
             length = schedule.draft_length(100 + block, 100)
             choosing = 5e-5 * (len(considered) - before)
-            drafting, verifying = choosing + length * costs.draft(100), costs.verify(length + 1, 100)
+            drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
             accepted, seconds = min(length, 2), drafting + verifying
             schedule.observe(
-                Outcome(100 + block, length, accepted, accepted + 1, length + 1, drafting, verifying, seconds)
+                Outcome(
+                    100 + block,
+                    length,
+                    accepted,
+                    accepted + 1,
+                    length + 1,
+                    drafting,
+                    verifying,
+                    seconds,
+                    choosing,
+                )
             )
             drafted += length > 0
     assert drafted >= 0.95 * 4 * replies / 2  # else a plain step shows now and then what it takes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from edgespec_runtime.held_length import AT_ONCE, HELD, LONGEST_HELD, LOSING_STEPS, TRIED, HeldLength
+from edgespec_runtime.draft_ladder import AT_ONCE, HELD, LONGEST_HELD, LOSING_STEPS, TRIED, HeldLength
 from edgespec_runtime.running_costs import BUCKET
 from edgespec_runtime.schedule import Outcome
 

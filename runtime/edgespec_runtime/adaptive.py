@@ -22,7 +22,7 @@ from operator import attrgetter
 
 from edgespec_runtime.acceptance_rates import MEMORY, AcceptanceRates
 from edgespec_runtime.account import Account
-from edgespec_runtime.held_length import HELD, TRIED, HeldLength
+from edgespec_runtime.draft_ladder import DraftLadder, Rung
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.running_costs import CATCHING_UP, Blocks, RunningCosts
 from edgespec_runtime.schedule import Outcome
@@ -45,11 +45,19 @@ SHORT_REST, LONG_REST = 8, 32
 # ... and where steps are short so late that considering, which takes microseconds, is no more than this share of those between:
 # of plain steps, which it only makes slower, and of blocks with a draft, among which it finds the best length.
 LONGEST_REST, RESTING_SHARE, CONSIDERING_SHARE = 512, 0.0025, 0.005
+# Blocks for which a ladder serves, and those with a pass of a size of which little is known: they tell it.
+HELD, TRIED = 5, 2
+# Plain steps that they may lose of what they have won: the text may be another since.
+LOSING_STEPS = 3.0
 # Seconds of learning what blocks came to and of choosing the next length, before any were timed
 # (benchmarks/schedule_overhead.py checks it); the weight of the last time in their mean, of which one may be so many times.
 CONSIDERING, LAST_TIME, SLOW_TIME = 5e-5, 0.3, 2.0
-# Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap.
-FAILURES = 2
+# Drafts of a length that the credit shall bear to fail; longer ones only where none is that cheap. Where short replies share one
+# account a failure is one of many replies.
+FAILURES, FAILURES_TOGETHER = 2, 4
+# Where drafts that surely pay may lose more than there is, shorter ones win it that are hardly slower than plain steps: so many
+# times as fast, while so many tokens may follow.
+EVEN, EVEN_ROOM = 0.95, 32
 
 
 class Adaptive:
@@ -72,11 +80,10 @@ class Adaptive:
         # Blocks are only noted, and learnt from when a length is next considered: between two passes everything takes long.
         self._outcomes: list[Outcome] = []
         self._ends: list[int] = []  # how many of them there were when a new reply began
-        self._told = 0  # ... and how many `_held` knows
         self._tokens = 0  # of this reply, in blocks that were learnt from
-        # The length of the next blocks and how many they are, before it is asked again whether it is kept.
-        self._length = self._left = 0
-        self._held = HeldLength()
+        self._ladder = DraftLadder()
+        self._length = 0  # of the last block's draft
+        self._left = 0  # plain steps to come
         self._chosen = False  # whether it was chosen, and is not one of plain steps that are due
         self._considering = CONSIDERING
         self._longest_step = math.inf
@@ -93,55 +100,53 @@ class Adaptive:
         """The account of a new reply is empty, or begins with a part of what short ones left; what is known of acceptance and the
         machine stays."""
         self._ends.append(len(self._outcomes))
-        account = self._account
+        account, ladder = self._account, self._ladder
+        # The ladder goes on as if it were one reply, where many blocks are left: considering takes time.
         if self._length:
-            # A length goes on as if it were one reply, where many blocks are left: considering takes time.
-            held = self._held
-            held.left += self._left
-            if not account.short or held.left < HELD:
-                held.left = 0
-            self._left = 0
+            if not account.short or ladder.left < HELD:
+                ladder.left = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
         elif self._forgiving or (account.short and self._left < account.usual_tokens):
             self._left = 0
 
     def acceptance(self) -> list[float]:
         """Estimated probability, for every position of a block, that its token is accepted where those before it were."""
-        self._tell()
         self._learn()
         return self._rates.estimate(self._idle)[0]
 
     def draft_length(self, context: int, room: int) -> int:
-        if self._left and self._length <= room:
+        if self._left:
             self._left -= 1
-            return self._length
-        return self._next(context, room)
+            return 0
+        self._length = self._ladder.take(context, room) or self._next(context, room)
+        return self._length
 
     def _next(self, context: int, room: int) -> int:
-        """The length of the next blocks, kept or chosen."""
-        held = self._held
-        if held.left:
-            self._tell()
-            blocks = held.take(context, room)
-            if blocks:
-                self._left = blocks - 1
-                return self._length
+        """The length of the next block, newly considered."""
+        ladder = self._ladder
+        if ladder.exhausted and self._considering > CONSIDERING_SHARE * self._step:
+            # Where considering is dear, what it would say is known.
+            self._forgiving, ladder.left = ladder.bearable, 0
+            self._rest_plainly()
+            return 0
         self._learn()
         most = min(self._most, room)
         self._chosen = most > 0 and not self._due
         if not self._chosen:
-            self._length, self._left, held.left = 0, max(self._due - 1, 0), 0
+            self._left, ladder.left = max(self._due - 1, 0), 0
             return 0
-        length = self._length = self._best(context, room, most)
+        length = self._best(context, room, most)
         self._forgiving = length > 0 or (self._forgiving and self._account.spent > 0.0)
         if length:
             self._rest = SHORT_REST
-            self._left = max(held.take(context, room), 1) - 1
         else:
-            long = int(self._considering / (RESTING_SHARE * self._step))
-            self._left = min(max(self._rest, long), LONGEST_REST) - 1
-            self._rest = min(2 * self._rest, LONG_REST)
+            self._rest_plainly()
         return length
+
+    def _rest_plainly(self) -> None:
+        long = int(self._considering / (RESTING_SHARE * self._step))
+        self._left = min(max(self._rest, long), LONGEST_REST) - 1
+        self._rest = min(2 * self._rest, LONG_REST)
 
     def _best(self, context: int, room: int, most: int) -> int:
         """The draft length of most tokens a second that may be tried now, up to `most`; 0 where plain steps are faster."""
@@ -155,8 +160,11 @@ class Adaptive:
         estimates, doubt, unexplored = self._rates.estimate(self._idle)
         cheap = before + blocks[1] - step <= CHEAP * step
         sure = (SURE_IF_CHEAP if cheap else SURE) * plain
-        likely, careful, hoped = 0, 0, 0
-        worth = likely_rate = hoped_rate = WORTH * plain
+        failures = FAILURES_TOGETHER if self._account.short else FAILURES
+        hoped, hoped_rate = 0, WORTH * plain
+        rungs: list[Rung] = []  # lengths that pay
+        even: list[Rung] = []  # ... and those that hardly do
+        out_of_reach = False  # whether one that surely pays may lose more than there is
         # expected tokens so far, 1 + Σ_j Π_{i ≤ j} a_i, and the last product: for a low, the likely and a high estimate
         low = middle = high = low_reach = middle_reach = high_reach = 1.0
         for length in range(1, most + 1):
@@ -166,44 +174,61 @@ class Adaptive:
             high_reach *= min(estimate + CURIOSITY * unexplored, 1.0)
             low, middle, high = low + low_reach, middle + middle_reach, high + high_reach
             risk = seconds - step  # lost if nothing of it is accepted
-            affordable = risk <= allowance
-            needed = plain if risk <= credit else sure if risk <= borrowed else math.inf
-            rate = middle / (before + at_best[length])
-            if middle / seconds > worth and rate > likely_rate and (affordable or low / seconds > needed):
-                likely, likely_rate = length, rate
-                if FAILURES * risk <= reserve:
-                    careful = length
-            if high / seconds > hoped_rate and affordable:
+            lowest, likely = low / seconds, middle / seconds
+            if likely > WORTH * plain:
+                bearable = max(allowance, credit) if lowest > plain else allowance
+                if lowest > sure:
+                    bearable = max(bearable, borrowed)
+                start = credit + risk - bearable
+                careful = max(start, credit + failures * risk - reserve)
+                rate = middle / (before + at_best[length])
+                rungs += (Rung(start, False, rate, length), Rung(careful, True, rate, length))
+                out_of_reach = out_of_reach or (start > credit and likely > sure)
+            elif likely > EVEN * plain:
+                even.append(Rung(risk, False, likely, length))
+            if high / seconds > hoped_rate and risk <= allowance:
                 hoped, hoped_rate = length, high / seconds
-        wanted, likely = likely, careful or likely
-        risk = blocks[likely] - step
-        # where costs are known, as long as the length would be careful if it were considered again
-        known = costs.fresh(self._sizes[likely])
-        budget = credit - (FAILURES - 1) * risk if known else 0.0
-        # one failure more than it takes: else the longer one is soon too long again
-        enough = math.inf if likely == wanted else (FAILURES + 1) * (blocks[wanted] - step) - reserve
-        held = HELD if costs.seen(self._sizes[likely]) else TRIED
-        self._held.choose(likely, held, context, step, risk, budget, enough)
-        if likely and likely == wanted and known and most == self._most:
-            self._held.go_on_for(int(self._considering / (CONSIDERING_SHARE * blocks[likely])))
-        return likely or hoped
+        if out_of_reach and room >= EVEN_ROOM:
+            rungs += even
+        first = self._ladder.build(rungs, blocks, credit, reserve)
+        if not first:
+            return hoped
+        self._hold(first, blocks[first], context, most)
+        return self._ladder.take(context, room)
+
+    def _hold(self, first: int, seconds: float, context: int, most: int) -> None:
+        """The ladder serves for some blocks, of which the first with a draft of `first` takes `seconds`."""
+        costs, sizes = self._costs, self._sizes
+        held, losing = HELD, LOSING_STEPS * self._step
+        if self._considering <= CONSIDERING_SHARE * seconds:
+            # It costs nothing to learn from a failure at once, where it may be the costs that are not known.
+            if not costs.fresh(sizes[first]):
+                losing = 0.0
+        elif most == self._most:
+            held = max(HELD, int(self._considering / (CONSIDERING_SHARE * seconds)))
+        known = [costs.seen(size) for size in sizes]
+        if not known[first]:
+            held, known[first] = TRIED, True
+        self._ladder.hold(held, context, losing, known)
 
     def pass_length(self, count: int, context: int) -> int:
         return self._sizes[count - 1] if count <= len(self._sizes) else count
 
     def observe(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
-        if self._length and not outcome.drafted:  # the drafter ended its draft before it began
-            self._left = self._held.left = 0
-
-    def _tell(self) -> None:
-        self._held.tell(self._outcomes[self._told :])
-        self._told = len(self._outcomes)
+        if not self._length:
+            return
+        if outcome.drafted:
+            self._ladder.tell(outcome)
+        else:  # the drafter ended its draft before it began
+            self._ladder.left = 0
 
     def _learn(self) -> None:
-        """From all blocks that were noted: they had one length, of which the drafter may have made less."""
-        outcomes, self._outcomes, self._told = self._outcomes, [], 0
+        """From all blocks that were noted."""
+        outcomes, self._outcomes = self._outcomes, []
         ends, self._ends = self._ends, []
+        if self._chosen and outcomes:
+            self._learn_considering(outcomes[0].choosing_seconds)
         if ends:
             self._learn_from(outcomes[: ends[-1]])
             for begun, end in pairwise([0, *ends]):
@@ -216,6 +241,12 @@ class Adaptive:
             outcomes = outcomes[ends[-1] :]
         self._learn_from(outcomes)
         self._tokens += _emitted(outcomes)
+
+    def _learn_considering(self, taken: float) -> None:
+        taken = min(taken, SLOW_TIME * self._considering)  # more is another program's turn
+        self._considering += LAST_TIME * (taken - self._considering)
+        self._account.take(taken, taken)
+        self._chosen = False
 
     def _learn_from(self, outcomes: list[Outcome]) -> None:
         for (drafted, _), blocks in groupby(outcomes, KIND):
@@ -249,16 +280,10 @@ class Adaptive:
         count, longest = len(steps), self._longest_step
         seconds = sum(min(step.seconds - step.draft_seconds, longest) for step in steps)
         self._in_vain *= MEMORY**count
-        # choosing and drafting take time
         if self._length:
             in_vain = sum(step.draft_seconds for step in steps)
             self._in_vain += in_vain
             self._account.take(0.0, in_vain)
-        elif self._chosen:
-            taken = steps[0].draft_seconds
-            self._considering += LAST_TIME * (min(taken, SLOW_TIME * self._considering) - self._considering)
-            self._account.take(0.0, taken)
-        self._chosen = False
         self._due, self._since_plain = max(0, self._due - count), 0
         self._idle += count
         self._account.take_steps(seconds, count)

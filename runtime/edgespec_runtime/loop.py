@@ -96,11 +96,13 @@ def decode(
             context = len(ids)
             room = min(end - context - 1, limit - context - 1, longest)
             length = schedule.draft_length(context, room)
+            chosen_at = perf_counter()
+            choosing = chosen_at - shifted_at
             if length and drafter is not None and unread is not None:
                 seconds = _read(drafter, unread)
                 unread = None
                 counts.prefill_seconds += seconds
-                start, shifted_at = start + seconds, shifted_at + seconds
+                start, chosen_at = start + seconds, chosen_at + seconds
             proposed = (
                 drafter.propose(ids, length, draft_how, generator, rule.raw)
                 if drafter is not None and length
@@ -119,8 +121,8 @@ def decode(
             if not finish and len(ids) >= end:
                 finish = "context" if end == limit and window is None else "length"
             _settle(target, drafter if unread is None else None, len(ids))
-            draft_seconds, verify_seconds = drafted_at - shifted_at, verified_at - drafted_at
-            seconds = perf_counter() - shifted_at
+            draft_seconds, verify_seconds = drafted_at - chosen_at, verified_at - drafted_at
+            seconds = perf_counter() - chosen_at
             counts.draft_seconds += draft_seconds
             counts.verify_seconds += verify_seconds + (shifted_at - start)
             counts.add_block(len(drafted), accepted, len(new), len(drafted) if proposed.copied else 0)
@@ -134,6 +136,7 @@ def decode(
                     draft_seconds,
                     verify_seconds,
                     seconds,
+                    choosing,
                 )
             )
             counts.total_seconds += perf_counter() - start

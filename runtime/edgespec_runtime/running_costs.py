@@ -68,7 +68,7 @@ class Blocks:
         self.tests: list[tuple[int, int]] = []
         self.emitted = 0
         self.draft_seconds = self.pass_seconds = 0.0
-        for _, drafted, accepted, emitted, _, draft_seconds, _, seconds in outcomes:
+        for _, drafted, accepted, emitted, _, draft_seconds, _, seconds, _ in outcomes:
             self.tests.append((min(drafted, emitted), accepted))
             self.emitted += emitted
             self.draft_seconds += draft_seconds

@@ -16,6 +16,7 @@ class Outcome(NamedTuple):
     draft_seconds: float
     verify_seconds: float
     seconds: float  # both, and sampling and the loop
+    choosing_seconds: float = 0.0  # before them: of asking for its draft length
 
 
 class Schedule(Protocol):

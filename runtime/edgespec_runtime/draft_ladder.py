@@ -1,0 +1,119 @@
+"""The draft length by what may be lost now: considered once, as that takes microseconds, and looked up for some blocks.
+
+A draft of which nothing is accepted loses time, and a longer one more. So what was considered is a ladder: from so many seconds
+on that may be lost, drafts of such a length. Blocks that win lead up on it, blocks that lose lead down. Where blocks are short it
+serves for more of them, through short replies too.
+Knows tokens and seconds; nothing of costs or of acceptance.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from edgespec_runtime.running_costs import BUCKET
+from edgespec_runtime.schedule import Outcome
+
+LONGEST_HELD = 40  # blocks
+SLOW_BLOCK = (
+    1.3  # times what a block usually takes that is held against it, at most: more is another program's turn
+)
+
+
+class Rung(NamedTuple):
+    """A draft length worth taking.
+
+    Attributes:
+        start: seconds that may be lost from which on it may be taken.
+        careful: whether several failures may be borne from there on. Such a rung is taken before all others.
+        rate: tokens a second; of several the fastest is taken.
+        length: of the draft.
+    """
+
+    start: float
+    careful: bool
+    rate: float
+    length: int
+
+
+class DraftLadder:
+    """Of one consideration after another.
+
+    Attributes:
+        left: blocks that it serves for yet.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self._starts: list[float] = []
+        self._lengths = [0]
+        self._known: Sequence[bool] = ()
+        self._blocks: Sequence[float] = ()
+        self._context = 0
+        # seconds that may be lost now and in the next replies, and with how few it is to be considered again
+        self._slack = self._reserve = self._least = self._losing = 0.0
+
+    def build(self, rungs: Iterable[Rung], blocks: Sequence[float], slack: float, reserve: float) -> int:
+        """A new ladder, and the length to begin with; 0 where none may be taken.
+
+        Args:
+            rungs: in any order.
+            blocks: seconds of a block by draft length; 0: of a plain step.
+            slack: seconds that may be lost now.
+            reserve: seconds that may be lost in this reply and the next.
+        """
+        self._starts, self._lengths = [], [0]
+        best = (False, 0.0)
+        for start, careful, rate, length in sorted(rungs):
+            if (careful, rate) > best:
+                best = (careful, rate)
+                self._starts.append(start)
+                self._lengths.append(length)
+        self._blocks, self._slack, self._reserve = blocks, slack, reserve
+        self.left = 0
+        return self._length()
+
+    def hold(self, blocks: int, context: int, losing: float, known: Sequence[bool]) -> None:
+        """Serve for so many blocks, LONGEST_HELD at most.
+
+        Args:
+            context: tokens before them; costs are the same around it.
+            losing: seconds that they may lose of what they have won.
+            known: by draft length, whether it is known what a block takes. The first one is tried at any rate.
+        """
+        self.left, self._context = min(blocks, LONGEST_HELD), context
+        self._losing, self._least = losing, self._slack - losing
+        self._known = known
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no draft may be taken any more, in this reply."""
+        return self.left > 0 and self._slack < self._starts[0]
+
+    @property
+    def bearable(self) -> bool:
+        """Whether one may be taken in the next reply."""
+        return self._reserve >= self._starts[0]
+
+    def take(self, context: int, room: int) -> int:
+        """The draft length of the next block; 0: it has to be considered anew."""
+        if not self.left or self._slack < self._least or abs(context - self._context) >= BUCKET:
+            return 0
+        length = self._length()
+        if length > room or not self._known[length]:
+            return 0
+        self.left -= 1
+        return length
+
+    def tell(self, outcome: Outcome) -> None:
+        """What a block with such a draft came to."""
+        usually = self._blocks[outcome.drafted]
+        taken = min(max(outcome.seconds, usually), SLOW_BLOCK * usually)
+        won = outcome.emitted * self._blocks[0] - taken
+        self._slack += won
+        self._reserve += won
+        self._least = max(self._least, self._slack - self._losing)
+
+    def _length(self) -> int:
+        return self._lengths[bisect_right(self._starts, self._slack)]
