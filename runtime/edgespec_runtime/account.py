@@ -85,6 +85,10 @@ class Account:
         self.spent += seconds
         self._lost += lost
 
+    def most_of_a_short_reply(self, step: float) -> float:
+        """Seconds that drafts which likely pay may lose in one, however much others have left."""
+        return (CREDIT_SHARE * CREDIT_STEPS + USED_STEPS) * step
+
     def limits(self, step: float, room: int) -> Limits:
         """What drafts may lose now. `step`: seconds of a plain step; `room`: tokens that may follow in this reply."""
         # Of the time so far, or of the first steps, less what being asked will take in those to come.

@@ -101,12 +101,13 @@ class Adaptive:
         machine stays."""
         self._ends.append(len(self._outcomes))
         account, ladder = self._account, self._ladder
-        # The ladder goes on as if it were one reply, where many blocks are left: considering takes time.
-        if self._length:
-            if not account.short or ladder.left < HELD:
-                ladder.left = 0
+        if account.short and ladder.left >= HELD and ladder.begin(account.most_of_a_short_reply(self._step)):
+            # It serves for many blocks yet: considering takes time.
+            self._left = 0
+            return
+        ladder.left = 0
         # The drafter has missed nothing of a new reply, so a draft is cheapest at its beginning.
-        elif self._forgiving or (account.short and self._left < account.usual_tokens):
+        if self._forgiving or (account.short and self._left < account.usual_tokens):
             self._left = 0
 
     def acceptance(self) -> list[float]:
@@ -124,9 +125,8 @@ class Adaptive:
     def _next(self, context: int, room: int) -> int:
         """The length of the next block, newly considered."""
         ladder = self._ladder
-        if ladder.exhausted and self._considering > CONSIDERING_SHARE * self._step:
+        if self._considering > CONSIDERING_SHARE * self._step and ladder.rest():
             # Where considering is dear, what it would say is known.
-            self._forgiving, ladder.left = ladder.bearable, 0
             self._rest_plainly()
             return 0
         self._learn()
@@ -206,6 +206,8 @@ class Adaptive:
                 losing = 0.0
         elif most == self._most:
             held = max(HELD, int(self._considering / (CONSIDERING_SHARE * seconds)))
+            if self._account.short:
+                losing = math.inf
         known = [costs.seen(size) for size in sizes]
         if not known[first]:
             held, known[first] = TRIED, True

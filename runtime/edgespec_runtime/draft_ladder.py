@@ -53,6 +53,7 @@ class DraftLadder:
         self._context = 0
         # seconds that may be lost now and in the next replies, and with how few it is to be considered again
         self._slack = self._reserve = self._least = self._losing = 0.0
+        self._rested = False
 
     def build(self, rungs: Iterable[Rung], blocks: Sequence[float], slack: float, reserve: float) -> int:
         """A new ladder, and the length to begin with; 0 where none may be taken.
@@ -71,7 +72,7 @@ class DraftLadder:
                 self._starts.append(start)
                 self._lengths.append(length)
         self._blocks, self._slack, self._reserve = blocks, slack, reserve
-        self.left = 0
+        self.left, self._rested = 0, False
         return self._length()
 
     def hold(self, blocks: int, context: int, losing: float, known: Sequence[bool]) -> None:
@@ -86,15 +87,19 @@ class DraftLadder:
         self._losing, self._least = losing, self._slack - losing
         self._known = known
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether no draft may be taken any more, in this reply."""
-        return self.left > 0 and self._slack < self._starts[0]
+    def begin(self, most: float) -> bool:
+        """A new reply, in which at most so many seconds may be lost; whether a draft may be taken then."""
+        self._slack = min(self._reserve, most)
+        self._least = self._slack - self._losing
+        self._rested = False
+        return self._slack >= self._starts[0]
 
-    @property
-    def bearable(self) -> bool:
-        """Whether one may be taken in the next reply."""
-        return self._reserve >= self._starts[0]
+    def rest(self) -> bool:
+        """Whether no draft may be taken any more, which is asked once in a reply."""
+        if self._rested or not self.left or self._slack >= self._starts[0]:
+            return False
+        self._rested = True
+        return True
 
     def take(self, context: int, room: int) -> int:
         """The draft length of the next block; 0: it has to be considered anew."""
