@@ -19,7 +19,7 @@ ROUNDING = 1e-6
 
 
 def least_seconds(
-    rates: Sequence[float], blocks: Sequence[float], tokens: int, share: float
+    rates: Sequence[float], blocks: Sequence[float], tokens: int, share: float, sure: int | None = None
 ) -> tuple[float, float]:
     """Expected plain steps of a reply, at best: (with one draft length throughout, with any that keep the promise).
 
@@ -28,12 +28,21 @@ def least_seconds(
         blocks: plain steps that a block takes, by its draft length; `blocks[0]` is 1.
         tokens: of the reply.
         share: of the reply's plain steps, that it may lose at most.
+        sure: tokens that the reply is known to have; it may end with every token after them, and keeps the promise then too.
+            Default: it is known to have all.
     """
+    known = tokens if sure is None else min(sure, tokens)
     slack = np.arange(SLACK * CELLS)  # what may be lost yet
     fixed = [[0.0] for _ in blocks]
     won = [np.zeros(len(slack))]  # at most, by that, for every number of tokens left
     for left in range(1, tokens + 1):
-        best = won[-1]
+        made_yet = max(tokens - left, known)
+
+        def earned(count: int, left: int = left, made_yet: int = made_yet) -> float:
+            """Plain steps that may be lost more after `count` tokens."""
+            return share * (max(tokens - left + count, known) - made_yet)
+
+        best = won[-1][_moved(slack, earned(1))]
         for length, expected in enumerate(fixed):
             made = min(length, left - 1)
             reach = np.cumprod([1.0, *rates[:made]])
@@ -42,13 +51,18 @@ def least_seconds(
             expected.append(blocks[made] + seconds)
             if not 0 < length < left:
                 continue
-            may = slack >= (blocks[length] - 1.0) * CELLS - ROUNDING
+            may = slack >= (blocks[length] - 1.0 - earned(1)) * CELLS - ROUNDING
             total = np.zeros(len(slack))
             for count, chance in enumerate(chances, 1):
                 gain = count - blocks[length]
-                later = np.clip(slack + int(np.floor(gain * CELLS + ROUNDING)), 0, len(slack) - 1)
+                later = _moved(slack, gain + earned(count))
                 total += chance * (gain + won[left - count][later])
             best = np.where(may & (total > best), total, best)
         won.append(best)
-    allowed = min(int(share * tokens * CELLS + ROUNDING), len(slack) - 1)
+    allowed = min(int(share * known * CELLS + ROUNDING), len(slack) - 1)
     return min(expected[tokens] for expected in fixed), tokens - float(won[tokens][allowed])
+
+
+def _moved(slack: np.ndarray, steps: float) -> np.ndarray:
+    """Cells that are so many plain steps on, as far as there are some."""
+    return np.clip(slack + int(np.floor(steps * CELLS + ROUNDING)), 0, len(slack) - 1)

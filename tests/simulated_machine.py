@@ -113,3 +113,16 @@ def seconds_of(machine: Machine, schedule: Schedule, replies: int = 20, tokens: 
         schedule.begin()
         taken.append(machine.reply(schedule, tokens, seed))
     return taken
+
+
+def seconds_of_starts(
+    machine: Machine, make: Callable[[], Schedule], replies: int = 20, tokens: int = 200, starts: int = 3
+) -> list[float]:
+    """The same of several schedules that begin with nothing learnt: the luck of its first drafts moves one by some percent."""
+    taken = []
+    for start in range(starts):
+        schedule = make()
+        for seed in range(replies):
+            schedule.begin()
+            taken.append(machine.reply(schedule, tokens, 1000 * start + seed))
+    return taken

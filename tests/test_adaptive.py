@@ -19,6 +19,7 @@ from simulated_machine import (
     after_plain_steps,
     costs_of,
     seconds_of,
+    seconds_of_starts,
 )
 
 
@@ -31,8 +32,8 @@ def test_near_the_best_fixed_length_and_never_much_slower_than_plain(
 ) -> None:
     costs = costs_of(SHAPES[shape], draft)
     machine = Machine(costs, lambda _: alpha)
-    adaptive = seconds_of(machine, Adaptive(costs, guess))
-    fixed = [seconds_of(machine, Padded(length, costs)) for length in range(9)]
+    adaptive = seconds_of_starts(machine, lambda: Adaptive(costs, guess))
+    fixed = [seconds_of_starts(machine, lambda length=length: Padded(length, costs)) for length in range(9)]
     assert sum(adaptive) <= 1.05 * min(map(sum, fixed))
     assert all(mine <= 1.02 * plain for mine, plain in zip(adaptive, fixed[0], strict=True))
 
@@ -48,8 +49,11 @@ def test_short_replies_share_one_account(
     """A draft that fails costs more than 2 % of such a reply; all together are near the best and no slower than plain."""
     costs = costs_of(SHAPES[shape], draft)
     machine = Machine(costs, lambda _: alpha)
-    adaptive = sum(seconds_of(machine, Adaptive(costs, guess), 100, tokens))
-    fixed = [sum(seconds_of(machine, Padded(length, costs), 100, tokens)) for length in range(9)]
+    adaptive = sum(seconds_of_starts(machine, lambda: Adaptive(costs, guess), 100, tokens))
+    fixed = [
+        sum(seconds_of_starts(machine, lambda length=length: Padded(length, costs), 100, tokens))
+        for length in range(9)
+    ]
     assert adaptive <= 1.05 * min(fixed)
     assert adaptive <= 1.02 * fixed[0]
 
@@ -64,8 +68,11 @@ def test_steps_of_a_third_of_a_millisecond(
     """The schedule's own work, microseconds, is counted as lost and leaves little of the share for trying."""
     costs = costs_of(SHAPES[shape], draft, 3e-4)
     machine = Machine(costs, lambda _: alpha)
-    adaptive = sum(seconds_of(machine, Adaptive(costs, 0.3), replies, tokens))
-    fixed = [sum(seconds_of(machine, Padded(length, costs), replies, tokens)) for length in range(9)]
+    adaptive = sum(seconds_of_starts(machine, lambda: Adaptive(costs, 0.3), replies, tokens))
+    fixed = [
+        sum(seconds_of_starts(machine, lambda length=length: Padded(length, costs), replies, tokens))
+        for length in range(9)
+    ]
     assert adaptive <= 1.07 * min(fixed)
     assert adaptive <= 1.02 * fixed[0]
 
@@ -159,11 +166,11 @@ def plain_steps(schedule: Adaptive, costs: Costs, count: int) -> None:
 
 
 def after_known_replies(costs: Costs) -> Adaptive:
-    """A new reply, after ten of which the drafter knew three tokens of four."""
-    schedule = Adaptive(costs, 0.75)
+    """A new reply, after ten of which the drafter knew four tokens of five."""
+    schedule = Adaptive(costs, 0.8)
     for seed in range(10):
         schedule.begin()
-        Machine(costs, lambda _: 0.75).reply(schedule, 64, seed)
+        Machine(costs, lambda _: 0.8).reply(schedule, 64, seed)
     schedule.begin()
     return schedule
 

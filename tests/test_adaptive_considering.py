@@ -41,9 +41,9 @@ def test_a_length_is_kept_for_some_blocks_and_no_longer(considered: list[int]) -
     assert [schedule.draft_length(100, room) for room in (3, 2, 1, 0)] == [3, 2, 1, 0]
 
 
-@pytest.mark.parametrize(("accepted", "blocks"), [(1, HELD), (0, 2)])
+@pytest.mark.parametrize(("accepted", "blocks"), [(1, HELD), (0, 3)])
 def test_a_length_is_kept_while_it_wins(accepted: int, blocks: int, considered: list[int]) -> None:
-    """Drafts of a third of a step: a reply may lose three, so after two that failed it is thought over."""
+    """Drafts of a third of a step: a reply may lose three, and after these it is thought over."""
     costs = costs_of([1.0] * 16, 0.33)
     schedule = after_plain_steps(costs, 0.6)
 

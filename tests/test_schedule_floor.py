@@ -30,6 +30,33 @@ def test_the_floor_is_that_of_enumeration(tokens: int, share: float) -> None:
     assert best == pytest.approx(tokens - won(tokens, share * tokens + 1e-9), abs=1e-6)
 
 
+def won_unknowing(made: int, left: int, lost: float, share: float, sure: int) -> float:
+    """The same where the reply may end with every token after `sure`, and then has lost no more than its share."""
+    if not left:
+        return 0.0
+    best = won_unknowing(made + 1, left - 1, lost, share, sure)
+    for length in range(1, min(len(BLOCKS), left)):
+        if lost + BLOCKS[length] - 1.0 > share * max(made + 1, sure) + 1e-9:
+            continue
+        total, reach = 0.0, 1.0
+        for count in range(1, length + 2):
+            goes_on = RATES[count - 1] if count <= length else 0.0
+            gain = count - BLOCKS[length]
+            later = won_unknowing(made + count, left - count, lost - gain, share, sure)
+            total += reach * (1.0 - goes_on) * (gain + later)
+            reach *= goes_on
+        best = max(best, total)
+    return best
+
+
+@pytest.mark.parametrize(("sure", "share"), [(0, 0.1), (2, 0.1), (3, 0.2)])
+def test_the_floor_of_a_reply_that_may_end_is_that_of_enumeration(sure: int, share: float) -> None:
+    _, best = least_seconds(RATES, BLOCKS, 8, share, sure)
+    assert best == pytest.approx(8 - won_unknowing(0, 8, 0.0, share, sure), abs=1e-6)
+    _, knowing = least_seconds(RATES, BLOCKS, 8, share)
+    assert knowing < best - 0.01
+
+
 def test_a_fixed_length_takes_what_its_blocks_take() -> None:
     """Two tokens at most: a draft of one, then a plain step where it failed."""
     fixed, _ = least_seconds((0.9,), (1.0, 1.2), 2, 0.0)
