@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.schedule import Fixed, Schedule
 from schedule_floor import least_seconds
 
@@ -26,7 +25,7 @@ from edgespec.progress import progress
 from edgespec.report import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from simulated_machine import DEAR, FLAT, MEASURED, SAW, STEP, TINY, Machine, Padded, costs_of
+from simulated_machine import DEAR, FLAT, MEASURED, SAW, TINY, Machine, Padded, blocks_of, costs_of
 
 MOST, SHARE = 8, 0.02  # longest draft; what a reply may lose
 TOKENS = 6000  # of a cell's replies together
@@ -92,15 +91,9 @@ def measure(name: str, rate: float, spread: float, tokens: int) -> Cell:
         plain.sum() / fixed[length],
         length,
         plain.sum() / chosen.sum(),
-        None if spread else tokens / least_seconds([rate] * MOST, blocks(costs, draft), tokens, SHARE)[1],
+        None if spread else tokens / least_seconds([rate] * MOST, blocks_of(costs, draft), tokens, SHARE)[1],
         float((chosen / plain).max()) - 1.0,
     )
-
-
-def blocks(costs: Costs, draft: float) -> list[float]:
-    """Plain steps of a block, by its draft length."""
-    passes = (costs.verify(costs.cheapest_length(length + 1, 100), 100) for length in range(1, MOST + 1))
-    return [1.0, *(length * draft + seconds / STEP for length, seconds in enumerate(passes, 1))]
 
 
 def main() -> int:

@@ -56,6 +56,15 @@ def costs_of(verify: list[float], draft: float, step: float = STEP) -> Costs:
     return Costs((32, 1024), (tuple(step * v for v in verify),) * 2, (step * draft,) * 2)
 
 
+def blocks_of(costs: Costs, draft: float, most: int = 8) -> list[float]:
+    """Plain steps of a block, by its draft length; `draft`: those of a drafter's step."""
+    passes = (costs.verify(costs.cheapest_length(length + 1, 100), 100) for length in range(1, most + 1))
+    return [
+        1.0,
+        *(length * draft + seconds / costs.verify(1, 100) for length, seconds in enumerate(passes, 1)),
+    ]
+
+
 @dataclass
 class Machine:
     """Real costs, which may differ from the calibrated ones by a factor, and a drafter of given acceptance over the reply."""
@@ -69,6 +78,7 @@ class Machine:
     )
     moments: float = 0.0  # standard deviation, over replies, of the logarithm of what everything takes
     catch_up: float = 0.0  # seconds in which the drafter reads a token of the plain steps before
+    choosing: Callable[[], float] = lambda: 0.0  # seconds that the answer took which was just given
 
     def reply(self, schedule: Schedule, tokens: int, seed: int) -> float:
         """Seconds of one reply."""
@@ -78,6 +88,7 @@ class Machine:
         while emitted < tokens:
             context = 40 + emitted
             drafted = schedule.draft_length(context, tokens - emitted - 1)
+            choosing = self.choosing()
             passed = accepts[block, :drafted] < self.acceptance(emitted)
             accepted = drafted if passed.all() else int(passed.argmin())
             size = schedule.pass_length(drafted + 1, context)
@@ -90,9 +101,10 @@ class Machine:
             hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
             whole = drafting + verifying + self.costs.verify(1, context) / 200  # the loop's work
             slow, wait = verifying + hiccup, whole + hiccup
-            outcome = Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait)
-            schedule.observe(outcome)
-            emitted, seconds, block = emitted + accepted + 1, seconds + whole, block + 1
+            schedule.observe(
+                Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait, choosing)
+            )
+            emitted, seconds, block = emitted + accepted + 1, seconds + whole + choosing, block + 1
         return seconds
 
 

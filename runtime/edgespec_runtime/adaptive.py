@@ -199,18 +199,19 @@ class Adaptive:
     def _hold(self, first: int, seconds: float, context: int, most: int) -> None:
         """The ladder serves for some blocks, of which the first with a draft of `first` takes `seconds`."""
         costs, sizes = self._costs, self._sizes
+        known = [costs.seen(size) for size in sizes]
         held, losing = HELD, LOSING_STEPS * self._step
         if self._considering <= CONSIDERING_SHARE * seconds:
-            # It costs nothing to learn from a failure at once, where it may be the costs that are not known.
+            # It costs next to nothing to learn at once: from the first blocks, and from a failure where costs are not known well.
+            if not known[first]:
+                held = TRIED
             if not costs.fresh(sizes[first]):
                 losing = 0.0
-        elif most == self._most:
+        elif known[first] and most == self._most:
             held = max(HELD, int(self._considering / (CONSIDERING_SHARE * seconds)))
-            if self._account.short:
+            if self._account.short:  # what one reply may lose is little at any rate
                 losing = math.inf
-        known = [costs.seen(size) for size in sizes]
-        if not known[first]:
-            held, known[first] = TRIED, True
+        known[first] = True
         self._ladder.hold(held, context, losing, known)
 
     def pass_length(self, count: int, context: int) -> int:
