@@ -44,6 +44,20 @@ class DraftLadder:
         left: blocks that it serves for yet.
     """
 
+    __slots__ = (
+        "_blocks",
+        "_context",
+        "_known",
+        "_least",
+        "_lengths",
+        "_losing",
+        "_reserve",
+        "_rested",
+        "_slack",
+        "_starts",
+        "left",
+    )
+
     def __init__(self) -> None:
         self.left = 0
         self._starts: list[float] = []
@@ -73,7 +87,7 @@ class DraftLadder:
                 self._lengths.append(length)
         self._blocks, self._slack, self._reserve = blocks, slack, reserve
         self.left, self._rested = 0, False
-        return self._length()
+        return self._lengths[bisect_right(self._starts, slack)]
 
     def hold(self, blocks: int, context: int, losing: float, known: Sequence[bool]) -> None:
         """Serve for so many blocks, LONGEST_HELD at most.
@@ -103,9 +117,10 @@ class DraftLadder:
 
     def take(self, context: int, room: int) -> int:
         """The draft length of the next block; 0: it has to be considered anew."""
-        if not self.left or self._slack < self._least or abs(context - self._context) >= BUCKET:
+        slack = self._slack
+        if not self.left or slack < self._least or not -BUCKET < context - self._context < BUCKET:
             return 0
-        length = self._length()
+        length = self._lengths[bisect_right(self._starts, slack)]
         if length > room or not self._known[length]:
             return 0
         self.left -= 1
@@ -113,12 +128,15 @@ class DraftLadder:
 
     def tell(self, outcome: Outcome) -> None:
         """What a block with such a draft came to."""
-        usually = self._blocks[outcome.drafted]
-        taken = min(max(outcome.seconds, usually), SLOW_BLOCK * usually)
-        won = outcome.emitted * self._blocks[0] - taken
-        self._slack += won
+        # Between two passes everything takes several times as long as in a loop of its own, so without min and max.
+        blocks, taken = self._blocks, outcome.seconds
+        usually = blocks[outcome.drafted]
+        if taken < usually:
+            taken = usually
+        elif taken > SLOW_BLOCK * usually:
+            taken = SLOW_BLOCK * usually
+        won = outcome.emitted * blocks[0] - taken
         self._reserve += won
-        self._least = max(self._least, self._slack - self._losing)
-
-    def _length(self) -> int:
-        return self._lengths[bisect_right(self._starts, self._slack)]
+        slack = self._slack = self._slack + won
+        if slack - self._losing > self._least:
+            self._least = slack - self._losing
