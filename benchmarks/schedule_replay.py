@@ -124,14 +124,14 @@ def seconds_of(schedule: Schedule, trace: Trace, tokens: int, machine: Machine) 
         size = schedule.pass_length(drafted + 1, context)
         choosing = perf_counter() - asked
         accepted = min(trace.accepted[emitted], drafted)
-        drafting = choosing + machine.drafting(drafted, context)
+        drafting = machine.drafting(drafted, context)
         verifying = machine.costs.verify(size, context)
         seconds = drafting + verifying + (machine.drafted_work if drafted else machine.plain_work)
         asked = perf_counter()
         schedule.observe(
-            Outcome(context, drafted, accepted, accepted + 1, size, drafting, verifying, seconds)
+            Outcome(context, drafted, accepted, accepted + 1, size, drafting, verifying, seconds, choosing)
         )
-        spent += seconds + perf_counter() - asked
+        spent += choosing + seconds + perf_counter() - asked
         emitted += accepted + 1
     return spent
 
