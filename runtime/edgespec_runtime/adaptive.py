@@ -4,13 +4,14 @@ Expected tokens per second of a draft of γ:
 
     (1 + Σ_j Π_{i ≤ j} a_i) / (γ · draft + verify(γ + 1))      a_i: acceptance at position i of the block
 
-The best γ is taken, γ = 0 (a plain step) among them; for a few blocks at a time where they win or that is no risk. What
-speculation has lost against plain steps in this reply is kept on an account. A draft must be affordable, even if nothing of it is
-accepted: from a larger credit where it likely pays, from a small allowance where it only might. Where it surely pays (by a wide
-margin, if the credit would do for enough of such drafts) it borrows from the time of the tokens that may follow. So a reply of
-sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of which the
-drafter unexpectedly knows nothing loses a few steps at most. Shorter replies share one account: together they are not slower, and
-of what the others left a single one may use a step or two.
+The best γ is taken, γ = 0 (a plain step) among them. What speculation has lost against plain steps in this reply is kept on an
+account. A draft must be affordable, even if nothing of it is accepted: from a larger credit where it likely pays, from a small
+allowance where it only might. Where it surely pays (by a wide margin, if the credit would do for enough of such drafts) it
+borrows from the time of the tokens that may follow. What is best for every amount that may be lost is considered once and then
+looked up for some blocks (draft_ladder.py): where steps are short, considering takes a good part of one.
+So a reply of sixty tokens or more is hardly ever slower than plain decoding by 2 % (benchmarks/schedule_replay.py), and one of
+which the drafter unexpectedly knows nothing loses a few steps at most. Shorter replies share one account: together they are not
+slower, and of what the others left a single one may use a step or two.
 Knows costs and counts; no engines, no tokens.
 """
 
@@ -82,7 +83,7 @@ class Adaptive:
         self._ends: list[int] = []  # how many of them there were when a new reply began
         self._tokens = 0  # of this reply, in blocks that were learnt from
         self._ladder = DraftLadder()
-        self._length = 0  # of the last block's draft
+        self._length = 0  # of the draft that was last asked for
         self._left = 0  # plain steps to come
         self._chosen = False  # whether it was chosen, and is not one of plain steps that are due
         self._considering = CONSIDERING
@@ -232,6 +233,7 @@ class Adaptive:
         ends, self._ends = self._ends, []
         if self._chosen and outcomes:
             self._learn_considering(outcomes[0].choosing_seconds)
+            outcomes[0] = outcomes[0]._replace(choosing_seconds=0.0)
         if ends:
             self._learn_from(outcomes[: ends[-1]])
             for begun, end in pairwise([0, *ends]):
@@ -277,7 +279,7 @@ class Adaptive:
             if taken > SLOWER * known:
                 self._due = CHECKING_STEPS
             taken = catching_up + blocks.count * costs.block(row, blocks.drafted, size)
-        self._account.take(blocks.seconds, taken - blocks.emitted * costs.step(row))
+        self._account.take(blocks.seconds, taken + blocks.choosing_seconds - blocks.emitted * costs.step(row))
 
     def _learn_steps(self, steps: list[Outcome]) -> None:
         count, longest = len(steps), self._longest_step

@@ -67,16 +67,17 @@ class Blocks:
         # draft tokens that were looked at, and how many of them stayed
         self.tests: list[tuple[int, int]] = []
         self.emitted = 0
-        self.draft_seconds = self.pass_seconds = 0.0
-        for _, drafted, accepted, emitted, _, draft_seconds, _, seconds, _ in outcomes:
+        self.draft_seconds = self.pass_seconds = self.choosing_seconds = 0.0
+        for _, drafted, accepted, emitted, _, draft_seconds, _, seconds, choosing in outcomes:
             self.tests.append((min(drafted, emitted), accepted))
             self.emitted += emitted
             self.draft_seconds += draft_seconds
             self.pass_seconds += min(seconds - draft_seconds, longest)
+            self.choosing_seconds += choosing
 
     @property
     def seconds(self) -> float:
-        """All of them; a pass that another program held up counts for what one takes by itself."""
+        """Drafts and passes; a pass that another program held up counts for what one takes by itself."""
         return self.draft_seconds + self.pass_seconds
 
 
