@@ -112,6 +112,16 @@ def test_other_programs_turns_lock_it_into_no_length(shape: str, draft: float, a
     assert all(mine <= 1.02 * plain for mine, plain in zip(adaptive, fixed[0], strict=True))
 
 
+def test_where_drafts_that_pay_may_lose_too_much_shorter_ones_win_that_first() -> None:
+    """A 7B with Q4_0: a pass of two costs nearly two steps, and a failed draft of three, 1.26x as fast, loses more than 2 % of 64
+    tokens. Nothing was drafted there until drafts of one were, which bring nothing themselves."""
+    costs = costs_of([1, 1.88, 2.3, 2.67, 3.4, 4.0, 4.6, 5.12, *[6.0] * 8], 0.018)
+    machine = Machine(costs, lambda _: 0.9)
+    mine, plain = (seconds_of(machine, schedule, 90, 64) for schedule in (Adaptive(costs, 0.9), Fixed(0)))
+    assert sum(plain) >= 1.1 * sum(mine)
+    assert all(one <= 1.02 * other for one, other in zip(mine, plain, strict=True))
+
+
 def test_it_follows_a_text_that_turns() -> None:
     """Easy and hard stretches: better than the best fixed length, which must compromise."""
     costs = costs_of(SAW, 0.05)

@@ -142,6 +142,41 @@ def test_where_blocks_are_short_a_length_is_kept_through_short_replies(
     assert 1 <= len(considered) <= most * replies / 2
 
 
+def test_where_considering_is_dear_a_reply_that_lost_all_it_may_is_plain_to_its_end(
+    considered: list[int],
+) -> None:
+    """It is not considered whether more may be lost; the next reply drafts at once, from what the others have left."""
+    costs = costs_of(FLAT, 0.4, 3e-4)
+    schedule = Adaptive(costs, 0.8, most=1)
+
+    def reply(accepts: bool) -> list[int]:
+        schedule.begin()
+        lengths = []
+        for block in range(16):
+            before = len(considered)
+            length = schedule.draft_length(100 + block, 100)
+            drafting, verifying = length * costs.draft(100), costs.verify(length + 1, 100)
+            kept, choosing = accepts * length, 1.5e-4 * (len(considered) - before)
+            seconds = drafting + verifying
+            schedule.observe(
+                Outcome(100, length, kept, kept + 1, length + 1, drafting, verifying, seconds, choosing)
+            )
+            lengths.append(length)
+        return lengths
+
+    for _ in range(20):
+        before = len(considered)
+        reply(True)
+        if len(considered) > before > 4:  # newly considered, for many blocks
+            break
+    considered.clear()
+    failing = reply(False)
+    assert 4 <= sum(failing) <= 12
+    assert failing[-1] == 0
+    assert reply(True)[0] == 1
+    assert considered == []
+
+
 def test_considering_that_takes_a_good_part_of_a_step_does_not_use_up_what_may_be_lost(
     considered: list[int],
 ) -> None:
