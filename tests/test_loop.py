@@ -11,7 +11,7 @@ import pytest
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.loop import decode
 from edgespec_runtime.sampling import warp
-from edgespec_runtime.schedule import Fixed
+from edgespec_runtime.schedule import Fixed, Outcome
 from edgespec_runtime.session import CachedEngine
 from scipy.stats import chisquare
 from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
@@ -229,6 +229,35 @@ def test_the_drafter_reads_nothing_before_its_first_draft(plain: int, when_full:
     assert reply == [(6 + step) % V for step in range(20)]
     assert sum(setup.counts.accepted) == setup.counts.drafted
     assert (setup.counts.drafted > 0) == (plain < 20)
+
+
+class Told(Steps):
+    """Keeps what it is told of every block."""
+
+    def __init__(self, plain: int, length: int) -> None:
+        super().__init__(plain, length)
+        self.outcomes: list[Outcome] = []
+
+    def observe(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+
+
+def test_seconds_are_of_what_they_are_called() -> None:
+    """The drafter's first reading is no draft and no pass but prefill, and asking for a draft length is told apart from drafting."""
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"])
+    told = Told(plain=3, length=2)
+    for _ in decode(
+        setup.target, setup.draft, [3] * 20, DecodingOptions(max_new_tokens=20), (), setup.counts, told
+    ):
+        pass
+    counts, outcomes = setup.counts, told.outcomes
+    assert counts.verify_seconds == pytest.approx(sum(each.verify_seconds for each in outcomes))
+    assert counts.draft_seconds == pytest.approx(sum(each.draft_seconds for each in outcomes))
+    assert all(each.seconds >= each.draft_seconds + each.verify_seconds for each in outcomes)
+    assert all(each.choosing_seconds > 0.0 for each in outcomes)
+    whole = sum(each.choosing_seconds + each.seconds for each in outcomes)
+    assert whole < counts.total_seconds
+    assert sum(each.draft_seconds for each in outcomes[:3]) < outcomes[3].draft_seconds
 
 
 def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:

@@ -102,7 +102,7 @@ def decode(
                 seconds = _read(drafter, unread)
                 unread = None
                 counts.prefill_seconds += seconds
-                start, chosen_at = start + seconds, chosen_at + seconds
+                start, shifted_at, chosen_at = start + seconds, shifted_at + seconds, chosen_at + seconds
             proposed = (
                 drafter.propose(ids, length, draft_how, generator, rule.raw)
                 if drafter is not None and length
