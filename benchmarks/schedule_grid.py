@@ -4,16 +4,17 @@
 
 Twelve shapes of what passes and drafts cost, measured ones and made-up ones, with four acceptance rates; replies of one length,
 all of one rate ("spread 0") or of rates that differ from reply to reply by a standard deviation of 0.1. Seconds are simulated, so
-the same numbers come out on every machine. "Possible": the best of a schedule that knows the reply's length, all costs and the
-rate, and keeps the 2 % in every reply (schedule_floor.py). "Its end unknown": of one that keeps them wherever a reply ends after
-60 tokens. The schedule itself is told how many may follow, and borrows from them where drafts surely pay. Both are known where
-the spread is 0.
+the same numbers come out on every machine. "Possible": the best of a schedule that knows the reply's length, all costs and each
+reply's rate, and keeps the 2 % in every reply (schedule_floor.py). "Its end unknown": of one that keeps them wherever a reply
+ends after 60 tokens. The schedule itself is told how many may follow, and borrows from them where drafts surely pay. Where rates
+differ, knowing each is knowing much: what can be reached there is less.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,7 @@ MOST, SHARE = 8, 0.02  # longest draft; what a reply may lose
 SURE = 60  # tokens that a reply has where its end is unknown
 NEAR = 0.95  # of the best fixed length
 TOKENS = 6000  # of a cell's replies together
+KNOTS = 17  # rates at which what is possible is computed, where they differ from reply to reply
 # llama.cpp with Q4_0: passes of 2, 4 and 8 as bench --synthetic measured them on a Zen 4, the others between and beyond; and with
 # kernels that work on rows of four.
 LLAMACPP_7B = [1, 1.88, 2.3, 2.67, 3.4, 4.0, 4.6, 5.12, *(5.5 + 0.3 * n for n in range(8))]
@@ -58,23 +60,28 @@ RATES, SPREADS = (0.45, 0.6, 0.75, 0.9), (0.0, 0.1)
 
 @dataclass(frozen=True)
 class Cell:
-    """`best`, `chosen` and the possible ones in times plain decoding; `slowest`: of a reply, against plain decoding."""
+    """`rates`: of the replies; `blocks`: plain steps by draft length; `best` and `chosen` in times plain decoding; `slowest`: of
+    a reply, against plain decoding."""
 
     name: str
+    tokens: int
+    rates: np.ndarray
+    blocks: Sequence[float]
     best: float
     length: int
     chosen: float
-    possible: float | None
-    end_unknown: float | None
     slowest: float
 
     @property
     def kept(self) -> float:
         return self.chosen / self.best
 
-    def of_best(self, possible: float | None) -> float:
-        """NaN where it is not known."""
-        return float("nan") if possible is None else possible / self.best
+    def possible(self, sure: int) -> float:
+        """Of the best fixed length, at most, for replies that are known to have `sure` tokens."""
+        # Each takes a moment, so rates between are interpolated.
+        rates = np.unique(np.linspace(self.rates.min(), self.rates.max(), KNOTS))
+        steps = [least_seconds([rate] * MOST, self.blocks, self.tokens, SHARE, sure)[1] for rate in rates]
+        return self.tokens / float(np.interp(self.rates, rates, steps).mean()) / self.best
 
 
 def measure(name: str, rate: float, spread: float, tokens: int) -> Cell:
@@ -96,18 +103,14 @@ def measure(name: str, rate: float, spread: float, tokens: int) -> Cell:
     chosen = seconds(Adaptive(costs, rate, MOST))
     length = int(np.argmin(fixed))
 
-    def possible(sure: int) -> float | None:
-        if spread:
-            return None
-        return tokens / least_seconds([rate] * MOST, blocks_of(costs, draft), tokens, SHARE, sure)[1]
-
     return Cell(
         f"{name}, α = {rate:g}, spread {spread:g}",
+        tokens,
+        rates,
+        blocks_of(costs, draft),
         plain.sum() / fixed[length],
         length,
         plain.sum() / chosen.sum(),
-        possible(tokens),
-        possible(SURE),
         float((chosen / plain).max()) - 1.0,
     )
 
@@ -128,13 +131,11 @@ def main() -> int:
         kept = np.array([cell.kept for cell in found])
         slow = sum(cell.slowest > SHARE for cell in found)
         behind = [cell for cell in found if cell.kept < NEAR]
-        told = [cell for cell in behind if cell.end_unknown]
-        out_of_reach = sum(cell.of_best(cell.end_unknown) < NEAR for cell in told)
+        out_of_reach = sum(cell.possible(SURE) < NEAR for cell in behind)
         print(
             f"\n{tokens} tokens, {len(found)} cells: chosen is {kept.mean():.3f} of the best fixed length in the mean, "
             f"{kept.min():.3f} at worst; in {slow} a reply is more than {SHARE:.0%} slower than plain\n"
-            f"below {NEAR} in {len(behind)}; of the {len(told)} of them without spread nobody reaches it in {out_of_reach} "
-            "who does not know a reply's end"
+            f"below {NEAR} in {len(behind)}; in {out_of_reach} of them nobody reaches it who does not know a reply's end"
         )
         rows = [
             (
@@ -142,10 +143,7 @@ def main() -> int:
                 f"{cell.best:.2f}x (γ = {cell.length})",
                 f"{cell.chosen:.2f}x",
                 f"{cell.kept:.3f}",
-                *(
-                    "" if each is None else f"{each / cell.best:.3f}"
-                    for each in (cell.possible, cell.end_unknown)
-                ),
+                *(f"{cell.possible(sure):.3f}" for sure in (tokens, SURE)),
                 f"{cell.slowest:+.1%}",
             )
             for cell in sorted(found, key=lambda cell: cell.kept)[: given.worst]

@@ -109,6 +109,27 @@ def test_ratios_are_taken_prompt_by_prompt() -> None:
     assert plain.token_rate[1] == pytest.approx(10.0)
 
 
+def test_the_fastest_in_hindsight_is_that_over_all_tokens() -> None:
+    """γ = 3 is faster in two prompts of three, and slower than γ = 1 over all: 180 tokens in 1.8 s, in 2 s and in 1.5 s."""
+    runs = []
+    for prompt, (three, one, chosen) in enumerate([(20, 30, 25), (20, 30, 25), (160, 90, 110)]):
+        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=0.01 * three / 20))
+        runs.append(known_run(prompt, 1, blocks=30, emitted=60, step=0.01 * one / 30))
+        runs.append(
+            replace(known_run(prompt, 2, blocks=30, emitted=60, step=0.01 * chosen / 30), draft_length=AUTO)
+        )
+    summaries = summarise(runs, {"parameters": 0.1})
+    assert [s.name for s in summaries] == ["plain", "γ = 1", "γ = 3", "γ chosen (2.0)"]
+    assert [s.of_fastest[0] for s in summaries] == pytest.approx([150 / 180, 1.0, 150 / 200, 150 / 160])
+    assert max(summaries, key=lambda s: s.speedup[0]).name == "γ = 3"
+    low, high = summaries[-1].of_fastest[1:]
+    assert 90 / 110 <= low < 150 / 160 < high < 1.21
+    assert verdict(summaries).endswith(
+        f"; over all tokens 0.94 [{low:.2f}, {high:.2f}] of γ = 1, the fastest in hindsight."
+    )
+
+
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
