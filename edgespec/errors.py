@@ -45,7 +45,9 @@ class MissingExtra(EdgespecError):
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the closest known name, else the list of known names, or that there are none."""
+    """'; did you mean X?' for the closest known name, or the only one that ends so ('lin' of 'lenient-lin'); else the list of
+    known names, or that there are none."""
     names = sorted(known)
-    close = difflib.get_close_matches(seen, names, n=1, cutoff=0.6)
+    ending = [name for name in names if name.endswith(f"-{seen}")]
+    close = difflib.get_close_matches(seen, names, n=1, cutoff=0.6) or (ending if len(ending) == 1 else [])
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or 'none'}"
