@@ -14,6 +14,7 @@ from tiny_models import make_model_folder
 
 from edgespec.build import RECIPE_FILE
 from edgespec.cli import VERBS, main
+from edgespec.errors import did_you_mean
 from edgespec.options import to_mapping
 from edgespec.recipe import Recipe
 
@@ -36,6 +37,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'bench'" in refused(capsys, "bnch")
     assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
+
+
+def test_the_end_of_one_name_is_enough() -> None:
+    names = ["lenient-lin", "first-of-two-x", "second-of-two-x"]
+    assert did_you_mean("lin", names) == "; did you mean 'lenient-lin'?"
+    assert did_you_mean("x", names) == "; known: first-of-two-x, lenient-lin, second-of-two-x"
 
 
 def test_unknown_target(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
