@@ -8,10 +8,10 @@ Rows hold `messages` of user and assistant in turn. Every third training dialogu
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,16 @@ def prompts(chats: list[list[dict[str, str]]], count: int, seed: int) -> list[di
     ]
 
 
+def given_paths(doc: str | None, *names: str) -> list[Path]:
+    """The arguments of a command that takes so many paths; `doc` describes it."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in names:
+        parser.add_argument(name, type=Path)
+    return list(vars(parser.parse_args()).values())
+
+
 def main() -> None:
-    train, held_out, out = map(Path, sys.argv[1:4])
+    train, held_out, out = given_paths(__doc__, "TRAIN.jsonl.gz", "HELD_OUT.jsonl.gz", "OUT")
     chats = dialogues(train)
     texts = ["\n".join(message["content"] for message in chat) for chat in chats[::3]]
     write_jsonl(out / "text.jsonl", [{"text": text} for text in texts])

@@ -19,12 +19,10 @@ import gzip
 import json
 import random
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from dialogue_data import dialogues, prompts
+from dialogue_data import dialogues, given_paths, prompts
 
 from edgespec.files import read_jsonl, write_jsonl
 
@@ -60,7 +58,7 @@ def out_of_domain(texts: list[str], seed: int) -> list[Row]:
 
 
 def main() -> None:
-    sources, out = map(Path, sys.argv[1:3])
+    sources, out = given_paths(__doc__, "SOURCES", "OUT")
     chats = dialogues(sources / "sgd_dialogues" / "sgd_train.jsonl.gz")
     maths = read_jsonl(sources / "gsm8k" / "train.jsonl")
     problems, held_out = maths[:-HELD_OUT], maths[-HELD_OUT:]

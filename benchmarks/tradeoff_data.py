@@ -10,17 +10,14 @@ SOURCES holds sgd_dialogues/sgd_dev.jsonl.gz (Schema-Guided Dialogue as messages
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from dialogue_data import dialogues, prompts
+from dialogue_data import dialogues, given_paths, prompts
 from study_data import HELD_OUT, answered, solved
 
 from edgespec.files import read_jsonl, write_jsonl
 
 
 def main() -> None:
-    sources, out = map(Path, sys.argv[1:3])
+    sources, out = given_paths(__doc__, "SOURCES", "OUT")
     chats = dialogues(sources / "sgd_dialogues" / "sgd_dev.jsonl.gz")
     whole = answered(chats, prompts(chats, HELD_OUT, seed=1))
     rows = [{"messages": row["messages"][:-1], "reference": row["messages"][-1]["content"]} for row in whole]
