@@ -20,8 +20,8 @@ ROUNDING = 1e-6
 
 def least_seconds(
     rates: Sequence[float], blocks: Sequence[float], tokens: int, share: float, sure: int | None = None
-) -> tuple[float, float]:
-    """Expected plain steps of a reply, at best: (with one draft length throughout, with any that keep the promise).
+) -> tuple[list[float], float]:
+    """Expected plain steps of a reply: (with one draft length throughout, for each; at best, with any that keep the promise).
 
     Args:
         rates: acceptance by position of a draft.
@@ -60,7 +60,7 @@ def least_seconds(
             best = np.where(may & (total > best), total, best)
         won.append(best)
     allowed = min(int(share * known * CELLS + ROUNDING), len(slack) - 1)
-    return min(expected[tokens] for expected in fixed), tokens - float(won[tokens][allowed])
+    return [expected[tokens] for expected in fixed], tokens - float(won[tokens][allowed])
 
 
 def _moved(slack: np.ndarray, steps: float) -> np.ndarray:

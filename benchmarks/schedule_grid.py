@@ -77,11 +77,13 @@ class Cell:
         return self.chosen / self.best
 
     def possible(self, sure: int) -> float:
-        """Of the best fixed length, at most, for replies that are known to have `sure` tokens."""
+        """Of the best fixed length, at most, for replies that are known to have `sure` tokens; of both what is expected."""
         # Each takes a moment, so rates between are interpolated.
         rates = np.unique(np.linspace(self.rates.min(), self.rates.max(), KNOTS))
-        steps = [least_seconds([rate] * MOST, self.blocks, self.tokens, SHARE, sure)[1] for rate in rates]
-        return self.tokens / float(np.interp(self.rates, rates, steps).mean()) / self.best
+        found = [least_seconds([rate] * MOST, self.blocks, self.tokens, SHARE, sure) for rate in rates]
+        steps = np.array([[*fixed, least] for fixed, least in found])  # (rates, lengths and the least)
+        *fixed, least = (np.interp(self.rates, rates, one).mean() for one in steps.T)
+        return float(min(fixed) / least)
 
 
 def measure(name: str, rate: float, spread: float, tokens: int) -> Cell:
@@ -102,7 +104,6 @@ def measure(name: str, rate: float, spread: float, tokens: int) -> Cell:
     fixed = [plain.sum(), *(seconds(Padded(length, costs)).sum() for length in range(1, MOST + 1))]
     chosen = seconds(Adaptive(costs, rate, MOST))
     length = int(np.argmin(fixed))
-
     return Cell(
         f"{name}, α = {rate:g}, spread {spread:g}",
         tokens,

@@ -162,7 +162,7 @@ def least_behind(traces: Sequence[Trace], tokens: int, machine: Machine) -> floa
         )
         blocks.append(seconds / plain)
     fixed, best = least_seconds(acceptance(traces), blocks, tokens, BAR - 1.0)
-    return best / fixed - 1.0
+    return best / min(fixed) - 1.0
 
 
 def told(costs: Costs, error: float, seed: int) -> Costs:

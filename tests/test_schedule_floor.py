@@ -60,16 +60,16 @@ def test_the_floor_of_a_reply_that_may_end_is_that_of_enumeration(sure: int, sha
 def test_a_fixed_length_takes_what_its_blocks_take() -> None:
     """Two tokens at most: a draft of one, then a plain step where it failed."""
     fixed, _ = least_seconds((0.9,), (1.0, 1.2), 2, 0.0)
-    assert fixed == pytest.approx(0.9 * 1.2 + 0.1 * 2.2)
+    assert fixed == pytest.approx([2.0, 0.9 * 1.2 + 0.1 * 2.2])
 
 
 def test_with_all_to_lose_the_best_is_no_worse_than_a_fixed_length() -> None:
     fixed, best = least_seconds(RATES, BLOCKS, 30, 0.5)
-    assert best <= fixed + 0.01
+    assert best <= min(fixed) + 0.01
 
 
 def test_short_replies_cannot_keep_both_promises() -> None:
     """tiny-chat as a bench on a Xeon found it: 2 % of ten tokens buys no draft, and a fixed length is over 5 % faster."""
     fixed, best = least_seconds((0.57,) * 3, (1.0, 1.36, 1.54, 1.71), 10, 0.02)
     assert best == 10.0
-    assert 1.05 * fixed < best
+    assert 1.05 * min(fixed) < best

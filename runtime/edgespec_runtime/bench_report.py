@@ -104,8 +104,7 @@ def _rate(run: Run) -> float:
     return run.counts.token_rate
 
 
-def _rate_over_all(counts: Sequence[RawCounts]) -> float:
-    return sum(one.emitted for one in counts) / sum(one.total_seconds for one in counts)
+_rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
 
 
 def _ratio_over_all(pairs: Sequence[tuple[RawCounts, RawCounts]]) -> float:
