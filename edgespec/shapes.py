@@ -12,11 +12,16 @@ from edgespec.errors import InputError
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
 _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
 _ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
+_ORIGINAL_CONTEXT = {"phi3": 4096}
+_LONGROPE = frozenset({"longrope", "su"})
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-style decoder: grouped-query attention, gated FFN with three matrices, RMS norms."""
+    """A Llama-style decoder: grouped-query attention, gated FFN with three matrices, RMS norms.
+
+    rope_border: most tokens of a text with the short RoPE factors, where the model has a second set for longer ones (LongRoPE).
+    """
 
     hidden: int
     layers: int
@@ -31,6 +36,19 @@ class ModelShape:
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     head_norms: bool = False
+    rope_border: int | None = None
+
+    @property
+    def one_rope_length(self) -> int:
+        """Most tokens of texts that all have the same RoPE factors. In torch a batch has those of its longest row."""
+        return self.rope_border or self.context_length
+
+    def told_length(self) -> str:
+        """`one_rope_length` in words, with the reason where it is not the whole context."""
+        if self.rope_border is None:
+            return f"{self.context_length} tokens"
+        reason = "longer texts take other RoPE factors, and a batch has one set"
+        return f"{self.rope_border} tokens (of {self.context_length}: {reason})"
 
     @property
     def layer_parameters(self) -> int:
@@ -91,4 +109,23 @@ class ModelShape:
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
             attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
             head_norms=model_type == "qwen3",
+            rope_border=_rope_border(config),
         )
+
+
+def _rope_border(config: Mapping[str, Any]) -> int | None:
+    """LongRoPE's original context, in all spellings; None where it is no shorter than the context, or the model has one set.
+
+    Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (rope.get("rope_type") or rope.get("type")) not in _LONGROPE:
+        return None
+    context = int(config.get("max_position_embeddings") or 2048)
+    original = (
+        config.get("original_max_position_embeddings")
+        or _ORIGINAL_CONTEXT.get(config.get("model_type", ""))
+        or rope.get("original_max_position_embeddings")
+        or context
+    )
+    return int(original) if int(original) < context else None

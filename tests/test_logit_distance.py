@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from edgespec_export.file_check import FileCheck, compare_engine, judge
 from edgespec_export.logit_distance import distance
+from edgespec_export.passages import Passage
 from edgespec_export.to_onnx import export_onnx
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
@@ -48,10 +49,10 @@ def test_activations_rounded_by_block_leak(families: dict[str, Path], tmp_path: 
     export_onnx(families["llama"], tmp_path / "fp32", "fp32")
     shutil.copytree(tmp_path / "fp32", tmp_path / "dynamic")
     quantize_dynamic(tmp_path / "fp32" / "model.onnx", tmp_path / "dynamic" / "model.onnx")
-    prompts = [np.random.default_rng(0).integers(4, 512, 24).tolist()]
+    passages = [Passage(np.random.default_rng(0).integers(4, 512, 24).tolist())]
     exact, rounded = (FileCheck("drafter", "onnxruntime", "fp32", "onnxruntime") for _ in "ab")
     for check, name in ((exact, "fp32"), (rounded, "dynamic")):
-        compare_engine(check, lambda name=name: OnnxRuntimeEngine(tmp_path / name, threads=1), prompts, None)  # type: ignore[misc]
+        compare_engine(check, lambda name=name: OnnxRuntimeEngine(tmp_path / name, threads=1), passages, None)  # type: ignore[misc]
         judge(check)
     assert exact.block_leak is not None
     assert exact.block_leak < 1e-6

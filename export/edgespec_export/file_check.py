@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from edgespec_runtime.bundle import load_engine
 from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
-from edgespec_runtime.engine_static import StaticEngine
+from edgespec_runtime.engine_llamacpp import is_available
+from edgespec_runtime.session import CachedEngine
 
 from edgespec_export.export import ExportedFile
 from edgespec_export.logit_distance import MOST_KL, distance
-from edgespec_export.readback import short_context
+from edgespec_export.passages import BLOCK, Passage
 
-BLOCK = 4
 ENGINES = ("onnxruntime", "llama.cpp", "static")
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
 FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
@@ -100,32 +99,26 @@ class FileCheck:
     block_flips: int | None = None  # positions whose most likely token changes
     block_leak: float | None = None  # what a block's later tokens do to the logits of its first
     positions: int = 0
+    rope_border: int | None = None  # the tokens around it are among those compared; None where there is none
     fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
     settings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
 
-def opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
-    """What opens a file in its exact mode; None where its engine is not installed."""
-    if file.engine == "static":
-        return lambda: StaticEngine(file.path, threads=threads)
-    if file.engine == "onnxruntime":
-        return lambda: OnnxRuntimeEngine(file.path, threads=threads)
-    context = short_context(file.path) if is_available() else None
-    return (lambda: LlamaCppEngine(file.path, context, threads=threads)) if is_available() else None
+def opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
+    """What opens a file in its exact mode; None where its engine is not installed. `context`: None for the model's own."""
+    if file.engine == "llama.cpp" and not is_available():
+        return None
+    return lambda: load_engine(file.engine, file.path, context, threads)
 
 
-def fast_opener(file: ExportedFile, threads: int | None) -> Callable[[], Engine] | None:
+def fast_opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
     """The engine in the file's fast mode; None where it has none."""
-    if file.engine == "static":
-        return None
-    if file.engine == "onnxruntime":
-        graph = file.fast_graph
-        return None if graph is None else lambda: OnnxRuntimeEngine(file.path, threads=threads, graph=graph)
-    if file.precision in FLOAT_GGUF:
-        return None
-    context = short_context(file.path)
-    return lambda: LlamaCppEngine(file.path, context, threads=threads, flash_attention=False)
+    if file.engine == "onnxruntime" and (graph := file.fast_graph) is not None:
+        return lambda: load_engine(file.engine, file.path, context, threads, graph=graph)
+    if file.engine == "llama.cpp" and file.precision not in FLOAT_GGUF:
+        return lambda: load_engine(file.engine, file.path, context, threads, flash_attention=False)
+    return None
 
 
 def relative(difference: float, size: float) -> float:
@@ -135,47 +128,67 @@ def relative(difference: float, size: float) -> float:
 def compare_engine(
     check: FileCheck | FastCheck,
     open_engine: Callable[[], Engine],
-    prompts: Sequence[list[int]],
+    passages: Sequence[Passage],
     own: Sequence[Array] | None,
 ) -> list[Array]:
-    """Run a file; the logits of every prompt. `own`: what its weights should give, None where nobody knows."""
+    """Run a file; the logits of every passage. `own`: what its weights should give, None where nobody knows."""
     engine = open_engine()
     try:
-        whole = [_fed(engine, prompt, engine.block_length) for prompt in prompts]
-        singles = np.concatenate([_fed(engine, prompt, 1) for prompt in prompts])
-        fed = [_fed(engine, prompt, BLOCK) for prompt in prompts]
-        firsts = np.concatenate([logits[::BLOCK] for logits in fed])
-        others = np.concatenate([_with_other_drafts(engine, prompt) for prompt in prompts])
+        model = CachedEngine(engine)
+        ways = [_ways(model, passage) for passage in passages]
     finally:
         engine.close()
-    blocks = np.concatenate(fed)
+    whole = [way.whole for way in ways]
+    singles = np.concatenate([way.singles for way in ways])
+    blocks = np.concatenate([way.blocks for way in ways])
     if own is not None:
         check.engine_relative = _logit_distance(np.concatenate(whole), np.concatenate(own))
     check.block_largest = float(np.abs(blocks - singles).max())
     check.block_relative = _logit_distance(blocks, singles)
     check.block_flips = int((blocks.argmax(1) != singles.argmax(1)).sum())
-    check.block_leak = _logit_distance(others, firsts)
+    check.block_leak = _logit_distance(
+        np.concatenate([way.others for way in ways]), np.concatenate([way.blocks[::BLOCK] for way in ways])
+    )
     return whole
 
 
-def _with_other_drafts(engine: Engine, prompt: list[int]) -> Array:
+class _Ways(NamedTuple):
+    """Logits [n, V] of one passage.
+
+    whole: in passes as long as the engine takes. others: of the first token of every block, where other tokens follow it.
+    """
+
+    whole: Array
+    singles: Array
+    blocks: Array
+    others: Array
+
+
+def _ways(model: CachedEngine, passage: Passage) -> _Ways:
+    """All ways of one passage before the next: what comes before its start is read once."""
+    whole, singles, blocks = (_fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
+    return _Ways(whole, singles, blocks, _with_other_drafts(model, passage))
+
+
+def _with_other_drafts(model: CachedEngine, passage: Passage) -> Array:
     """Logits of the first token of every block, the others being tokens that will be rejected."""
-    engine.rewind(0)
+    tokens = passage.tokens
+    model.prefill(tokens[: passage.start])
     rows = []
-    for start in range(0, len(prompt), BLOCK):
-        block = prompt[start : start + BLOCK]
-        wrong = [prompt[(start + 7 * place) % len(prompt)] for place in range(1, len(block))]
-        rows.append(np.array(engine.forward([block[0], *wrong])[:1]))
-        engine.rewind(start)
-        engine.forward(block)
+    for start in range(passage.start, len(tokens), BLOCK):
+        block = tokens[start : start + BLOCK]
+        wrong = [tokens[(start + 7 * place) % len(tokens)] for place in range(1, len(block))]
+        rows.append(np.array(model.forward([block[0], *wrong])[:1]))
+        model.rewind(start)
+        model.forward(block)
     return np.concatenate(rows)
 
 
 def measure(
-    check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], prompts: Sequence[list[int]]
+    check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], passages: Sequence[Passage]
 ) -> None:
     """Note how far the logits `seen` are from those of the model."""
-    found = distance(seen, wanted, prompts)
+    found = distance(seen, wanted, [passage.compared for passage in passages])
     check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
     check.positions = found.positions
     if np.isfinite(found.reference_perplexity):
@@ -188,13 +201,11 @@ def _logit_distance(a: Array, b: Array) -> float:
     return relative(float(np.square(a - b).mean()), float(np.square(b).mean()))
 
 
-def _fed(engine: Engine, prompt: list[int], count: int) -> Array:
-    """Logits of a prompt fed `count` tokens at a time into an empty cache."""
-    engine.rewind(0)
-    pieces = [
-        np.array(engine.forward(prompt[start : start + count])) for start in range(0, len(prompt), count)
-    ]
-    return np.concatenate(pieces)
+def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
+    """Logits of a passage fed `count` tokens at a time, behind what comes before its start."""
+    model.prefill(passage.tokens[: passage.start])
+    places = range(passage.start, len(passage.tokens), count)
+    return np.concatenate([np.array(model.forward(passage.tokens[at : at + count])) for at in places])
 
 
 def judge(check: FileCheck) -> None:

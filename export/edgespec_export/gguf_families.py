@@ -181,6 +181,11 @@ def _write_window(
     if not family.window_period:
         if not window or window >= shape.context_length:
             return shape.context_length
+        if shape.rope_border is not None:
+            raise InputError(
+                f"the model has a sliding window of {window} and RoPE factors that change at {shape.rope_border} tokens; "
+                f"llama.cpp's {family.name!r} attends in full: leave GGUF out with --export.gguf ''"
+            )
         notes.append(
             f"the context is cut from {shape.context_length} to the sliding window of {window}: llama.cpp attends in full"
         )

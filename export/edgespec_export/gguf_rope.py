@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+from edgespec_runtime.engine_llamacpp import CONTEXT_STEP
 from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
 
@@ -65,7 +66,7 @@ def write_rope(
         )
     if kind == "llama3":
         return {"rope_freqs.weight": _llama3_factors(rope, theta, rotated)}
-    return _write_longrope(writer, rope, shape, config, rotated, notes) if kind == "longrope" else {}
+    return _write_longrope(writer, rope, shape, rotated, notes) if kind == "longrope" else {}
 
 
 def _rope_parameters(
@@ -131,16 +132,23 @@ def _write_longrope(
     writer: GGUFWriter,
     rope: Mapping[str, Any],
     shape: ModelShape,
-    config: Mapping[str, Any],
     rotated: int,
     notes: list[str],
 ) -> dict[str, Vector]:
-    """Phi-3's two lists of divisors, and the factor on cos and sin, √(1 + ln(factor) / ln(original context)) (LongRoPE)."""
-    original = int(
-        config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or 0
-    )
+    """Phi-3's two lists of divisors, and the factor on cos and sin, √(1 + ln(factor) / ln(original context)) (LongRoPE).
+
+    Raises InputError for a border that no context of llama.cpp ends at: there it has no short factors.
+    """
+    original = shape.rope_border or shape.context_length
     if original < 2:
-        raise InputError("longrope needs original_max_position_embeddings in config.json; it is not there")
+        raise InputError(
+            f"original_max_position_embeddings is {original} in config.json, and longrope needs 2 or more; correct config.json"
+        )
+    if original % CONTEXT_STEP:
+        raise InputError(
+            f"the model changes its RoPE factors at {original} tokens, and llama.cpp makes contexts of multiples of "
+            f"{CONTEXT_STEP}, so it would give short texts the long factors: leave GGUF out with --export.gguf ''"
+        )
     factor = float(rope.get("factor") or shape.context_length / original)
     scale = rope.get("attention_factor")
     if scale is None:
@@ -148,10 +156,11 @@ def _write_longrope(
     writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(float(scale))
-    notes.append(
-        f"llama.cpp takes the long RoPE factors where the context it is opened with is above {original} tokens, torch where the "
-        "text is"
-    )
+    if shape.rope_border:
+        notes.append(
+            f"a text of more than {original} tokens takes the long RoPE factors: edgespec reads it again there, as transformers "
+            f"does; llama.cpp by itself gives them to every text in a context above {original} tokens"
+        )
     tensors = {}
     for length in ("long", "short"):
         factors = np.asarray(rope[f"{length}_factor"], dtype=np.float32)

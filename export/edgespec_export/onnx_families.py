@@ -3,7 +3,9 @@
 The builder reads RoPE in one spelling, skips scalings it does not know without a word (linear in Llama models), attends in full
 where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
 sines in its graph are replaced by those of the model's own rotary module in torch; the factor is replaced too.
-Knows neither precisions nor the runtime.
+LongRoPE has two sets of tables. The builder's graph chooses between them by the length of the attention mask; a metadata entry
+tells the runtime at which length (rope_border.py there).
+Knows no precisions.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engine_onnxruntime import ROPE_BORDER
 
 from edgespec.errors import EdgespecError, InputError
 from edgespec.shapes import ModelShape
@@ -21,7 +24,10 @@ from edgespec.shapes import ModelShape
 Array = np.ndarray[Any, Any]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONGROPE = ("longrope", "su")
+_SETS = {
+    "short": "small",
+    "long": "large",
+}  # of LongRoPE's tables: ours, and the ending of the builder's names
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def prepare(config: Any) -> None:
     local = rope.get(SLIDING)
     if isinstance(rope.get(FULL), Mapping):
         rope = dict(rope[FULL])
-    if rope.get("rope_type") in LONGROPE:  # two tables and a choice between them: the builder's own
+    if _border(config):  # two sets of tables and a choice between them: the builder's own
         rope["type"] = "longrope"
         config.rope_parameters = rope
     else:
@@ -94,11 +100,14 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
 
     family, path = family_of(config, folder), folder / "model.onnx"
     model = onnx.load(path, load_external_data=False)
-    initializers = {tensor.name: tensor for tensor in model.graph.initializer}
-    for name, table in _tables(model_folder, family):
-        if name not in initializers:
+    places = {tensor.name: tensor for tensor in model.graph.initializer} | _branches(model.graph)
+    border, tables = _tables(model_folder, family)
+    for name, table in tables:
+        if name not in places:
             raise EdgespecError(f"{path} has no {name}; this onnxruntime-genai names RoPE's tables otherwise")
-        _replace(folder, initializers[name], table)
+        _replace(folder, places[name], table)
+    if border is not None:
+        model.metadata_props.add(key=ROPE_BORDER, value=str(border))
     for layer, rotated in enumerate(_rotated_layers(config)):
         if not rotated:
             _leave_unrotated(model.graph, layer)
@@ -107,24 +116,46 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
     onnx.save(model, path)
 
 
-def _tables(model_folder: Path, family: Family) -> list[tuple[str, Array]]:
-    """(initializer, [context, rotated / 2] float32) as torch computes them; none for longrope."""
+def _border(config: Any) -> int | None:
+    """Most tokens of a text with the short factors, of a transformers config; None where there is one set."""
+    return ModelShape.from_config(config.to_dict()).rope_border
+
+
+def _branches(graph: Any) -> dict[str, Any]:
+    """The constants in the branches of an If node, by the names of their values."""
+    return {
+        node.output[0]: node.attribute[0].t
+        for choice in graph.node
+        if choice.op_type == "If"
+        for branch in choice.attribute
+        for node in branch.g.node
+        if node.op_type == "Constant"
+    }
+
+
+def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
+    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_folder)
-    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") in LONGROPE:
-        return []
     with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
         skeleton = AutoModelForCausalLM.from_config(config)
     rotary = type(skeleton.model.rotary_emb)(config=config)
-    positions = torch.arange(config.max_position_embeddings)[None]
+    border, context = _border(config), config.max_position_embeddings
+    lengths = {"": context} if border is None else {"short": border, "long": context}
     found = []
     for kind, name in family.tables.items():
-        cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
-        half = cosines.shape[-1] // 2  # the second half repeats the first
-        found += [(f"cos_{name}", cosines[0, :, :half].numpy()), (f"sin_{name}", sines[0, :, :half].numpy())]
-    return found
+        for which, length in lengths.items():
+            positions = torch.arange(length)[None]  # torch goes by the largest
+            cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
+            half = cosines.shape[-1] // 2  # the second half repeats the first
+            own = f"{name}_{_SETS[which]}" if which else name
+            found += [
+                (f"cos_{own}", cosines[0, :, :half].numpy()),
+                (f"sin_{own}", sines[0, :, :half].numpy()),
+            ]
+    return border, found
 
 
 def _replace(folder: Path, tensor: Any, value: Array) -> None:

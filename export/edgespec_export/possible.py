@@ -35,6 +35,12 @@ def check_possible(target: Path, drafter: ModelShape, options: ExportOptions) ->
         write_hyperparameters(GGUFWriter(None, family.name), family, shapes["the target"], config, [])
         read_vocabulary(target, config)
     notes = []
+    border = shapes["the target"].rope_border
+    if border is not None:
+        notes.append(
+            f"in the target, texts of more than {border} tokens take other RoPE factors: it is trained and evaluated on texts "
+            f"of at most {border}, and the runtime reads a text again where it grows beyond that"
+        )
     for name, shape in shapes.items():
         rows = sorted({shape.hidden, shape.intermediate, shape.heads * shape.head_dim})
         for precision in options.onnx:

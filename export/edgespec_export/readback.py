@@ -98,25 +98,14 @@ def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
     }
     if arch != "phi3":  # rotates a part of a head where the model says so; a wrong part shows in the logits
         wanted["rope.dimension_count"] = shape.head_dim
+    if shape.rope_border is not None:
+        wanted["rope.scaling.original_context_length"] = shape.rope_border
     found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
     return [
         f"{name} is {found[name]} instead of {value:g}"
         for name, value in wanted.items()
         if found[name] is None or not np.isclose(found[name], value, rtol=1e-6)
     ]
-
-
-def short_context(file: Path) -> int | None:
-    """The context in which llama.cpp takes the short RoPE factors of a GGUF file that has two kinds; None for others.
-
-    Torch goes by the text's length, llama.cpp by the context's.
-    """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(file)
-    arch = gguf_field(reader, "general.architecture")
-    longrope = gguf_field(reader, f"{arch}.rope.scaling.type") == "longrope"
-    return int(gguf_field(reader, f"{arch}.rope.scaling.original_context_length")) if longrope else None
 
 
 def onnx_weights(folder: Path, shape: ModelShape) -> Weights:

@@ -42,12 +42,12 @@ from edgespec_export.file_check import (
     opener,
     relative,
 )
+from edgespec_export.passages import context_for, passages_of
 from edgespec_export.readback import gguf_settings, gguf_weights, onnx_weights
 from edgespec_export.readback_npu import static_weights
 from edgespec_export.verify_report import broken_of, report_of
 from edgespec_export.verify_tokenizers import Source, check_tokenizers
 
-MAX_PROMPT = 128  # tokens of a prompt that are compared
 TORCH_READ_BACK = "weights read back in torch"
 
 Array = np.ndarray[Any, Any]
@@ -67,18 +67,19 @@ class Reference:
         self.norm_offset = str(config.get("model_type", "")).startswith("gemma")
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
-        self.prompts = [prompt[: min(MAX_PROMPT, self.shape.context_length)] for prompt in prompts if prompt]
-        if not self.prompts:
+        self.passages = passages_of(prompts, self.shape)
+        if not self.passages:
             raise InputError("there is no prompt to verify with; give at least one that is not empty")
         self.logits = self.run(self.weights)
 
     def run(self, weights: dict[str, torch.Tensor]) -> list[Array]:
-        """Logits [n, V] float32 for every prompt."""
+        """Logits [n, V] float32 for every passage."""
         results = []
         with torch.inference_mode():
-            for prompt in self.prompts:
-                arguments = (torch.tensor([prompt]),)
-                output = torch.func.functional_call(self.model, weights, arguments, {"use_cache": False})
+            for passage in self.passages:
+                arguments = (torch.tensor([passage.tokens]),)
+                options = {"use_cache": False, "logits_to_keep": len(passage.compared)}
+                output = torch.func.functional_call(self.model, weights, arguments, options)
                 results.append(output.logits[0].float().numpy())
         return results
 
@@ -162,17 +163,18 @@ def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
     if file.engine == "llama.cpp":
         check.settings = gguf_settings(file.path, reference.shape)
     own = reference.run(weights) if weights else reference.logits
-    threads = 1 if reference.shape.parameters < SMALL else None
-    open_engine = opener(file, threads)
+    threads, context = 1 if reference.shape.parameters < SMALL else None, context_for(reference.shape)
+    open_engine = opener(file, threads, context)
     if open_engine is None:
         check.checked_with, seen = TORCH_READ_BACK, own
     else:
-        seen = compare_engine(check, open_engine, reference.prompts, own)
-        open_fast = fast_opener(file, threads)
+        seen = compare_engine(check, open_engine, reference.passages, own)
+        check.rope_border = reference.shape.rope_border
+        open_fast = fast_opener(file, threads, context)
         if open_fast is not None:
             check.fast = FastCheck()
-            compare_engine(check.fast, open_fast, reference.prompts, own)
-    measure(check, seen, reference.logits, reference.prompts)
+            compare_engine(check.fast, open_fast, reference.passages, own)
+    measure(check, seen, reference.logits, reference.passages)
     judge(check)
     return check
 

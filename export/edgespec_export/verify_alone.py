@@ -31,6 +31,7 @@ from edgespec_export.file_check import (
     measure,
     opener,
 )
+from edgespec_export.passages import Passage, context_for, passages_of
 from edgespec_export.readback import gguf_settings
 from edgespec_export.verify_tokenizers import Source, check_tokenizers
 
@@ -39,6 +40,7 @@ NOT_CHECKED = (
     "ids and chat template against the model's own. Give --models TARGET_FOLDER,DRAFTER_FOLDER for that; the columns from "
     "'largest' to 'perplexity' compare with the most exact file of the same model instead."
 )
+MOST_TOKENS = 2**24  # of a text at a border
 MOST_EXACT = ("fp32", "f32", "fp16", "f16", "bf16")
 
 Array = np.ndarray[Any, Any]
@@ -65,9 +67,10 @@ def verify_alone(
             if role == "drafter" and subset is not None:
                 own = [subset.places().take(prompt).tolist() for prompt in prompts]
             shape, reference = shape_of(model, role), None
+            passages = passages_of(own, shape)
             for file in sorted((file for file in files if file.role == role), key=_exactness):
                 bar.set_postfix_str(f"{role} {file.precision}")
-                check, seen = _check(file, shape, own, reference)
+                check, seen = _check(file, shape, passages, reference)
                 if file.precision in MOST_EXACT and reference is None:
                     reference = seen
                 checks.append(check)
@@ -92,11 +95,20 @@ def shape_of(model: BundleModel, role: str) -> ModelShape:
     """The shape a manifest gives. Raises BundleError where it is none."""
     known = {field.name for field in fields(ModelShape)}
     try:
-        return ModelShape(**{name: value for name, value in model.shape.items() if name in known})
+        shape = ModelShape(**{name: value for name, value in model.shape.items() if name in known})
     except TypeError as error:
         raise BundleError(
             f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
         ) from error
+    border = shape.rope_border
+    if border is not None and not (
+        type(border) is int and 1 <= border < min(shape.context_length, MOST_TOKENS)
+    ):
+        raise BundleError(
+            f"the manifest's shape of the {role} has the rope_border {str(border)[:80]}; a number of tokens below its context is "
+            "wanted: build the bundle again"
+        )
+    return shape
 
 
 def _exactness(file: ExportedFile) -> int:
@@ -104,25 +116,25 @@ def _exactness(file: ExportedFile) -> int:
 
 
 def _check(
-    file: ExportedFile, shape: ModelShape, prompts: list[list[int]], reference: list[Array] | None
+    file: ExportedFile, shape: ModelShape, passages: list[Passage], reference: list[Array] | None
 ) -> tuple[FileCheck, list[Array] | None]:
     """Measure one file; its logits too, None where its engine is not installed."""
     check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, weights_relative=None)
     if file.engine == "llama.cpp":
         check.settings = gguf_settings(file.path, shape)
-    threads = 1 if shape.parameters < SMALL else None
-    open_engine = opener(file, threads)
+    threads, context = 1 if shape.parameters < SMALL else None, context_for(shape)
+    open_engine = opener(file, threads, context)
     if open_engine is None:
         check.checked_with = "settings alone"
         judge(check)
         return check, None
-    seen = compare_engine(check, open_engine, prompts, None)
-    check.positions = sum(map(len, seen))
-    open_fast = fast_opener(file, threads)
+    seen = compare_engine(check, open_engine, passages, None)
+    check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
+    open_fast = fast_opener(file, threads, context)
     if open_fast is not None:
         check.fast = FastCheck()
-        compare_engine(check.fast, open_fast, prompts, None)
+        compare_engine(check.fast, open_fast, passages, None)
     if reference is not None:
-        measure(check, seen, reference, prompts)
+        measure(check, seen, reference, passages)
     judge(check)
     return check, seen

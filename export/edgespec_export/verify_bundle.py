@@ -20,7 +20,6 @@ from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
 
 TOKENIZER = "tokenizer"
-MAX_PROMPT = 128  # tokens of a prompt that are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
         result = verify_alone(
             files,
             {role: getattr(manifest, role) for role in ROLES},
-            [prompt[:MAX_PROMPT] for prompt in checked],
+            checked,
             None if name is None else read_vocabulary(manifest.folder / name),
             trials,
             manifest.folder / TOKENIZER,

@@ -12,6 +12,7 @@ from edgespec.options import knob
 from edgespec_runtime.engine import Engine, default_threads
 from edgespec_runtime.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.prompts import read_chats
+from edgespec_runtime.rope_border import across_border
 from edgespec_runtime.session import CachedEngine
 from edgespec_runtime.tokenizer import ChatTokenizer, Message
 from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
@@ -103,6 +104,7 @@ class Pair:
             fast_graph=self.fast_graph,
             flash_attention=self.flash_attention,
             float_weights=getattr(self.target.engine, "float_weights", False),
+            rope_border=self.target.rope_border,
         )
         if self.manifest.folder is None or "verify.json" not in self.manifest.files:
             return exactness_of(way, {})
@@ -129,7 +131,9 @@ def load_engine(
     if engine == LLAMACPP:
         from edgespec_runtime.engine_llamacpp import LlamaCppEngine
 
-        return LlamaCppEngine(path, context_length=context, threads=threads, flash_attention=flash_attention)
+        return across_border(
+            LlamaCppEngine(path, context_length=context, threads=threads, flash_attention=flash_attention)
+        )
     if flash_attention is not None:
         raise InputError(
             f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
@@ -144,7 +148,7 @@ def load_engine(
         )
     from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 
-    return OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph)
+    return across_border(OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph))
 
 
 def load_model(

@@ -54,7 +54,7 @@ def calibrate(
     caches are empty before and after, also where a pass fails. Raises InputError where the context has no room for two tokens.
     """
     models = [model for model in (target, draft) if model is not None]
-    room = min(model.engine.context_length for model in models)
+    room = min(model.reach(0) for model in models)
     if room < 2:
         raise InputError(
             f"{target.engine.name}: a context of {room} token has no room for a pass behind it; load it with a longer --context"

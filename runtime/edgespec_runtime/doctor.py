@@ -99,6 +99,7 @@ def examine(options: Options) -> Findings:
             costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
             bar.update(1)
             prompts = _prompts(pair)
+            notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
         finally:
@@ -129,6 +130,17 @@ def examine(options: Options) -> Findings:
         kept=kept,
         notes=tuple(notes),
     )
+
+
+def border_note(pair: Pair) -> list[str]:
+    """What a text costs once that grows beyond the target's short RoPE factors; nothing for most models."""
+    border = pair.target.rope_border
+    if border is None:
+        return []
+    return [
+        f"texts of more than {border:,} tokens take other RoPE factors in the target, so a text is read again, once, where it "
+        f"grows beyond that (--context {border} ends it there); costs are measured below it"
+    ]
 
 
 def _asked(options: Options) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class ModelDrafter:
             self._dropped = self._window.surplus(len(ids))
             self._model.prefill(self._shown(ids[:-1]))
             room = self._capacity - (len(ids) - self._dropped) + 1 - raw
-        return room
+        shown = len(ids) - self._dropped
+        return min(room, self._model.reach(shown) - shown + 1 - raw)
 
 
 class HybridDrafter:

@@ -1,6 +1,9 @@
 """llama.cpp as an engine: one GGUF file, one sequence, logits of every token fed, rollback by cutting the cache.
 
 Speaks llama-cpp-python's low-level API and nothing above it. Knows no tokenizer and no sampling.
+
+Of two sets of RoPE factors llama.cpp takes one for a whole context: the long ones where the context is longer than the border,
+whatever the text is. So the context is made anew, short or long, where the text asks for the other set. The weights stay.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from edgespec_runtime.engine import Logits, check_rewind, check_room, default_th
 from edgespec_runtime.safe_gguf import read_header
 
 BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
+CONTEXT_STEP = 256  # llama.cpp makes contexts of multiples of it
 FLOAT_TYPES = frozenset({0, 1, 30})  # ggml_type: F32, F16, BF16
 
 _ERROR_LEVEL = 4
@@ -85,7 +89,8 @@ class LlamaCppEngine:
         self._batch: Any = None
         if not file.is_file():
             raise InputError(f"{file} is missing; give a GGUF file")
-        types = read_header(file)[1]
+        header = read_header(file)
+        types = header.types
         self.float_weights = types <= FLOAT_TYPES
         self._choose_kernels(types, threads, flash_attention)
         model_params = lib.llama_model_default_params()
@@ -96,7 +101,7 @@ class LlamaCppEngine:
         if not self._model:
             raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
         try:
-            self._open(file, context_length)
+            self._open(file, context_length, header.rope_border)
         except BaseException:
             self.close()
             raise
@@ -119,14 +124,19 @@ class LlamaCppEngine:
             bf16_keys=is_amd_with_bf16(),
         )
 
-    def _open(self, file: Path, context_length: int | None) -> None:
+    def _open(self, file: Path, context_length: int | None, border: int | None) -> None:
         lib = self._lib
         self.name = f"llama.cpp {file.name}"
         trained = int(lib.llama_model_n_ctx_train(self._model))
         self.context_length = min(context_length or trained, trained)
         self.block_length = min(BLOCK_LENGTH, self.context_length)
-        params = lib.llama_context_default_params()
-        params.n_ctx = self.context_length
+        if border is not None and border % CONTEXT_STEP:
+            raise BundleError(
+                f"{file} changes its RoPE factors at {border} tokens, and llama.cpp makes contexts of multiples of "
+                f"{CONTEXT_STEP}: it would give short texts the long factors; run the model in ONNX Runtime"
+            )
+        self.rope_border = border if border is not None and border < self.context_length else None
+        params = self._params = lib.llama_context_default_params()
         params.n_batch = params.n_ubatch = self.block_length
         params.n_seq_max = 1
         params.n_threads = params.n_threads_batch = self.threads
@@ -138,12 +148,9 @@ class LlamaCppEngine:
         if self._kernels.value_type is not None:
             params.type_v = self._kernels.value_type
         params.no_perf = True
-        self._context = lib.llama_init_from_model(self._model, params)
-        if not self._context:
-            raise EdgespecError(
-                f"llama.cpp cannot make a context of {self.context_length} tokens for {file}: {_reason()}"
-            )
-        self._memory = lib.llama_get_memory(self._context)
+        self._make_context(
+            self.context_length
+        )  # the longest there will be: what memory does not hold is said now
         self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
         self._tokens = np.ctypeslib.as_array(batch.token, shape=(self.block_length,))
@@ -155,11 +162,32 @@ class LlamaCppEngine:
         # As the package declares it, each call builds a pointer object, and numpy a type for its shape: 40 us a pass.
         function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value or 0
         self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
-        self._buffer_address = 0
         self._steps = np.arange(self.block_length, dtype=np.int32)
         rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
         self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
-        self.n_past = 0
+
+    def _make_context(self, length: int) -> None:
+        """An empty context of `length` tokens in place of the one there is."""
+        lib = self._lib
+        if self._context:
+            lib.llama_free(self._context)
+            self._context = None
+        self._params.n_ctx = length
+        self._context = lib.llama_init_from_model(self._model, self._params)
+        if not self._context:
+            raise EdgespecError(
+                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {_reason()}; give a shorter --context"
+            )
+        self._memory = lib.llama_get_memory(self._context)
+        self._made_for, self._buffer_address, self.n_past = length, 0, 0
+
+    def use_rope(self, *, long: bool) -> None:
+        """Empty the cache; keys have the long RoPE factors from now on, or the short ones."""
+        wanted = self.context_length if long else self.rope_border or self.context_length
+        if wanted == self._made_for and self._context:
+            self.rewind(0)
+        else:
+            self._make_context(wanted)
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append `tokens` (at most `block_length`) to the cache; float32 logits [n, V], valid until the next call.

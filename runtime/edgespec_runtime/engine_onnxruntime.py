@@ -2,6 +2,9 @@
 
 One buffer per layer is bound as past and as present (IOBinding), so a pass appends to it without a copy and a rollback is a
 shorter attention mask. Every other tensor is a preallocated buffer bound with the shape of the call.
+
+A graph with two sets of RoPE factors chooses by the length of the attention mask, and reads as many tokens as the mask has ones.
+So a mask longer than the border, with zeros at its end, gives a short beginning of a long text the long factors.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from edgespec_runtime.engine import Logits, check_rewind, check_room, default_th
 from edgespec_runtime.safe_onnx import check_onnx
 from edgespec_runtime.safe_settings import OnnxSettings, read_settings
 
+ROPE_BORDER = (
+    "edgespec.rope_border"  # metadata of the graph: most tokens of a text with the short RoPE factors
+)
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
 
 
@@ -60,6 +66,7 @@ class OnnxRuntimeEngine:
             self._session = ort.InferenceSession(
                 str(folder / filename), options, providers=["CPUExecutionProvider"]
             )
+            self.rope_border = self._rope_border()
             self._bind(settings)
         # ONNX Runtime has an exception class for every status, with no base of their own
         except Exception as error:
@@ -68,12 +75,22 @@ class OnnxRuntimeEngine:
                 "give a shorter --context where memory is short, else export the model again"
             ) from error
 
+    def _rope_border(self) -> int | None:
+        """Most tokens of a text with the short RoPE factors; None where no text of this context has others."""
+        told = self._session.get_modelmeta().custom_metadata_map.get(ROPE_BORDER)
+        if told is None:
+            return None
+        if not (told.isascii() and told.isdigit() and len(told) <= 8 and int(told) > 0):
+            raise ValueError(f"its {ROPE_BORDER} is {told[:80]!r}, and a number of tokens is wanted")
+        return int(told) if int(told) < self.context_length else None
+
     def _bind(self, settings: OnnxSettings) -> None:
         """Bind every tensor of the graph to memory of this object."""
         self._binding = self._session.io_binding()
 
         self._ids = np.zeros(self.block_length, dtype=np.int64)
         self._mask = np.ones(self.context_length, dtype=np.int64)
+        self._least_mask, self._padded = 0, False  # its length at least; whether it has zeros behind the text
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
         self._names = (settings.ids, settings.mask, settings.logits)
         self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
@@ -105,7 +122,13 @@ class OnnxRuntimeEngine:
     def _bind_tokens(self, count: int) -> None:
         ids, mask, logits = self._names
         bind, addresses = self._binding, self._addresses
-        bind.bind_input(mask, "cpu", 0, np.int64, (1, self.n_past + count), addresses[1])
+        total, least = self.n_past + count, self._least_mask
+        if total < least:
+            self._mask[:total], self._mask[total:least] = 1, 0
+            self._padded = True
+        elif self._padded:
+            self._mask[:least], self._padded = 1, False
+        bind.bind_input(mask, "cpu", 0, np.int64, (1, max(total, least)), addresses[1])
         if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
             bind.bind_input(ids, "cpu", 0, np.int64, (1, count), addresses[0])
             bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), addresses[2])
@@ -128,6 +151,12 @@ class OnnxRuntimeEngine:
     def rewind(self, n_past: int) -> None:
         check_rewind(self, n_past)
         self.n_past = n_past
+
+    def use_rope(self, *, long: bool) -> None:
+        """Empty the cache; the graph takes its long RoPE factors from now on, or its short ones."""
+        self.n_past = 0
+        self._mask[:], self._padded = 1, False
+        self._least_mask = (self.rope_border or 0) + 1 if long else 0
 
     def close(self) -> None:
         del self._binding, self._session

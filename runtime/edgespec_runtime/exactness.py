@@ -30,6 +30,7 @@ class Way:
         fast_graph: the graph of the fast mode is loaded (ONNX Runtime).
         flash_attention: attention kernel of llama.cpp; None on another engine.
         float_weights: a GGUF file whose weights are not quantised; llama.cpp sums a block of those in another order.
+        rope_border: tokens beyond which a text takes other RoPE factors; None where all texts have the same.
     """
 
     mode: str
@@ -38,6 +39,7 @@ class Way:
     fast_graph: bool = False
     flash_attention: bool | None = None
     float_weights: bool = False
+    rope_border: int | None = None
 
     @property
     def runs(self) -> str:
@@ -114,6 +116,11 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
                 not remark and way.mode == EXACT and numbers[0] > ROUNDING
             ):  # weights of which no kernel is exact
                 remark = "not exact: a block of these weights is computed in another way than single steps"
+            if way.rope_border is not None and check.get("rope_border") != way.rope_border:
+                below = (
+                    f"measured on texts of at most {way.rope_border} tokens, where the RoPE factors change"
+                )
+                remark = "; ".join(filter(None, (remark, below)))
             return Exactness(way.mode, *numbers, remark)
         if way.runs == EXACT and check.get("checked_with") != way.engine:
             unmeasured = f"not measured on {way.engine}; checked with: {check.get('checked_with')}"

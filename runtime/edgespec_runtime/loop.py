@@ -5,6 +5,9 @@ token of the target's. Caches never hold a rejected token, and are valid however
 
 Where the context is full and may shift, the text goes on from its first tokens and its newest half: every token after a shift is
 drawn exactly as from that shorter text. Plain decoding shifts at the same tokens, so speculation stays lossless through it.
+
+A draft ends where the text would outgrow the target's RoPE factors (rope_border.py): tokens behind that place may be rejected,
+and the text would be read twice. Behind it the text is read again, apart from any block.
 """
 
 from __future__ import annotations
@@ -94,7 +97,11 @@ def decode(
                     _read(drafter, ids)
                 shifted_at = perf_counter()
             context = len(ids)
-            room = min(end - context - 1, limit - context - 1, longest)
+            if not target.holds_for(context):
+                target.prefill(ids[:-1])
+                shifted_at = perf_counter()
+            reach = target.reach(context)
+            room = min(end - context - 1, limit - context - 1, reach - context, longest)
             length = schedule.draft_length(context, room)
             chosen_at = perf_counter()
             choosing = chosen_at - shifted_at
@@ -110,7 +117,7 @@ def decode(
             )
             drafted = proposed.tokens
             drafted_at = perf_counter()
-            size = min(schedule.pass_length(1 + len(drafted), context), limit - context + 1)
+            size = min(schedule.pass_length(1 + len(drafted), context), reach - context + 1)
             rows = target.forward([ids[-1], *drafted, *[ids[-1]] * (size - 1 - len(drafted))])
             verified_at = perf_counter()
             accepted, added = verify(rows, proposed, how, rule, generator)

@@ -11,7 +11,7 @@ import mmap
 import stat
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.errors import BundleError
 from edgespec.files import kind_of
@@ -47,8 +47,30 @@ _BOUNDS = {
     "attention.key_length": 2**16,
     "attention.value_length": 2**16,
     "rope.dimension_count": 2**16,
+    "rope.scaling.original_context_length": 2**24,
     "vocab_size": 2**24,
 }
+
+
+class Header(NamedTuple):
+    """What the header of a GGUF file says.
+
+    values: scalar and string metadata, of an array its length. types: ggml_types of the tensors. tensors: their names.
+    """
+
+    values: dict[str, Any]
+    types: frozenset[int]
+    tensors: frozenset[str]
+
+    @property
+    def rope_border(self) -> int | None:
+        """Largest context in which llama.cpp takes the short RoPE factors (LongRoPE); None where the file has one set."""
+        if "rope_factors_long.weight" not in self.tensors:
+            return None
+        found = self.values.get(
+            f"{self.values.get('general.architecture')}.rope.scaling.original_context_length"
+        )
+        return found if isinstance(found, int) else None
 
 
 def check_gguf(path: Path) -> dict[str, Any]:
@@ -57,11 +79,11 @@ def check_gguf(path: Path) -> dict[str, Any]:
     Returns its scalar and string metadata; of an array its length. Raises BundleError naming the file, the value seen, the
     value wanted and the next step.
     """
-    return read_header(path)[0]
+    return read_header(path).values
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], frozenset[int]]:
-    """`check_gguf`, and the ggml_types of the file's tensors."""
+def read_header(path: Path) -> Header:
+    """The checked header. Raises what `check_gguf` raises."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
@@ -83,7 +105,7 @@ class _Header:
         self.data = data
         self.at = 0
 
-    def check(self) -> tuple[dict[str, Any], frozenset[int]]:
+    def check(self) -> Header:
         if (magic := self._bytes(4)) != b"GGUF":
             raise self._refuse(f"begins with {magic!r}", "b'GGUF'")
         if (version := self._number(4)) not in (2, 3):
@@ -96,7 +118,7 @@ class _Header:
                 raise self._refuse(f"has the key {key[:80]!r} twice", "each once")
             pairs[key] = self._value(key, self._number(4))
         self._check_pairs(pairs)
-        return pairs, self._check_tensors(tensors, pairs.get("general.alignment", 32))
+        return Header(pairs, *self._check_tensors(tensors, pairs.get("general.alignment", 32)))
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
@@ -152,7 +174,8 @@ class _Header:
             if isinstance(tokens, range) and isinstance(other, range) and len(other) != len(tokens):
                 raise self._refuse(f"has {len(other)} {name} for {len(tokens)} tokens", "one for each")
 
-    def _check_tensors(self, count: int, alignment: int) -> frozenset[int]:
+    def _check_tensors(self, count: int, alignment: int) -> tuple[frozenset[int], frozenset[str]]:
+        """ggml_types and names of all tensors."""
         found: dict[str, tuple[int, int]] = {}
         kinds = set()
         for _ in range(count):
@@ -180,7 +203,7 @@ class _Header:
                     f"has {name!r} of {size} bytes at {start + offset}",
                     f"an end within its {len(self.data)} bytes",
                 )
-        return frozenset(kinds)
+        return frozenset(kinds), frozenset(found)
 
     def _count(self, width: int, what: str, most: int, least: int = 0) -> int:
         seen = self._number(width)

@@ -1,6 +1,7 @@
 """An engine that remembers which tokens its cache holds, so that a prompt which repeats an earlier one is not computed twice.
 
 Knows no sampling and no drafts. An engine that fails loses its cache and nothing else: the next pass starts from an empty one.
+Keys that are not those of the text at its new length (rope_border.py) count as absent: they are computed again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from contextlib import suppress
 
 from edgespec.errors import EdgespecError, InputError
 from edgespec_runtime.engine import Engine, Logits
+from edgespec_runtime.rope_border import BorderedEngine
 
 
 class CachedEngine:
@@ -18,10 +20,27 @@ class CachedEngine:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: list[int] = []
+        self._bordered = engine if isinstance(engine, BorderedEngine) else None
         engine.rewind(0)
 
-    def forward(self, tokens: Sequence[int]) -> Logits:
+    @property
+    def rope_border(self) -> int | None:
+        """Most tokens of a text with the short RoPE factors; None where all texts have the same."""
+        return None if self._bordered is None else self._bordered.border
+
+    def reach(self, length: int) -> int:
+        """How long a text of `length` tokens can become without its keys being computed again: where drafts had better end."""
+        border = self.rope_border
+        return border if border is not None and length <= border else self.engine.context_length
+
+    def holds_for(self, length: int) -> bool:
+        """Whether the keys in the cache are those of a text of `length` tokens."""
+        return self._bordered is None or self._bordered.holds_for(length)
+
+    def forward(self, tokens: Sequence[int], of: int | None = None) -> Logits:
         """Append tokens (one pass); float32 logits [len(tokens), V], valid until the next pass.
+
+        `of`: the length of a whole text that is being read, of which only the last logits are wanted.
 
         Raises InputError where the engine refuses the tokens (the cache is as it was), EdgespecError naming the engine where it
         fails (the cache is empty).
@@ -30,7 +49,7 @@ class CachedEngine:
         if engine.n_past != len(self.tokens):  # the last pass was interrupted after it was made
             engine.rewind(len(self.tokens))
         try:
-            logits = engine.forward(tokens)
+            logits = engine.forward(tokens) if self._bordered is None else self._bordered.forward(tokens, of)
         except InputError:
             raise
         except Exception as error:  # an engine's library raises what it likes
@@ -47,9 +66,9 @@ class CachedEngine:
 
     def read(self, tokens: Sequence[int]) -> Logits:
         """Append any number of tokens, at least one, in passes that the engine takes; the logits [V] after the last."""
-        size = self.engine.block_length
+        size, total = self.engine.block_length, len(self.tokens) + len(tokens)
         for start in range(0, len(tokens), size):
-            logits = self.forward(tokens[start : start + size])
+            logits = self.forward(tokens[start : start + size], of=total)
         last: Logits = logits[-1]
         return last
 
@@ -62,17 +81,19 @@ class CachedEngine:
     def prefill_steps(self, tokens: Sequence[int]) -> Iterator[int]:
         """Make the cache hold exactly `tokens`, computing only what follows the common beginning; yields the size of each pass.
 
-        The cache is true to `tokens` after every pass, so a caller may stop in between.
+        At least one more token follows: the keys are those of a text of one token more. The cache is true to `tokens` after every
+        pass, so a caller may stop in between.
         """
-        keep = 0
+        keep, whole = 0, len(tokens) + 1
         for mine, wanted in zip(self.tokens, tokens, strict=False):
             if mine != wanted:
                 break
             keep += 1
-        self.rewind(keep)
+        self.rewind(keep if self.holds_for(whole) else 0)
+        keep = len(self.tokens)
         for start in range(keep, len(tokens), self.engine.block_length):
             piece = tokens[start : start + self.engine.block_length]
-            self.forward(piece)
+            self.forward(piece, of=whole)
             yield len(piece)
 
     def prefill(self, tokens: Sequence[int]) -> int:
