@@ -19,6 +19,7 @@ from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_text
 from edgespec.options import to_mapping
 from edgespec.recipe import Recipe, reference_options
+from edgespec.recipe_check import context_problems
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
 from edgespec.stages import Body, Crew, run_stage
@@ -154,6 +155,8 @@ class Build:
                 print(f"Note: {note}", flush=True)
             read_prompts(self.recipe.generate.instructions, "seed")
             read_prompts(self.recipe.evaluate.prompts_file, "heldout")
+            if problems := context_problems(self.recipe, target_shape):
+                raise InputError("; ".join(problems))
             found = {
                 "target": asdict(target_shape),
                 "drafter": asdict(shape),

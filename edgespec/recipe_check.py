@@ -7,6 +7,7 @@ only the hub can tell.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,30 +95,38 @@ def _source_problem(source: str) -> str:
     return f"{source!r} does not exist; give a file, a folder or hub:NAME"
 
 
-def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:
-    """What does not fit the target: contexts beyond its own, a drafter that cannot be derived."""
-    longest = target.context_length
+def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
+    """Stages whose texts would be longer than the target's, each in words."""
+    bare = replace(
+        target, rope_border=None
+    )  # of what reads one text at a time, or has one set of RoPE factors: the drafter
     stages = {
         "tune": recipe.tune,
         "pretrain": recipe.pretrain,
         "distill": recipe.distill,
         **({"reference": recipe.reference} if recipe.distill.select_fraction < 1 else {}),
     }
-    contexts = {f"{name}.context": stage.context for name, stage in stages.items() if stage.steps}
-    found = [
-        f"{knob} is {context}; the target's context is {longest} tokens: give at most that"
-        for knob, context in contexts.items()
-        if context > longest
-    ]
+    found = []
+    for name, stage in stages.items():
+        reads = bare if name == "pretrain" else target
+        if stage.steps and stage.context > reads.one_rope_length:
+            found.append(
+                f"{name}.context is {stage.context}; the target's context is {reads.told_length()}: give at most that"
+            )
     lengths = {
-        "generate.max_new_tokens": recipe.generate.max_new_tokens,
-        "evaluate.max_new_tokens": recipe.evaluate.max_new_tokens,
+        "generate": (recipe.generate.max_new_tokens, target if recipe.inference.source == "torch" else bare),
+        "evaluate": (recipe.evaluate.max_new_tokens, target),
     }
-    found += [
-        f"{knob} is {length}; the target's context of {longest} tokens leaves no room for a prompt"
-        for knob, length in lengths.items()
-        if length >= longest
+    return found + [
+        f"{name}.max_new_tokens is {length}; the target's context of {reads.told_length()} leaves no room for a prompt"
+        for name, (length, reads) in lengths.items()
+        if length >= reads.one_rope_length
     ]
+
+
+def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:
+    """What does not fit the target: contexts beyond its own, a drafter that cannot be derived."""
+    found = context_problems(recipe, target)
     if recipe.drafter.init != "checkpoint":
         try:
             derive(target, recipe.drafter)

@@ -24,3 +24,15 @@ def test_prompts_that_cannot_be_read_stop_a_build_before_it_trains(
     assert main(["build-drafter", "--target", str(target), "--out", str(out), knob, str(file)]) == 2
     assert words in capfd.readouterr().err
     assert not (out / "pretrain").exists()
+
+
+def test_a_context_that_the_target_does_not_hold_stops_a_build_at_its_plan(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not at `distill`, hours later."""
+    target, out = make_model_folder(tmp_path / "target"), tmp_path / "build"
+    given = ["--pretrain.context", "128", "--distill.context", "257"]
+    assert main(["build-drafter", "--target", str(target), "--out", str(out), *given]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error == "edgespec: distill.context is 257; the target's context is 256 tokens: give at most that"
+    assert not (out / "pretrain").exists()

@@ -23,7 +23,7 @@ from edgespec.recipe import GenerateOptions, InferenceOptions
 from edgespec.report import count
 from edgespec_recipes import processes
 from edgespec_recipes.decoding import sample_responses, stop_ids
-from edgespec_recipes.loading import load_tokenizer
+from edgespec_recipes.loading import load_tokenizer, shape_of
 from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.precision import Precision, choose_precision
 from edgespec_recipes.prompts import encode_prompt, read_prompts, with_system
@@ -161,7 +161,7 @@ class _TorchWriter:
 
     @property
     def context_length(self) -> int:
-        return int(self.model.config.max_position_embeddings)
+        return shape_of(self.model).one_rope_length
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         """The answers to the requests of shard `number`, in order: a function of the arguments alone."""

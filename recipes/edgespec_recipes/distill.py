@@ -97,10 +97,10 @@ def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
 
 def _check_context(folders: Sequence[Path], options: DistillOptions) -> None:
     shapes = [ModelShape.from_config(read_json(folder / "config.json")) for folder in folders]
-    longest = min(shape.context_length for shape in shapes)
-    if options.context > longest:
+    shortest = min(shapes, key=lambda shape: shape.one_rope_length)
+    if options.context > shortest.one_rope_length:
         raise InputError(
-            f"distill.context is {options.context}; the models hold {longest} tokens: give at most that"
+            f"distill.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
         )
 
 

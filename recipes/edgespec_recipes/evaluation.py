@@ -20,7 +20,7 @@ from edgespec.recipe import EvaluateOptions, InferenceOptions
 from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.evaluation_report import SAMPLINGS, Sampling, label_of, summarise
 from edgespec_recipes.expected import agreement
-from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.low_memory import load_target
 from edgespec_recipes.prompts import encode_prompt, read_prompts
 from edgespec_recipes.speculation import speculate
@@ -144,7 +144,7 @@ def _load(
                 f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
                 f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
             )
-    context = min(model.config.max_position_embeddings for model in (target, *models.values()))
+    context = min(shape_of(model).one_rope_length for model in (target, *models.values()))
     stops = sorted(
         {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
     )

@@ -45,6 +45,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def shape_of(model: Any) -> ModelShape:
+    """The shape of a model in torch."""
+    return ModelShape.from_config(model.config.to_dict())
+
+
 def check_model_folder(folder: Path) -> ModelShape:
     """Hold a folder against what a target must be; return its shape. Raises InputError."""
     if not (folder / "config.json").is_file():

@@ -43,9 +43,9 @@ def pretrain(
     train_seconds, loss_first, loss_last, text_tokens, precision.
     """
     tokenizer = load_tokenizer(target_folder)
-    if options.context > shape.context_length:
+    if options.context > shape.one_rope_length:
         raise InputError(
-            f"pretrain.context is {options.context}; the target's context is {shape.context_length} at most"
+            f"pretrain.context is {options.context}; the target's context is {shape.told_length()}: give at most that"
         )
     wanted = tokens_to_read(options.text, options.steps * options.batch_size * options.context)
     blocks = text_blocks(

@@ -21,7 +21,7 @@ from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.evaluation import held_out_prompts
 from edgespec_recipes.evaluation_report import Sampling
 from edgespec_recipes.expected import Agreement, agreement, expected_counts
-from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.speculation import speculate
 
 SCHEMA = 1
@@ -63,7 +63,7 @@ def sample_texts(
     """Write `out`/TASK-SAMPLING.json: what the target says to every held-out prompt. A file that is there is kept."""
     tokenizer, target = load_tokenizer(target_folder), load_model(target_folder)
     target.to("cuda" if torch.cuda.is_available() else "cpu")
-    stops, context = _stops(target, tokenizer), target.config.max_position_embeddings
+    stops, context = _stops(target, tokenizer), shape_of(target).one_rope_length
     counts: dict[str, Any] = {}
     with progress("the target answers held-out prompts", len(tasks) * len(samplings), "part") as bar:
         for name, task in tasks.items():

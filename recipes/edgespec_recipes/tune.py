@@ -13,7 +13,7 @@ from edgespec.errors import InputError
 from edgespec.recipe import DistillOptions, TuneOptions
 from edgespec_recipes import processes
 from edgespec_recipes.decoding import stop_ids
-from edgespec_recipes.loading import load_model, load_tokenizer
+from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.mixing import FIXED, Mixture, response_rows
 from edgespec_recipes.objective import Objective
 from edgespec_recipes.replies import read_replies
@@ -36,10 +36,10 @@ def tune_target(
     tokenizer, target = load_tokenizer(target_folder), load_model(target_folder)
     stops = sorted({*stop_ids(target), tokenizer.eos_token_id})
     models = [target] if teacher_folder is None else [target, _teacher(teacher_folder, target)]
-    longest = min(model.config.max_position_embeddings for model in models)
-    if options.context > longest:
+    shortest = min(map(shape_of, models), key=lambda shape: shape.one_rope_length)
+    if options.context > shortest.one_rope_length:
         raise InputError(
-            f"tune.context is {options.context}; the models hold {longest} tokens: give at most that"
+            f"tune.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
         )
     replies = read_replies(options.conversations, tokenizer, stops)
     rows = response_rows(replies, options.context)
