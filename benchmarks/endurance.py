@@ -72,7 +72,7 @@ class Way:
 
     def reply(self, prompt: Sequence[int], options: DecodingOptions) -> list[int]:
         """Tokens of one drafted reply, compared with plain decoding where the options are greedy and lossless."""
-        counts, checked = RawCounts(), options.temperature == 0 and options.rule == "lossless"
+        counts, checked = RawCounts(), options.temperature == 0 and options.rule_name == "lossless"
         if checked:
             self._forget()
         said = self._decoded(prompt, options, counts)

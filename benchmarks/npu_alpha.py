@@ -77,7 +77,9 @@ def replies(
     texts, counted = [], []
     for index, prompt in enumerate(prompts):
         counts, reply = RawCounts(), []
-        options = DecodingOptions(max_new_tokens=new, temperature=how, seed=index, draft_length=GAMMA)
+        options = DecodingOptions(
+            max_new_tokens=new, temperature=how, seed=index, rule="lossless", draft_length=GAMMA
+        )
         for block in decode(target, draft, prompt, options, stop, counts):
             reply += block.tokens
         texts.append(reply)

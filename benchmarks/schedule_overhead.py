@@ -132,7 +132,7 @@ def _seconds(pair: Pair, prompt: list[int], temperature: float, seed: int, sched
         if model is not None:
             model.rewind(0)
     counts = RawCounts()
-    how = DecodingOptions(max_new_tokens=NEW_TOKENS, temperature=temperature, seed=seed)
+    how = DecodingOptions(max_new_tokens=NEW_TOKENS, temperature=temperature, seed=seed, rule="lossless")
     for _ in decode(pair.target, pair.draft, prompt, how, pair.tokenizer.stop_ids, counts, schedule):
         pass
     return counts.total_seconds

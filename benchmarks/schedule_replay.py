@@ -96,7 +96,10 @@ def record(
             accepted = []
             for done in range(min(new, len(text) - len(prompt) - MOST)):
                 how = DecodingOptions(
-                    max_new_tokens=MOST + 1, temperature=temperature, seed=seed * new + done
+                    max_new_tokens=MOST + 1,
+                    temperature=temperature,
+                    seed=seed * new + done,
+                    rule="lossless",
                 )
                 before = text[: len(prompt) + done]
                 for length, seen in drafted.items():

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from edgespec_runtime import loop, sampling
-from edgespec_runtime.sampling import Warp, warp
+from edgespec_runtime import cascade_loops, loop, sampling
+from edgespec_runtime.sampling import Categorical, Warp, warp
 from toy_engine import LogitsOf
 
 Law = dict[tuple[int, ...], float]
@@ -48,6 +48,12 @@ class Explorer:
     def random(self) -> Uniform:
         return Uniform(self)
 
+    def sample(self, law: Categorical, position: int) -> int:
+        return law.sample(self)  # type: ignore[arg-type]
+
+    def shift(self, tokens: int) -> None:
+        pass
+
 
 class Uniform:
     """A uniform number of which only what it decides is known: the comparison that a rule makes, or which token is drawn."""
@@ -71,7 +77,8 @@ def law_of(run: Callable[[], Sequence[int]]) -> Law:
         patch.setattr(
             sampling, "_invert", lambda weights, uniform: (uniform.index(weights), float(weights.sum()))
         )
-        patch.setattr(loop, "Uniforms", lambda seed: explorer)
+        for module in (loop, cascade_loops):
+            patch.setattr(module, "Uniforms", lambda seed: explorer)
         while True:
             emitted = tuple(run())
             law[emitted] += explorer.mass

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, accept_ratio, verify
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, TokenRule, accept_ratio
+from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
 
 V = 5
 Model = Callable[[tuple[int, ...]], np.ndarray]
@@ -31,8 +31,8 @@ def model(seed: int, spread: float = 2.0) -> Model:
     return lambda prefix: (np.random.default_rng([seed, *prefix]).normal(size=V) * spread).astype(np.float32)
 
 
-class Scripted:
-    """A generator whose uniforms are given: `low` accepts every chance above 0, `high` rejects every chance below 1."""
+class Scripted(Uniforms):
+    """A source whose uniforms are given: `low` accepts every chance above 0, `high` rejects every chance below 1."""
 
     def __init__(self, accepts: list[bool]) -> None:
         self.accepts = accepts
@@ -41,8 +41,16 @@ class Scripted:
         return 0.0 if self.accepts.pop(0) else 1.0 - 1e-16
 
 
+def position_law(rule: TokenRule, place: Place) -> np.ndarray:
+    """π [V] of one position: a draft token that stays, or the residual."""
+    q = place.q.dense(V).astype(np.float64)
+    stays = np.array([rule.accept(place, x) if q[x] > 0 else 0.0 for x in range(V)])
+    rejected = float((q * (1 - stays)).sum())
+    return q * stays + (rejected * rule.residual(place).dense(V) if rejected else 0.0)
+
+
 def block_law(
-    target: Model, draft: Model, gamma: int, how: Warp, rule: Rule = LOSSLESS, go_on: LawOf | None = None
+    target: Model, draft: Model, gamma: int, how: Warp, rule: TokenRule = LOSSLESS, go_on: LawOf | None = None
 ) -> Law:
     """The exact law of the first γ + 1 tokens: one block, continued by `go_on` (the target alone) where it ended early."""
     law: Law = defaultdict(float)
@@ -57,10 +65,11 @@ def block_law(
             continue
         for position, place in enumerate(places):
             if position == gamma:
-                chance, last = 0.0, rule.last(place)
+                chance = 0.0
+                added = position_law(rule, place) if rule.mixes else place.p.dense(V)
             else:
-                chance, last = rule.accept(place, drafted[position]), rule.residual(place)
-            for token, mass in enumerate(last.dense(V)):
+                chance, added = rule.accept(place, drafted[position]), rule.residual(place).dense(V)
+            for token, mass in enumerate(added):
                 prefix = (*drafted[:position], token)
                 spread(law, go_on, prefix, reached * (1 - chance) * float(mass), gamma + 1)
             reached *= chance
@@ -107,8 +116,8 @@ def test_the_enumeration_sees_a_wrong_rule() -> None:
     target, draft, how = model(0), model(100), WARPS["T=1"]
     wanted: Law = defaultdict(float)
     continued(wanted, target, (), 1.0, 2, how)
-    eager = Rule(lambda place, x: min(1.0, 1.02 * LOSSLESS.accept(place, x)), LOSSLESS.residual)
-    careless = Rule(LOSSLESS.accept, lambda place: place.p)
+    eager = TokenRule(lambda place, x: min(1.0, 1.02 * LOSSLESS.accept(place, x)), LOSSLESS.residual)
+    careless = TokenRule(LOSSLESS.accept, lambda place: place.p)
     for rule in (eager, careless):
         assert difference(block_law(target, draft, 1, how, rule), wanted) > 1e-3
 
@@ -155,7 +164,7 @@ def test_verify_stops_at_the_first_rejection_and_warps_no_row_after_it(kept: int
     drafted = [int(np.argmax(q.dense(V) - warp(rows[i], WARPS["T=1"]).dense(V))) for i, q in enumerate(draft)]
     rows[kept + 1 :] = np.nan
     accepts = [True] * kept + [False] * (kept < 2) + [True]
-    accepted, added = verify(rows, Draft(drafted, draft), WARPS["T=1"], LOSSLESS, Scripted(accepts))  # type: ignore[arg-type]
+    accepted, added = LOSSLESS.verify(rows, Draft(drafted, draft), WARPS["T=1"], Scripted(accepts), 0)
     assert accepted == kept
     assert 0 <= added < V
     if kept < 2:

@@ -10,12 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime import loop
-from edgespec_runtime.acceptance import Draft
+from edgespec_runtime.acceptance import Draft, Rule
 from edgespec_runtime.decoding import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
-from edgespec_runtime.drafters import HybridDrafter, ModelDrafter, drafter_of, highest_probability
-from edgespec_runtime.lookup import LookupDrafter, NgramIndex
+from edgespec_runtime.drafters import (
+    Drafter,
+    HybridDrafter,
+    LookupDrafter,
+    ModelDrafter,
+    drafter_of,
+    highest_probability,
+    propose,
+)
+from edgespec_runtime.lookup import NgramIndex
 from edgespec_runtime.loop import decode
-from edgespec_runtime.sampling import Warp
+from edgespec_runtime.rules import rule_of
+from edgespec_runtime.sampling import Uniforms, Warp
 from edgespec_runtime.session import CachedEngine
 from exact_law import distance, law_of, target_law
 from test_acceptance import WARPS
@@ -35,13 +44,20 @@ DRAFTERS = (MODEL, LOOKUP, HYBRID)
 # Prompt lookup
 
 
-def searched(text: Sequence[int], longest: int, count: int) -> list[int]:
-    """The definition: scan for the last earlier occurrence of the longest ending, copy from behind it, round and round."""
+def draft(drafter: Drafter, ids: list[int], room: int = 4, rule: str = "lossless") -> Draft:
+    """A greedy draft by itself."""
+    by = rule_of(rule)
+    assert isinstance(by, Rule)
+    return propose(drafter, ids, room, Warp(), Uniforms(0), by)
+
+
+def searched(text: Sequence[int], longest: int) -> int | None:
+    """The definition: scan for the last earlier occurrence of the longest ending, and take the token behind it."""
     for size in range(longest, min(longest, 2) - 1, -1):
         for place in range(len(text) - 1, size - 1, -1):
             if list(text[place - size : place]) == list(text[-size:]):
-                return [text[place + i % (len(text) - place)] for i in range(count)]
-    return []
+                return text[place]
+    return None
 
 
 @pytest.mark.parametrize("longest", [1, 2, 3, 4])
@@ -59,20 +75,19 @@ def test_the_index_finds_what_a_search_finds_at_every_token(longest: int, letter
         text += piece
         index.extend(piece)
         assert index.tokens == text
-        found = index.continuation(5)
-        assert found == searched(text, longest, 5)
-        hits += bool(found)
+        found = index.next_token()
+        assert found == searched(text, longest)
+        hits += found is not None
     assert hits > 30
     index.cut(0)
     assert (index._following, index._before) == ({}, [])
 
 
 def test_a_text_that_repeats_itself_is_continued_in_step() -> None:
-    index = NgramIndex(3)
-    index.extend([7, 1, 2, 7, 1])
-    assert index.continuation(7) == [2, 7, 1, 2, 7, 1, 2]
-    index.extend([5])
-    assert index.continuation(7) == []
+    drafter = LookupDrafter(3)
+    assert draft(drafter, [7, 1, 2, 7, 1], 7).tokens == [2, 7, 1, 2, 7, 1, 2]
+    drafter.settle(5)
+    assert draft(drafter, [7, 1, 2, 7, 1, 5], 7).tokens == []
 
 
 def test_a_token_costs_the_same_however_long_the_text_is() -> None:
@@ -81,7 +96,7 @@ def test_a_token_costs_the_same_however_long_the_text_is() -> None:
     index.extend(np.random.default_rng(0).integers(50, size=5000).tolist())
     before = len(index._before)
     index.extend([1, 2, 3])
-    index.continuation(4)
+    index.next_token()
     assert len(index._before) == before + 3 * 2
 
 
@@ -108,7 +123,12 @@ def test_what_the_loop_emits_is_distributed_as_the_target(name: str, drafter: st
     setup = Setup(target, random_model(22, SMALL, 1.0) if drafter != LOOKUP else None, SMALL)
     how = WARPS[name]
     options = DecodingOptions(
-        **vars(how), drafter=drafter, draft_length=gamma, max_new_tokens=length, lookup_ngram=2
+        **vars(how),
+        rule="lossless",
+        drafter=drafter,
+        draft_length=gamma,
+        max_new_tokens=length,
+        lookup_ngram=2,
     )
     drafted = RawCounts()
 
@@ -126,15 +146,13 @@ def test_what_the_loop_emits_is_distributed_as_the_target(name: str, drafter: st
     assert drafted.drafted > 0
 
 
-class CarefulAfterwards(ModelDrafter):
-    """The mistake: looks at the probability of the token it drew, and takes it back where that is low."""
-
-    def propose(self, ids: list[int], room: int, how: Warp, generator: Any, raw: bool) -> Draft:
-        draft = super().propose(ids, room, how, generator, raw)
-        for place, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
-            if q.prob(token) < 0.4:
-                return Draft(draft.tokens[:place], draft.q[:place])
-        return draft
+def careful_afterwards(*arguments: Any) -> Draft:
+    """The mistake: looks at the probability of the token that was drawn, and takes it back where that is low."""
+    draft = propose(*arguments)
+    for place, (token, q) in enumerate(zip(draft.tokens, draft.q, strict=True)):
+        if q.prob(token) < 0.4:
+            return Draft(draft.tokens[:place], draft.q[:place])
+    return draft
 
 
 @pytest.mark.parametrize("p_min", [0.0, 0.4, 0.5, 0.7, 1.0])
@@ -153,7 +171,7 @@ def test_taking_back_the_token_that_was_drawn_is_not_lossless(monkeypatch: pytes
     """Why p_min looks at the distribution and not at the token; and the enumeration sees the difference."""
     target, draft, how = random_model(31, SMALL, 1.0), random_model(32, SMALL, 1.0), WARPS["T=1"]
     setup = Setup(target, draft, SMALL)
-    monkeypatch.setattr(loop, "drafter_of", lambda options, model: CarefulAfterwards(model))
+    monkeypatch.setattr(loop, "propose", careful_afterwards)
     law = law_of(lambda: setup.run([0], draft_length=2, max_new_tokens=3, temperature=1.0))
     assert distance(law, target_law(target, [0], 3, how)) > 1e-2
 
@@ -168,16 +186,15 @@ def test_p_min_ends_the_draft_where_no_token_is_probable_enough() -> None:
 
     model = CachedEngine(ToyEngine(logits, V))
     drafter = ModelDrafter(model, p_min=0.5)
-    generator = np.random.default_rng(0)
-    assert drafter.propose([0], 4, Warp(), generator, raw=False).tokens == [1]
+    assert draft(drafter, [0]).tokens == [1]
     assert model.tokens == [0, 1]  # the token that was drawn has been read; nothing that was not drawn
     drafter.settle(1)
-    assert drafter.propose([0, 1], 4, Warp(), generator, raw=False).tokens == []
-    with_logits = drafter.propose([0, 1, 2], 4, Warp(), generator, raw=True)
+    assert draft(drafter, [0, 1]).tokens == []
+    with_logits = draft(drafter, [0, 1, 2], rule="chow")
     assert with_logits.tokens == [3]
     assert len(with_logits.logits) == 2  # a rule that interleaves needs q behind the last token too
     drafter.settle(1)
-    ended_at_once = drafter.propose([0, 1], 4, Warp(), generator, raw=True)
+    ended_at_once = draft(drafter, [0, 1], rule="chow")
     assert (ended_at_once.tokens, len(ended_at_once.logits)) == ([], 1)
 
 
@@ -265,14 +282,13 @@ def test_the_model_catches_up_in_pieces_on_what_lookup_wrote() -> None:
 def test_hybrid_asks_the_model_where_lookup_finds_nothing() -> None:
     model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
     drafter = HybridDrafter(LookupDrafter(3), ModelDrafter(model))
-    generator = np.random.default_rng(0)
     list(drafter.prefill_steps([1, 2, 3]))
     assert model.tokens == [1, 2]
-    assert drafter.propose([1, 2, 3], 2, Warp(), generator, raw=False).tokens == [4, 5]
+    assert draft(drafter, [1, 2, 3], 2).tokens == [4, 5]
     assert model.tokens == [1, 2, 3, 4]
     drafter.settle(3)
     assert model.tokens == [1, 2, 3]
-    assert drafter.propose([1, 2, 3, 1, 2], 2, Warp(), generator, raw=False).tokens == [3, 1]
+    assert draft(drafter, [1, 2, 3, 1, 2], 2).tokens == [3, 1]
     assert model.tokens == [1, 2, 3]
 
 

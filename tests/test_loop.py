@@ -54,7 +54,7 @@ class Setup:
     def run(self, prompt: list[int], stop: tuple[int, ...] = (), **options: Any) -> list[int]:
         self.counts = RawCounts()
         reply: list[int] = []
-        how = DecodingOptions(**{"max_new_tokens": 20, **options})
+        how = DecodingOptions(**{"max_new_tokens": 20, "rule": "lossless", **options})
         for block in decode(self.target, self.draft, prompt, how, stop, self.counts):
             reply += block.tokens
             self.finish = block.finish

@@ -72,7 +72,9 @@ class Heard:
         self.later = 0  # draft tokens that were accepted after a reply's first block
         self.drafted: Counter[tuple[int, int]] = Counter()  # (block of the reply, length of its draft)
         for seed in range(SAMPLES):
-            options = DecodingOptions(temperature=COLD, max_new_tokens=6, seed=seed, **how)  # type: ignore[arg-type]
+            options = DecodingOptions(  # type: ignore[arg-type]
+                **{"temperature": COLD, "max_new_tokens": 6, "seed": seed, "rule": "lossless", **how}
+            )
             tokens: list[int] = []
             before = self.counts.drafted
             blocks = decode(pair.target, pair.draft, prompt, options, (), self.counts, schedule)

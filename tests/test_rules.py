@@ -8,12 +8,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, Rule, verify
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, TokenRule
 from edgespec_runtime.cascades import discrepancy, entropy, log_total, total_variation
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.lenient import excess, tuned_beta
 from edgespec_runtime.rules import RULES, LoopRule, describe, rule_of
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
 from rule_laws import (
     DEFERS,
     LAWS,
@@ -27,12 +27,13 @@ from rule_laws import (
     softmax,
     token_law,
 )
-from test_acceptance import WARPS, Law, V, block_law, difference, spread
+from test_acceptance import WARPS, Law, V, block_law, difference, position_law, spread
 
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
 
 ONE_PASS = {name for name in RULES if not isinstance(rule_of(name), LoopRule)}
+TOKEN_RULES = {name for name in ONE_PASS if isinstance(rule_of(name), TokenRule)}
 PAIRS = [(model(seed), model(seed + 100)) for seed in range(6)] + [
     (model(20), model(21, (1, 3))),
     (model(22), model(23, (0,))),
@@ -40,9 +41,9 @@ PAIRS = [(model(seed), model(seed + 100)) for seed in range(6)] + [
 """The drafters of the last two pairs know only some tokens."""
 
 
-def one_pass(text: str) -> Rule:
+def one_pass(text: str) -> TokenRule:
     rule = rule_of(text)
-    assert isinstance(rule, Rule)
+    assert isinstance(rule, TokenRule)
     return rule
 
 
@@ -55,29 +56,25 @@ def places(how: Warp, draft_how: Warp | None = None) -> list[tuple[Place, Seen]]
     return found
 
 
-def rejection(rule: Rule, place: Place) -> float:
+def rejection(rule: TokenRule, place: Place) -> float:
     return sum(place.q.prob(x) * (1 - rule.accept(place, x)) for x in range(V) if place.q.prob(x) > 0)
 
 
 def test_every_one_pass_rule_has_a_law_here() -> None:
-    assert {text.partition(":")[0] for text in LAWS} == ONE_PASS
+    assert {text.partition(":")[0] for text in LAWS} == TOKEN_RULES
 
 
 @pytest.mark.parametrize("warped", WARPS)
 @pytest.mark.parametrize("text", LAWS)
 def test_a_block_follows_the_law_of_its_rule(text: str, warped: str) -> None:
-    """The first γ + 1 tokens; γ where the rule leaves the token after a whole block to the target (lenience, lossy)."""
+    """The first γ + 1 tokens: also the one behind a whole block."""
     rule, how = one_pass(text), WARPS[warped]
     for gamma, (target, draft) in zip((1, 2, 3, 1, 2), PAIRS[3:], strict=True):
         law_of = functools.cache(lambda x, t=target, d=draft: LAWS[text](seen(t(x), d(x), how)))
-        length = gamma + (rule.raw or LAWS[text] is LAWS["lossless"] or text.startswith("match"))
         wanted: Law = defaultdict(float)
-        spread(wanted, law_of, (), 1.0, length)
+        spread(wanted, law_of, (), 1.0, gamma + 1)
         assert sum(wanted.values()) == pytest.approx(1.0, abs=1e-5)
-        got: Law = defaultdict(float)
-        for tokens, mass in block_law(target, draft, gamma, how, rule, law_of).items():
-            got[tokens[:length]] += mass
-        assert difference(got, wanted) < 2e-6
+        assert difference(block_law(target, draft, gamma, how, rule, law_of), wanted) < 2e-6
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -226,9 +223,9 @@ def test_opt_when_greedy_is_diff(a: float) -> None:
         token = int(s.raw_q.argmax())
         assert opt.accept(place, token) == diff.accept(place, token)
         np.testing.assert_array_equal(opt.residual(place).dense(V), diff.residual(place).dense(V))
-        np.testing.assert_array_equal(opt.last(place).dense(V), diff.last(place).dense(V))
+        np.testing.assert_array_equal(position_law(opt, place), position_law(diff, place))
     for place, _ in places(WARPS["T=1"]):
-        differs |= opt.last(place) is not diff.last(place)
+        differs |= bool(np.any(position_law(opt, place) != position_law(diff, place)))
     assert differs or a <= 0.0
 
 
@@ -255,7 +252,7 @@ def test_limits_that_are_lossless(text: str) -> None:
         np.testing.assert_allclose(
             rule.residual(place).dense(V), LOSSLESS.residual(place).dense(V), atol=1e-5 / s.tv
         )
-        assert rule.last(place) is place.p
+        np.testing.assert_allclose(position_law(rule, place), s.p, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", DRAFTER_LIMITS)
@@ -266,7 +263,7 @@ def test_limits_that_are_the_drafter(text: str) -> None:
         assert all(rule.accept(place, int(token)) == 1.0 for token in np.flatnonzero(s.q))
         if "opt" not in text and "token" not in text:
             assert "p" not in vars(place)
-        assert rule.last(place) is place.q
+        np.testing.assert_array_equal(position_law(rule, place), place.q.dense(V))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +278,7 @@ def test_greedy_lossless_rules_keep_what_both_say(text: str) -> None:
         assert rule.accept(place, token) == float(token == s.raw_p.argmax())
         agreed += token == s.raw_p.argmax()
         np.testing.assert_array_equal(rule.residual(place).dense(V), s.p)
-        np.testing.assert_array_equal(rule.last(place).dense(V), s.p)
+        np.testing.assert_array_equal(position_law(rule, place), s.p)
     assert 0 < agreed < len(places(Warp()))
 
 
@@ -305,7 +302,8 @@ def test_entropies_of_certain_flat_and_partial_distributions() -> None:
 def test_discrepancy_of_a_token_that_the_target_excludes_in_float32(greedy: bool) -> None:
     """p underflows to 0 there, and its logarithm is still the logits' difference."""
     p, q = np.array([0, 0, 200, 0, 0], np.float32), np.array([50, 0, 0, 0, -np.inf], np.float32)
-    place = Place(p, q, None, Warp(temperature=0.0 if greedy else 1.0))
+    how = Warp(temperature=0.0 if greedy else 1.0)
+    place = Place(p, q, warp(q, how), how)
     assert discrepancy(place) == pytest.approx(200.0)
 
 
@@ -319,11 +317,11 @@ def test_the_token_after_a_whole_block_follows_the_rule(text: str, speaker: str,
     q_rows = [row.copy() for row in np.eye(V, dtype=np.float32)[[0, 1, 4]] * 9]
     p_rows, q_rows = p_rows[2 - gamma :], q_rows[2 - gamma :]
     q = [warp(row, Warp()) for row in q_rows[:-1]]
-    draft = Draft([int(row.argmax()) for row in q_rows[:-1]], q, q_rows)
-    rule, generator = one_pass(text), np.random.default_rng(0)
-    assert verify(p_rows, draft, Warp(), rule, generator) == (gamma, 4 if speaker == "drafter" else 3)
+    draft = Draft([int(row.argmax()) for row in q_rows[:-1]], [*q, warp(q_rows[-1], Warp())], q_rows)
+    rule, source = one_pass(text), Uniforms(0)
+    assert rule.verify(p_rows, draft, Warp(), source, 0) == (gamma, 4 if speaker == "drafter" else 3)
     silent = Draft(draft.tokens, q, q_rows[:-1])
-    assert verify(p_rows, silent, Warp(), rule, generator) == (gamma, 3)
+    assert rule.verify(p_rows, silent, Warp(), source, 0) == (gamma, 3)
 
 
 @pytest.mark.parametrize("p_how", WARPS)
@@ -340,7 +338,7 @@ def test_lists_and_full_vectors_mix(p_how: str, q_how: str) -> None:
         )
         assert total_variation(p, q) == pytest.approx(s.tv, abs=1e-6)
         wanted = token_law(s, TRUSTED["token-v2"](s, 0.3))
-        np.testing.assert_allclose(rule.last(place).dense(V), wanted, atol=1e-6)
+        np.testing.assert_allclose(position_law(rule, place), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize(

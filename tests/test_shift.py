@@ -6,18 +6,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from edgespec_runtime import loop
+from edgespec_runtime.acceptance import Rule
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.chat import Chat
 from edgespec_runtime.chat import Options as ChatOptions
 from edgespec_runtime.conversation import keeping_system
 from edgespec_runtime.decoding import HYBRID, LOOKUP, MODEL, DecodingOptions
-from edgespec_runtime.drafters import ModelDrafter
-from edgespec_runtime.lookup import LookupDrafter, NgramIndex
+from edgespec_runtime.drafters import LookupDrafter, ModelDrafter, propose
+from edgespec_runtime.lookup import NgramIndex
 from edgespec_runtime.loop import decode
-from edgespec_runtime.sampling import Warp
+from edgespec_runtime.rules import rule_of
+from edgespec_runtime.sampling import Uniforms, Warp
 from edgespec_runtime.session import CachedEngine, Window, most_kept
 from exact_law import distance, law_of, target_law
 from test_acceptance import WARPS
@@ -133,13 +134,13 @@ def test_a_drafter_with_hardly_any_context(capacity: int) -> None:
     setup.draft = model = CachedEngine(ToyEngine(random_model(2, V), V, context_length=capacity))
     assert _run(setup, [1, 2, 3], max_new_tokens=50) == wanted
     assert setup.counts.drafted > 0
-    drafter = ModelDrafter(
-        model, window=Window(capacity, 4)
-    )  # a rule that looks at q reads the last token too
+    drafter = ModelDrafter(model, window=Window(capacity, 4))
+    rule = rule_of("chow")  # it mixes: q behind the last token is wanted too
+    assert isinstance(rule, Rule)
     list(drafter.prefill_steps([1, 2, 3, 4, 5, 6]))
-    draft = drafter.propose([1, 2, 3, 4, 5, 6], 3, Warp(), np.random.default_rng(0), raw=True)
+    draft = propose(drafter, [1, 2, 3, 4, 5, 6], 3, Warp(), Uniforms(0), rule)
     assert (len(draft.tokens) > 0) is (capacity > 1)
-    assert len(draft.logits) == (len(draft.tokens) + 1 if draft.tokens else 0)
+    assert len(draft.logits) == len(draft.q) == len(draft.tokens) + 1
 
 
 def test_a_shift_reads_the_shortened_text_and_nothing_twice() -> None:

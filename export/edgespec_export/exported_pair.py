@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.acceptance import beside
 from edgespec_runtime.bundle import load_engine
 from edgespec_runtime.decoding import DecodingOptions
 from edgespec_runtime.engine import Engine
 from edgespec_runtime.engine_llamacpp import is_available
 from edgespec_runtime.loop import decode
+from edgespec_runtime.rules import LOSSLESS
 from edgespec_runtime.sampling import Warp, warp
 from edgespec_runtime.session import CachedEngine
 from edgespec_runtime.vocabulary import SubsetEngine, Vocabulary
@@ -182,6 +182,7 @@ def _run_pair(
                 max_new_tokens=trials.max_new_tokens,
                 seed=trials.seed + index,
                 draft_length=trials.draft_length,
+                rule=LOSSLESS,
             )
             counts, reply = _decoded(*models, prompt, how, trials.stop_ids)
             text = reply if texts is None else texts[temperature][index]
@@ -222,7 +223,7 @@ def overlaps(
         piece = read[start : start + size]
         for p_row, q_row in zip(target.forward(piece), draft.forward(piece), strict=True):
             p, q = warp(p_row, how), warp(q_row, how)
-            yield min(1.0, float(np.minimum(p.probs, beside(p, q)).sum(dtype=np.float64)))
+            yield min(1.0, float(np.minimum(p.probs, q.on(p)).sum(dtype=np.float64)))
 
 
 def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch
 from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, load_engine
 from edgespec_runtime.decoding import DecodingOptions, plain
 from edgespec_runtime.loop import decode
+from edgespec_runtime.rules import LOSSLESS
 from edgespec_runtime.safe_settings import SETTINGS
 from edgespec_runtime.session import CachedEngine
 
@@ -149,6 +150,7 @@ class FileWriter:
                 top_p=self.options.top_p,
                 max_new_tokens=self.options.max_new_tokens,
                 seed=self.seed * 1_000_003 + request.id,
+                rule=LOSSLESS,
             )
             blocks = decode(self.target.engine, None, request.prompt_ids, plain(how), self.stops, counts)
             answered.append(row_of(request, [token for block in blocks for token in block.tokens]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,13 +30,12 @@ from edgespec_runtime.bench_report import (
     verdict,
 )
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
+from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, numbered, plain
 from edgespec_runtime.device_defaults import LENGTHS, of_bench
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.loop import decode
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.prompts import read_chats
-from edgespec_runtime.rules import rule_of
 from edgespec_runtime.schedule import Schedule
 from edgespec_runtime.speed import dump, shuffled
 
@@ -103,12 +102,13 @@ def runs_of(
     """
     lengths = (PLAIN, *sorted(set(options.draft_lengths)))
     shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
+    shared |= {"rule": options.rule_name, "seed": options.seed or 0}
     how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
     how[PLAIN] = plain(how[PLAIN])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
         measure(pair, prompts[0], how[length], length, (0, 0))
     chosen = None
-    if options.choose and isinstance(rule_of(options.rule), Rule):
+    if options.choose and isinstance(options.acceptance_rule(), Rule):
         longest = options.max_draft_length
         lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
         chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
@@ -120,7 +120,7 @@ def runs_of(
         runs = []
         for length in shuffled(lengths, turn):
             # prompts that share a seed are not independent
-            seeded = replace(how[length], seed=options.seed + turn)
+            seeded = numbered(how[length], turn)
             schedule = chosen if length == AUTO else None
             runs.append(measure(pair, prompts[index], seeded, length, (index, repeat), schedule))
         done += 1

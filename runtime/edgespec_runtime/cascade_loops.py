@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 from edgespec.metrics import RawCounts
-from edgespec_runtime.acceptance import Draft, Rule, verify
+from edgespec_runtime.acceptance import Draft, TokenRule
 from edgespec_runtime.cascades import Logits, discrepancy, log_total
 from edgespec_runtime.decoding import Block, DecodingOptions
 from edgespec_runtime.drafters import highest_probability
@@ -39,7 +39,7 @@ from edgespec_runtime.rules import (
 from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
 from edgespec_runtime.session import CachedEngine
 
-LONGEST_RUN = 10  # draft tokens in a row, as in the paper's appendix F.1
+LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's appendix F.1
 
 
 class Reply:
@@ -61,7 +61,7 @@ class Reply:
     ) -> None:
         self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
         self.how = Warp(options.temperature, options.top_k, options.top_p)
-        self.generator = Uniforms(options.seed)
+        self.source = Uniforms(options.seed)
         self.ids, self.emitted = list(prompt), len(prompt)
         self.limit = target.engine.context_length
         self.end = min(len(prompt) + options.max_new_tokens, self.limit)
@@ -97,7 +97,7 @@ class Reply:
 
     def write(self, law: Categorical) -> int:
         """Try a token drawn from it."""
-        token = law.sample(self.generator)
+        token = self.source.sample(law, len(self.ids))
         self.ids.append(token)
         return token
 
@@ -201,11 +201,12 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
 
 
 def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
-    """Draft until max q < 1 − a_f or `LONGEST_RUN` tokens; one pass of the target; back to the first D(q, p) > a.
+    """Draft until max q < 1 − a_f or `window` tokens; the target reads it; back to the first D(q, p) > a.
 
-    Every draft is read by the target, the one that ends the reply too: nothing leaves unseen, unlike in the original (F.5).
+    The target reads every draft, also the one that ends the reply: nothing leaves unseen, unlike in the original (F.5). A draft
+    may fill the reply to its limit, so the limit does not decide who speaks.
     """
-    roll_back = Rule(
+    roll_back = TokenRule(
         accept=lambda place, _: float(discrepancy(place) <= rule.a), residual=lambda place: place.p, raw=True
     )
     reply.prefill(reply.target)
@@ -213,8 +214,7 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
     while not reply.finish:
         reply.begin()
         draft = Draft()
-        room = min(LONGEST_RUN, reply.end - len(reply.ids) - 1, reply.target.engine.block_length - 1)
-        while len(draft.tokens) < room and not reply.is_over():
+        while len(draft.tokens) < rule.window and not reply.is_over():
             logits = reply.draft_logits()
             if logits is None or highest_probability(logits) < 1 - rule.a_f:
                 break
@@ -222,16 +222,14 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
             draft.q.append(warp(logits, reply.how))
             draft.tokens.append(reply.write(draft.q[-1]))
         reply.counts.draft_seconds += reply.lap()
-        drafted = len(draft.tokens)
-        rows = reply.target.forward(reply.ids[reply.emitted - 1 :])
+        rows = reply.target.read_rows(reply.ids[reply.emitted - 1 :])
         reply.counts.verify_seconds += reply.lap()
-        ends = drafted > 0 and draft.tokens[-1] in reply.stop
-        accepted, added = verify(rows, draft, reply.how, roll_back, reply.generator)
+        accepted, added = roll_back.verify(rows, draft, reply.how, reply.source, reply.emitted)
         reply.drop()
         reply.ids += draft.tokens[:accepted]
-        if not (ends and accepted == drafted):
+        if not reply.is_over():
             reply.ids.append(added)
-        yield reply.emit(drafted, accepted)
+        yield reply.emit(len(draft.tokens), accepted)
 
 
 _LOOPS: dict[str, Callable[[Reply, Any], Iterator[Block]]] = {

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, accept_ratio, beside
+from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, TokenRule, accept_ratio
 from edgespec_runtime.sampling import Categorical
 
 Logits = NDArray[np.float32]
@@ -37,7 +37,7 @@ def entropy(logits: Logits) -> float:
 
 def total_variation(p: Categorical, q: Categorical) -> float:
     """Σ max(0, p − q)"""
-    return float(np.maximum(p.probs - beside(p, q), 0).sum(dtype=np.float64))
+    return float(np.maximum(p.probs - q.on(p), 0).sum(dtype=np.float64))
 
 
 def discrepancy(place: Place) -> float:
@@ -64,12 +64,9 @@ def cascade(defers: Callable[[Place], bool]) -> Rule:
     def accept(place: Place, token: int) -> float:
         return accept_ratio(place.p, place.q, token) if defers(place) else 1.0
 
-    def last(place: Place) -> Categorical:
-        return place.p if defers(place) else place.q
-
-    return Rule(
-        accept, LOSSLESS.residual, last, raw=True
-    )  # it rejects only where it defers, and π is p there
+    return TokenRule(
+        accept, LOSSLESS.residual, mixes=True, raw=True
+    )  # it rejects only where it defers: π is p there
 
 
 def chow(a: float) -> Rule:
@@ -127,7 +124,7 @@ def token_specific(trusted: Callable[[Place], NDArray[np.bool_]]) -> Rule:
         ids = np.union1d(p.ids, q.ids)
         return Categorical(ids, q.at(ids) * known[ids] + p.at(ids) * share)
 
-    return Rule(accept, lambda place: target(place).excess(place.q), target, raw=True)
+    return TokenRule(accept, lambda place: target(place).excess(place.q), mixes=True, raw=True)
 
 
 def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:

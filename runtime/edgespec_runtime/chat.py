@@ -21,7 +21,7 @@ from edgespec.metrics import RawCounts
 from edgespec.options import check, from_mapping, knob
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import Conversation, keeping_system
-from edgespec_runtime.decoding import MODEL, DecodingOptions, plain
+from edgespec_runtime.decoding import MODEL, DecodingOptions, numbered, plain
 from edgespec_runtime.device_defaults import of_reply
 from edgespec_runtime.drafters import drafter_of
 from edgespec_runtime.loop import check_vocabulary, decode
@@ -109,9 +109,9 @@ class Chat:
             counts.prefill_seconds = perf_counter() - start
             first_token = 0.0
             if not interrupt.requested:
-                seeded = dataclasses.replace(options, seed=options.seed + self._draws)
+                one = numbered(options, self._draws)
                 stream = self.pair.tokenizer.stream()
-                blocks = decode(target, draft, prompt, seeded, self.pair.tokenizer.stop_ids, counts, schedule)
+                blocks = decode(target, draft, prompt, one, self.pair.tokenizer.stop_ids, counts, schedule)
                 try:
                     with closing(blocks):
                         for block in blocks:

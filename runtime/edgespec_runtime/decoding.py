@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from edgespec.errors import InputError
 from edgespec.options import knob
 from edgespec_runtime.acceptance import Rule
-from edgespec_runtime.rules import LoopRule, rule_of
+from edgespec_runtime.rules import BLOCK, LOSSLESS, REPRODUCIBLE, LoopRule, rule_of
 from edgespec_runtime.sampling import Warp
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
@@ -24,8 +24,17 @@ class ReplyOptions(Warp):
     """How a reply is drawn, whatever the draft length."""
 
     max_new_tokens: int = knob(256, "longest reply in tokens", at_least=1)
-    seed: int = knob(0, "seed of the sampling", at_least=0)
-    rule: str = knob("lossless", "acceptance rule, with its parameters where it has some: opt:a=0.3")
+    seed: int | None = knob(
+        None,
+        "seed of the sampling: the same seed gives the same reply (default: another one for every reply)",
+        at_least=0,
+        at_most=2**63 - 1,
+    )
+    rule: str | None = knob(
+        None,
+        "acceptance rule, with its parameters where it has some: opt:a=0.3 (default: lossless when greedy; at a temperature, "
+        f"{REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
+    )
     drafter: str = knob(
         MODEL,
         "who drafts: the drafter, what followed the same tokens earlier (lookup), or that where it is found and else the drafter",
@@ -48,7 +57,7 @@ class ReplyOptions(Warp):
     )
 
     def __post_init__(self) -> None:
-        rule = rule_of(self.rule)  # an unknown rule is refused before a model is loaded
+        rule = self.acceptance_rule()  # an unknown rule is refused before a model is loaded
         if self.drafter in (LOOKUP, HYBRID) and not (isinstance(rule, Rule) and not rule.raw):
             raise InputError(
                 f"rule {self.rule!r} weighs the drafter model's own distribution, and the drafter {self.drafter!r} copies tokens "
@@ -62,6 +71,19 @@ class ReplyOptions(Warp):
             )
 
     @property
+    def rule_name(self) -> str:
+        """The rule that was asked for, or the fastest lossless one that keeps what a seed promises."""
+        if self.rule is not None:
+            return self.rule
+        if self.temperature == 0.0:
+            return LOSSLESS
+        return BLOCK if self.seed is None else REPRODUCIBLE
+
+    def acceptance_rule(self) -> Rule | LoopRule:
+        """Raises InputError for an unknown rule, with its parameters."""
+        return rule_of(self.rule_name)
+
+    @property
     def needs_model(self) -> bool:
         """Whether a drafter model takes part."""
         return self.drafter in (MODEL, HYBRID)
@@ -73,6 +95,11 @@ Options = TypeVar("Options", bound=ReplyOptions)
 def plain(options: Options) -> Options:
     """The same reply with nobody drafting."""
     return dataclasses.replace(options, drafter=NOBODY)
+
+
+def numbered(options: Options, number: int) -> Options:
+    """The options of one reply of several that share a seed: each has a seed of its own, counted from the shared one."""
+    return options if options.seed is None else dataclasses.replace(options, seed=options.seed + number)
 
 
 @dataclass(frozen=True)

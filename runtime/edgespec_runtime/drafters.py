@@ -1,5 +1,8 @@
 """Who proposes the tokens of a block. A drafter never looks at the target; what it proposes carries the q it was drawn from.
 
+A drafter answers one question: what may follow this text? `propose` asks it position by position. So its answer depends on the
+text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one law for every draft length.
+
 Whether a draft goes on may depend on the tokens so far and on q, never on the token that was drawn from q: dropping a token after
 seeing it would make the kept ones follow q given that they were kept, and the rule, told q, would no longer be lossless.
 (q = (0.9, 0.1), p = (0.5, 0.5), tokens below 0.5 dropped: the first one would come out with probability 0.55.)
@@ -7,29 +10,80 @@ seeing it would make the kept ones follow q given that they were kept, and the r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import InputError
-from edgespec_runtime.acceptance import Draft
+from edgespec_runtime.acceptance import Draft, Rule
 from edgespec_runtime.decoding import HYBRID, LOOKUP, NOBODY, SHIFT, SINKS, ReplyOptions
-from edgespec_runtime.lookup import LookupDrafter
-from edgespec_runtime.sampling import RandomSource, Warp, warp
+from edgespec_runtime.lookup import NgramIndex
+from edgespec_runtime.sampling import Categorical, TokenSource, Warp, warp
 from edgespec_runtime.session import CachedEngine, Window
+
+
+class Guess(NamedTuple):
+    """What a drafter says about the next token: the logits of a model, or a token that it copies.
+
+    logits: float32 [V], valid until the drafter is asked again. unsure: end the draft here.
+    """
+
+    logits: NDArray[np.float32] | None = None
+    copied: int = -1
+    unsure: bool = False
 
 
 class Drafter(Protocol):
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
 
-    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
-        """At most `room` tokens that may follow `ids`, fewer where it has no more to say; with its logits where `raw`."""
+    def begin(self, ids: Sequence[int]) -> int:
+        """A block begins behind `ids`; at how many positions from there on it can be asked (0: at none)."""
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        """What may follow `ids`; None where it has nothing to say. Asked in order: `ids` grows by one token at a time."""
 
     def settle(self, length: int) -> None:
         """Forget whatever follows the first `length` tokens."""
+
+
+def propose(drafter: Drafter, ids: list[int], room: int, how: Warp, source: TokenSource, rule: Rule) -> Draft:
+    """Draft at most `room` tokens that may follow `ids`, fewer where the drafter has no more to say.
+
+    `ids` is as it was afterwards. For a rule that `mixes` the draft also has q behind its last token; then `room` may be 0.
+    """
+    draft, length = Draft(), len(ids)
+    room = min(room, drafter.begin(ids) - rule.mixes)
+    try:
+        for drafted in range(room + rule.mixes):
+            guess = drafter.guess(ids)
+            if guess is None:
+                break
+            last = guess.unsure or drafted == room
+            if last and not rule.mixes:
+                break
+            if guess.logits is None:
+                q = Categorical(np.array([guess.copied], dtype=np.int64), _SURE)
+            else:
+                q = warp(guess.logits, how)
+                if rule.raw:
+                    draft.logits.append(guess.logits.copy())
+            draft.q.append(q)
+            if last:
+                break
+            token = source.sample(q, len(ids))
+            draft.tokens.append(token)
+            draft.copied += guess.logits is None
+            ids.append(token)
+    finally:
+        del ids[length:]
+    return draft
+
+
+_SURE = np.ones(1, dtype=np.float32)
 
 
 def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | None:
@@ -78,30 +132,18 @@ class ModelDrafter:
         shown = self._shown(prompt[:-1])
         yield from self._model.prefill_steps(shown if len(shown) < self._capacity else ())
 
-    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
-        """Draws up to `room` tokens; first reads what it has not seen (two tokens after a block that was accepted whole).
+    def begin(self, ids: Sequence[int]) -> int:
+        """A full context shifts here, and only here: within a block it could shift at a token that is then rejected."""
+        if len(ids) - self._dropped > self._capacity and self._window is not None:
+            self._dropped = self._window.surplus(len(ids))
+            self._model.prefill(self._shown(ids[:-1]))
+        shown = len(ids) - self._dropped
+        return max(0, self._model.reach(shown) - shown + 1)
 
-        With `raw` the last entry of `logits` is of the place behind the last token, also where the draft ended at once.
-        """
-        draft = Draft()
-        room = min(room, self._room(ids, raw))
-        if room < 1:
-            return draft
-        unseen: Sequence[int] = ids[len(self._model.tokens) + self._dropped :]
-        for _ in range(room):
-            logits = self._model.read(unseen)
-            if raw:
-                draft.logits.append(logits.copy())
-            if self._p_min > 0.0 and highest_probability(logits) < self._p_min:
-                return draft
-            q = warp(logits, how)
-            token = q.sample(generator)
-            draft.tokens.append(token)
-            draft.q.append(q)
-            unseen = (token,)
-        if raw:
-            draft.logits.append(self._model.read(unseen).copy())
-        return draft
+    def guess(self, ids: Sequence[int]) -> Guess:
+        """Reads first what it has not seen (two tokens after a block that was accepted whole)."""
+        logits = self._model.read(ids[len(self._model.tokens) + self._dropped :])
+        return Guess(logits, unsure=self._p_min > 0.0 and highest_probability(logits) < self._p_min)
 
     def settle(self, length: int) -> None:
         self._model.rewind(max(0, length - self._dropped))
@@ -113,15 +155,33 @@ class ModelDrafter:
         keep = self._window.keep
         return [*ids[:keep], *ids[keep + self._dropped :]]
 
-    def _room(self, ids: list[int], raw: bool) -> int:
-        """Tokens that can be drafted after `ids`: all of them but the last are read. A full context shifts first."""
-        room = self._capacity - (len(ids) - self._dropped) + 1 - raw
-        if room < 1 and self._window is not None:
-            self._dropped = self._window.surplus(len(ids))
-            self._model.prefill(self._shown(ids[:-1]))
-            room = self._capacity - (len(ids) - self._dropped) + 1 - raw
-        shown = len(ids) - self._dropped
-        return min(room, self._model.reach(shown) - shown + 1 - raw)
+
+class LookupDrafter:
+    """Prompt lookup: copies instead of computing.
+
+    A proposed token is certain in the drafter's eyes, q = 1 there, so the lossless rule accepts it with probability p and else
+    draws from p without it: the output is distributed as p, whatever was proposed.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._index = NgramIndex(longest)
+
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        self._index = NgramIndex(self._longest)
+        self._index.extend(prompt[:-1])
+        return iter(())
+
+    def begin(self, ids: Sequence[int]) -> int:
+        return sys.maxsize
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        self._index.extend(ids[len(self._index.tokens) :])
+        token = self._index.next_token()
+        return None if token is None else Guess(copied=token)
+
+    def settle(self, length: int) -> None:
+        self._index.cut(length)
 
 
 class HybridDrafter:
@@ -134,9 +194,12 @@ class HybridDrafter:
         yield from self._lookup.prefill_steps(prompt)
         yield from self._model.prefill_steps(prompt)
 
-    def propose(self, ids: list[int], room: int, how: Warp, generator: RandomSource, raw: bool) -> Draft:
-        draft = self._lookup.propose(ids, room, how, generator, raw)
-        return draft if draft.tokens else self._model.propose(ids, room, how, generator, raw)
+    def begin(self, ids: Sequence[int]) -> int:
+        """A text that lookup can continue is copied from to the end of the block, and the model is left alone."""
+        return self._lookup.begin(ids) if self._lookup.guess(ids) else self._model.begin(ids)
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        return self._lookup.guess(ids) or self._model.guess(ids)
 
     def settle(self, length: int) -> None:
         self._lookup.settle(length)

@@ -1,7 +1,6 @@
 """Rules that keep more of the draft than the target's own law allows: lenience, and lossy speculative decoding. Pure.
 
-They look at the warped p and q alone, never at the drafter's logits, so they go with any drafter; after a whole block the target
-speaks for itself (`Rule.last` = p). The token that leaves a tested position has the law
+They look at the warped p and q alone, never at the drafter's logits, so they go with any drafter. Every token has the law
     lenience    min(q, f) + Σ max(0, q − f) · norm(max(0, p − q))          f = p/ε, p/ε², p^ε
     lossy       min(q, p/(1−a)) + Σ max(0, q − p/(1−a)) · norm(max(0, p/β − q))
 The second is π = max(min(q, p/(1−a)), p/β) exactly where Σπ = 1, which a tuned β makes true and β = 1 does not; accept and
@@ -10,13 +9,12 @@ residual are those of π in both cases (speculative cascades, Lemma 2; Table 3 t
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
 import numpy as np
 
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, beside
+from edgespec_runtime.acceptance import LOSSLESS, Place, Rule, TokenRule
 from edgespec_runtime.sampling import Categorical
 
 
@@ -30,7 +28,7 @@ def lenience(allowed: Callable[[float], float]) -> Rule:
     def accept(place: Place, token: int) -> float:
         return min(1.0, allowed(place.p.prob(token)) / place.q.prob(token))
 
-    return dataclasses.replace(LOSSLESS, accept=accept)
+    return TokenRule(accept, LOSSLESS.residual, mixes=True)
 
 
 def lossy(a: float, beta: float) -> Rule:
@@ -51,7 +49,7 @@ def _lossy(a: float, residual: Callable[[Place], Categorical]) -> Rule:
     def accept(place: Place, token: int) -> float:
         return min(1.0, place.p.prob(token) / ((1 - a) * place.q.prob(token)))
 
-    return Rule(accept, residual)
+    return TokenRule(accept, residual, mixes=True)
 
 
 def excess(p: Categorical, q: Categorical, beta: float) -> Categorical:
@@ -67,8 +65,8 @@ def tuned_beta(p: Categorical, q: Categorical, a: float) -> float:
     Solved exactly: in t = 1/β the left side is a line between two neighbouring ratios q/p. inf where nothing is ever rejected
     and p has tokens that q has not: any β does then.
     """
-    rejected = float(np.maximum(q.probs - beside(q, p) / (1 - a), 0).sum(dtype=np.float64))
-    above, below = p.probs.astype(np.float64), beside(p, q).astype(np.float64)
+    rejected = float(np.maximum(q.probs - p.on(q) / (1 - a), 0).sum(dtype=np.float64))
+    above, below = p.probs.astype(np.float64), q.on(p).astype(np.float64)
     wanted = above > below  # t is at most 1, so no other token can take part
     above, below = above[wanted], below[wanted]
     if not len(above):

@@ -13,17 +13,19 @@ and the text would be read twice. Behind it the text is read again, apart from a
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Collection, Generator, Sequence
 from time import perf_counter
 
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, verify
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule
 from edgespec_runtime.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.drafters import Drafter, drafter_of, window_of
-from edgespec_runtime.rules import LoopRule, rule_of
-from edgespec_runtime.sampling import Uniforms, Warp
+from edgespec_runtime.drafters import Drafter, drafter_of, propose, window_of
+from edgespec_runtime.reproducible import PositionNoise
+from edgespec_runtime.rules import LoopRule
+from edgespec_runtime.sampling import TokenSource, Uniforms, Warp
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine, most_kept
 
@@ -57,8 +59,7 @@ def decode(
     check_prompt(target, draft, prompt, options)
     limit = target.engine.context_length
     window = window_of(target, options)
-    generator = Uniforms(options.seed)
-    rule = rule or rule_of(options.rule)
+    rule = rule or options.acceptance_rule()
     drafter = drafter_of(options, draft)
     if isinstance(rule, LoopRule):
         if draft is not None and drafter is not None:
@@ -68,6 +69,9 @@ def decode(
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
     schedule.begin()
     how = Warp(options.temperature, options.top_k, options.top_p)
+    if rule.mixes and not rule.raw and how.temperature == 0.0:
+        rule = LOSSLESS  # of greedy distributions such a rule keeps the target's token and no other (cascades, Lemma 6)
+    source = source_of(rule, options.seed)
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     ids = list(prompt)
     end = len(ids) + options.max_new_tokens
@@ -90,6 +94,7 @@ def decode(
                 dropped = window.surplus(len(ids))
                 del ids[window.keep : window.keep + dropped]
                 end -= dropped
+                source.shift(dropped)
                 target.prefill(ids[:-1])
                 if unread is not None:
                     unread = list(ids)
@@ -105,22 +110,20 @@ def decode(
             length = schedule.draft_length(context, room)
             chosen_at = perf_counter()
             choosing = chosen_at - shifted_at
-            if length and drafter is not None and unread is not None:
-                seconds = _read(drafter, unread)
-                unread = None
-                counts.prefill_seconds += seconds
-                start, shifted_at, chosen_at = start + seconds, shifted_at + seconds, chosen_at + seconds
-            proposed = (
-                drafter.propose(ids, length, draft_how, generator, rule.raw)
-                if drafter is not None and length
-                else NOTHING
-            )
+            proposed = NOTHING
+            if drafter is not None and (length or rule.mixes):
+                if unread is not None:
+                    seconds = _read(drafter, unread)
+                    unread = None
+                    counts.prefill_seconds += seconds
+                    start, shifted_at, chosen_at = start + seconds, shifted_at + seconds, chosen_at + seconds
+                proposed = propose(drafter, ids, length, draft_how, source, rule)
             drafted = proposed.tokens
             drafted_at = perf_counter()
             size = min(schedule.pass_length(1 + len(drafted), context), reach - context + 1)
             rows = target.forward([ids[-1], *drafted, *[ids[-1]] * (size - 1 - len(drafted))])
             verified_at = perf_counter()
-            accepted, added = verify(rows, proposed, how, rule, generator)
+            accepted, added = rule.verify(rows, proposed, how, source, context)
             new = [*drafted[:accepted], added]
             finish = _cut(new, stop)
             ids += new
@@ -132,7 +135,7 @@ def decode(
             seconds = perf_counter() - chosen_at
             counts.draft_seconds += draft_seconds
             counts.verify_seconds += verify_seconds + (shifted_at - start)
-            counts.add_block(len(drafted), accepted, len(new), len(drafted) if proposed.copied else 0)
+            counts.add_block(len(drafted), accepted, len(new), proposed.copied)
             schedule.observe(
                 Outcome(
                     context,
@@ -150,6 +153,13 @@ def decode(
             yield Block(tuple(new), accepted, finish)
     finally:
         _settle(target, drafter if unread is None else None, len(ids))
+
+
+def source_of(rule: Rule, seed: int | None) -> TokenSource:
+    """What a reply's random choices come from; without a seed, from the operating system's randomness."""
+    if rule.by_position:
+        return PositionNoise(secrets.randbits(63) if seed is None else seed)
+    return Uniforms(seed)
 
 
 def check_prompt(

@@ -1,7 +1,7 @@
 """Every acceptance rule by its name, and its parameters as knobs: `lossless`, `opt:a=0.3`, `lossy:a=0.2,beta=1`.
 
-Knows names, bounds and one help line each. What a rule does: acceptance.py, lenient.py, cascades.py; the loops of those that have
-one of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter.
+Knows names, bounds and one help line each. What a rule does: acceptance.py, block_verification.py, reproducible.py, lenient.py,
+cascades.py; rules with a loop of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 from edgespec.errors import InputError, did_you_mean
 from edgespec.options import from_mapping, knob
 from edgespec.report import table
-from edgespec_runtime import cascades, lenient
-from edgespec_runtime.acceptance import LOSSLESS, MATCHING, Rule
+from edgespec_runtime import acceptance, cascades, lenient
+from edgespec_runtime.acceptance import MATCHING, Rule
+from edgespec_runtime.block_verification import BlockRule
+from edgespec_runtime.reproducible import ReproducibleRule
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Discrepancy(Gap):
 @dataclass(frozen=True)
 class Bild(Discrepancy):
     a_f: float = knob(0.4, "the drafter goes on while max q >= 1 − a_f; 0 to 1", at_least=0.0, at_most=1.0)
+    window: int = knob(10, "draft tokens in a row before the target reads them", at_least=1)
 
 
 PRODUCT, MEAN = "product", "mean"
@@ -119,10 +122,21 @@ class Kind:
     make: Callable[[Any], Rule | LoopRule]
 
 
+LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
 TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
 
 RULES: dict[str, Kind] = {
-    "lossless": Kind("the target's own distribution", NoParameters, lambda _: LOSSLESS),
+    LOSSLESS: Kind("the target's own distribution", NoParameters, lambda _: acceptance.LOSSLESS),
+    BLOCK: Kind(
+        "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
+        NoParameters,
+        lambda _: BlockRule(),
+    ),
+    REPRODUCIBLE: Kind(
+        "lossless, and a seed gives the same text whatever the draft length, the drafter and the timing",
+        NoParameters,
+        lambda _: ReproducibleRule(),
+    ),
     "match-greedy": Kind(
         "lossless, as engines do that draft greedily and keep what a target sample equals",
         NoParameters,

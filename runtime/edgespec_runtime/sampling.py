@@ -33,6 +33,16 @@ class RandomSource(Protocol):
         """Uniform in [0, 1)."""
 
 
+class TokenSource(RandomSource, Protocol):
+    """What every random choice of a reply comes from."""
+
+    def sample(self, law: Categorical, position: int) -> int:
+        """A token drawn from `law` for this position of the text (the number of tokens before it)."""
+
+    def shift(self, tokens: int) -> None:
+        """The text lost so many of its tokens: what follows them has new positions."""
+
+
 _DRAWN_AHEAD = 64
 
 
@@ -48,6 +58,13 @@ class Uniforms:
         if not self._ready:
             self._ready = self._generator.random(_DRAWN_AHEAD).tolist()[::-1]
         return self._ready.pop()
+
+    def sample(self, law: Categorical, position: int) -> int:
+        """A token of `law`; the position plays no part."""
+        return law.sample(self)
+
+    def shift(self, tokens: int) -> None:
+        pass
 
 
 class Categorical:
@@ -82,6 +99,11 @@ class Categorical:
         return self._weights
 
     @property
+    def weights(self) -> NDArray[Any]:
+        """float32 [n] or [V], in proportion to `probs`; not divided by their sum."""
+        return self._weights
+
+    @property
     def certain(self) -> bool:
         """Whether there is one token only."""
         return self._only is not None
@@ -103,6 +125,10 @@ class Categorical:
             return self.probs[ids]
         places = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
         return np.where(self.ids[places] == ids, self.probs[places], np.float32(0))
+
+    def on(self, other: Categorical) -> NDArray[Any]:
+        """Probabilities of the tokens that `other` lists, [len(other.probs)]."""
+        return self.at(other.ids) if other.ids is not None else self.dense(len(other.probs))
 
     def excess(self, other: Categorical) -> Categorical:
         """norm(max(0, self − other)); self where nothing is left of it (they are equal up to rounding, or it is one token)."""
@@ -203,9 +229,9 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     return Categorical(ids, weights, None)
 
 
-def draw(logits: NDArray[np.float32], how: Warp, generator: RandomSource) -> int:
-    """One token of `warp(logits, how)`."""
-    return int(logits.argmax()) if how.temperature == 0.0 else warp(logits, how).sample(generator)
+def draw(logits: NDArray[np.float32], how: Warp, source: TokenSource, position: int) -> int:
+    """One token of `warp(logits, how)` for this position of the text."""
+    return int(logits.argmax()) if how.temperature == 0.0 else source.sample(warp(logits, how), position)
 
 
 def _weights(logits: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
+import numpy as np
+
 from edgespec.errors import EdgespecError, InputError
 from edgespec_runtime.engine import Engine, Logits
 from edgespec_runtime.rope_border import BorderedEngine
@@ -71,6 +73,15 @@ class CachedEngine:
             logits = self.forward(tokens[start : start + size], of=total)
         last: Logits = logits[-1]
         return last
+
+    def read_rows(self, tokens: Sequence[int]) -> Logits:
+        """Append any number of tokens, at least one, in passes that the engine takes; the logits [len(tokens), V] after each."""
+        size = self.engine.block_length
+        if len(tokens) <= size:
+            return self.forward(tokens)
+        return np.concatenate(
+            [self.forward(tokens[start : start + size]).copy() for start in range(0, len(tokens), size)]
+        )
 
     def rewind(self, length: int) -> None:
         """Keep the first `length` tokens."""

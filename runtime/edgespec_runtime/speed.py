@@ -65,11 +65,11 @@ def plain_step_seconds(target: CachedEngine, options: DecodingOptions) -> float 
     if not 0 < length < target.engine.context_length:
         return None
     token = target.tokens[-1]
-    generator = Uniforms(0)
+    source = Uniforms(0)
     times: list[float] = []
     while len(times) < STEPS and sum(times) < MAX_SECONDS:
         start = perf_counter()
-        draw(target.forward([token])[-1], options, generator)
+        draw(target.forward([token])[-1], options, source, length)
         times.append(perf_counter() - start)
         target.rewind(length)
     return median(times)

@@ -23,7 +23,7 @@ from edgespec.options import from_mapping, knob, with_default
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
 from edgespec_runtime import bench
-from edgespec_runtime.acceptance import LOSSLESS, Place, Rule
+from edgespec_runtime.acceptance import LOSSLESS, Place, TokenRule
 from edgespec_runtime.adaptive import Adaptive
 from edgespec_runtime.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 from edgespec_runtime.calibrate import CalibrateOptions, calibrate
@@ -121,7 +121,7 @@ class Replay:
 
     def __init__(self, rates: Sequence[float], schedule: Schedule) -> None:
         self._rates, self._schedule, self._position = tuple(rates), schedule, 0
-        self.rule = Rule(accept=self._accept, residual=LOSSLESS.residual)
+        self.rule = TokenRule(accept=self._accept, residual=LOSSLESS.residual)
 
     def begin(self) -> None:
         self._schedule.begin()
@@ -278,7 +278,7 @@ def _rounds(
 
     All runs have the same prompt, which the caches keep: it is read once, in the warm-up, and all passes of a run are decoding.
     """
-    generator = np.random.default_rng(options.seed)
+    generator = np.random.default_rng(options.seed or 0)
     prompt: list[int] = generator.integers(
         0, pair.shapes["target"].vocab_size, options.prompt_tokens
     ).tolist()
@@ -288,7 +288,7 @@ def _rounds(
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:
         counts, before = RawCounts(), sum(engine.seconds for engine in timed)
-        one = replace(how, max_new_tokens=tokens, seed=options.seed + turn)
+        one = replace(how, max_new_tokens=tokens, seed=(options.seed or 0) + turn)
         if arm is None:
             blocks = decode(target, None, prompt, plain(one), (), counts)
         else:
