@@ -125,6 +125,11 @@ def listing_loss(target: Any, reference: Any | None, fraction: float) -> Loss:
     return loss
 
 
+def in_one_pass(objective: Objective) -> Loss:
+    """The objective of a step that comes in one micro-batch."""
+    return lambda model, batch: next(objective(model, [batch]))
+
+
 class Side:
     """One way of training, with its own copy of the drafter."""
 
@@ -197,7 +202,7 @@ def main() -> int:
         options = DistillOptions(divergence="fkl", select_fraction=fraction)
         losses = (
             listing_loss(target, judge, fraction),
-            Objective(target, options, stops=[], seed=0, reference=judge),
+            in_one_pass(Objective(target, options, stops=[], seed=0, reference=judge)),
         )
         apart = losses_apart(losses, drafter, batches)
         listing, ours = (Side(loss, drafter, precision) for loss in losses)

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 from edgespec_recipes.decoding import logits_at
-from edgespec_recipes.head_loss import CHUNK, head_loss, in_head, live_rows
-from edgespec_recipes.losses import divergence
+from edgespec_recipes.head_loss import CHUNK, head_loss, head_values, in_head, live_rows
+from edgespec_recipes.losses import divergence, rewarded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.files import write_json
@@ -84,7 +84,11 @@ def measure(
                 if variant == "body":
                     return hidden.float().square().mean()
                 weights = torch.full((len(hidden),), 1.0 / len(hidden))
-                return head_loss(loss_of, hidden, its_head, live_rows(states, head), weights, chunk)
+                rows, given = live_rows(states, head), {}
+                if loss_of.takes:  # as a distillation's first look does
+                    counts = head_values([rewarded], hidden, its_head, rows, chunk)[0]
+                    given["reward_mean"] = (counts.mean() / vocabulary).expand(len(hidden))
+                return head_loss(loss_of, hidden, its_head, rows, weights, chunk, given)
 
             loss = in_head(model, keep, {"input_ids": tokens}, inside)
     loss.backward()

@@ -27,7 +27,7 @@ from edgespec_recipes.data import Rows
 from edgespec_recipes.initialise import initial_drafter
 from edgespec_recipes.instructions import read_conversations
 from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.pretrain import next_token_loss
+from edgespec_recipes.pretrain import next_token_losses
 from edgespec_recipes.trainer import train
 
 from edgespec.drafter import DrafterShape, derive
@@ -95,7 +95,7 @@ def made(variant: str, shape: DrafterShape, folder: Path, tokenizer: Any, text: 
 
 def held_out_loss(model: Any, rows: np.ndarray) -> float:
     with torch.inference_mode():
-        return float(next_token_loss(model.eval(), {"input_ids": torch.from_numpy(rows)}))
+        return float(next(next_token_losses(model.eval(), [{"input_ids": torch.from_numpy(rows)}])))
 
 
 def measurements(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
@@ -120,7 +120,7 @@ def measurements(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
                 model = made(variant, shape, given.target, tokenizer, text, seed)
                 before = held_out_loss(model, held_out)
                 with TemporaryDirectory() as out:
-                    train(model, rows, next_token_loss, Path(out), options, seed=seed, label=variant)
+                    train(model, rows, next_token_losses, Path(out), options, seed=seed, label=variant)
                 losses.append((before, held_out_loss(model, held_out)))
             first, last = zip(*losses, strict=True)
             spread = f" ({min(last):.3f} to {max(last):.3f})" if len(last) > 1 else ""

@@ -180,30 +180,37 @@ def _distill(
     drafter: ModelShape,
     how: InferenceOptions,
     *,
+    processes: int,
     text_disk: bool = False,
 ) -> StageCost:
     """The drafter's training, and what it is held against.
 
-    The target runs over every row that is not stored; its output layer once more for TVD++'s mean reward over the batch, and
-    twice for the selection, which runs the reference too. Rows of the drafter's own are decoded token by token first.
+    The target runs over every row that is not stored. TVD++'s mean reward and the selection look at all logits once before
+    the gradient; the selection runs the reference too. In micro-batches that look takes another pass of the drafter over
+    all of them but the first, and the target's hidden states wait for the gradient. Rows of the drafter's own are decoded
+    token by token first.
     """
     tokens, at_once, context = _steps_tokens(options), _pass_tokens(options), options.context
     rest = (1 - options.text_fraction) * (1 - options.fixed_fraction)
     student = rest * options.student_fraction
     live = 1.0 if options.target_side == "live" else 1.0 - (rest - student)
-    again = int(options.divergence == "tvd++" and options.tvdpp_scope == "batch")
-    selects = options.select_fraction < 1
-    flops = again * costs.head_flops(drafter, tokens)
-    if options.labels == "soft":
-        heads = 1 + again + 2 * selects
+    soft, selects = options.labels == "soft", options.select_fraction < 1
+    looks = soft and (selects or (options.divergence == "tvd++" and options.tvdpp_scope != "token"))
+    share = options.batch_size // processes * context  # of one process, a step
+    later = max(0, share - at_once) * looks  # tokens of it that are looked at ahead
+    flops = looks * costs.head_flops(drafter, tokens)
+    flops += costs.forward_flops(drafter, options.steps * processes * later, context, logits=0)
+    if soft:
+        heads = 1 + looks + selects
         flops += live * costs.forward_flops(target, tokens, context, logits=0)
         flops += live * heads * costs.head_flops(target, tokens)
     if selects:
-        flops += costs.forward_flops(drafter, tokens, context) + costs.head_flops(drafter, tokens)
+        flops += costs.forward_flops(drafter, tokens, context)
     if options.watch_steps:
         watched = options.steps // options.watch_steps * options.watch_rows * context
         flops += sum(costs.forward_flops(model, watched, context) for model in (target, drafter))
     memory = inference_bytes(how, target) - costs.weight_bytes(target)
+    memory += round(live * later) * target.hidden * costs.FLOAT
     if student:
         length = PROMPT_TOKENS + options.student_max_new_tokens
         rows = max(1, at_once // length)
@@ -253,8 +260,12 @@ def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCos
     return StageCost("export", 0, 0.0, costs.weight_bytes(target), disk)
 
 
-def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> list[StageCost]:
-    """Every stage that costs something, in order. Raises InputError where a teacher's shape is not known here."""
+def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
+    """Every stage that costs something, in order: FLOPs of all processes, memory of one.
+
+    `recipe` is what one of the processes meets (plan_stages.for_processes). Raises InputError where a teacher's shape is
+    not known here.
+    """
     distill, reference, how = recipe.distill, recipe.reference, recipe.inference
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
@@ -265,10 +276,13 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> list[St
     if distill.target_side == "stored":
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:
-        stages.append(_distill("reference", reference_options(recipe), target, drafter, how))
+        options = reference_options(recipe)
+        stages.append(_distill("reference", options, target, drafter, how, processes=processes))
     if distill.steps:
         text_disk = not recipe.pretrain.steps
-        stages.append(_distill("distill", distill, target, drafter, how, text_disk=text_disk))
+        stages.append(
+            _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
+        )
     stages.append(_evaluate(recipe, target, drafter))
     stages.append(_export(recipe, target, drafter))
     return stages

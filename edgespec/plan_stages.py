@@ -80,7 +80,7 @@ def stage_times(
     processes, mfu, share = hardware.count, assumed.mfu, assumed.bandwidth
     if hardware.measured:
         mfu = share = 1.0  # a measured rate is no peak
-    stages = estimate(for_processes(recipe, processes), target, drafter)
+    stages = estimate(for_processes(recipe, processes), target, drafter, processes)
     found = []
     for cost in stages:
         devices = processes if cost.stage in TOGETHER else 1

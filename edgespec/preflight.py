@@ -99,7 +99,8 @@ def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
         return []  # its own stage says what is wrong with it
     if target is None or recipe.drafter.init == "checkpoint":
         return []
-    stages = estimate(for_processes(recipe, room.processes), target, derive(target, recipe.drafter))
+    processes = room.processes
+    stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
     done = [_folder(stage) for stage in stages if (out / _folder(stage) / "stage.json").exists()]
     if recipe.target == TINY_CHAT and any(
         (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")

@@ -149,14 +149,15 @@ class ReferenceOptions(TrainingOptions):
 
 
 DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "tvd++", "lk")
+_EQ_2: dict[str, Any] = {"mean": "sequences"}
 PRESETS: dict[str, dict[str, Any]] = {
-    "seqkd": {"labels": "hard", "divergence": "fkl", "fixed_fraction": 0.0, "student_fraction": 0.0},
-    "supervised-kd": {"divergence": "fkl", "fixed_fraction": 1.0, "student_fraction": 0.0},
-    "imitkd": {"divergence": "fkl", "fixed_fraction": 0.5, "student_fraction": 1.0},
-    "f-distill": {"divergence": "tvd", "fixed_fraction": 0.0, "student_fraction": 0.5},
-    "gkd": {"divergence": "jsd", "fixed_fraction": 0.0, "student_fraction": 1.0},
+    "seqkd": {**_EQ_2, "labels": "hard", "divergence": "fkl", "fixed_fraction": 0.0, "student_fraction": 0.0},
+    "supervised-kd": {**_EQ_2, "divergence": "fkl", "fixed_fraction": 1.0, "student_fraction": 0.0},
+    "imitkd": {**_EQ_2, "divergence": "fkl", "fixed_fraction": 0.5, "student_fraction": 1.0},
+    "f-distill": {**_EQ_2, "divergence": "tvd", "fixed_fraction": 0.0, "student_fraction": 0.5},
+    "gkd": {**_EQ_2, "divergence": "jsd", "fixed_fraction": 0.0, "student_fraction": 1.0},
 }
-"""DistillSpec's named points in the space of loss and data (its section 3 and Algorithm A.2); text_fraction is apart."""
+"""DistillSpec's named points in the space of loss and data (its Eq. 2, Table 1 and Algorithm A.2); text_fraction is apart."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,17 @@ class DistillOptions(TrainingOptions):
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
     )
-    tvdpp_scope: str = knob("batch", "what tvd++ normalises its rewards over", choices=("batch", "position"))
+    tvdpp_scope: str = knob(
+        "batch",
+        "what tvd++ normalises its rewards over: one token's position, a sequence, or the whole batch",
+        choices=("batch", "sequence", "token"),
+    )
+    mean: str = knob(
+        "tokens",
+        "how a batch is averaged: all its tokens alike, or over each sequence's tokens and then over the sequences, which "
+        "DistillSpec's presets do",
+        choices=("tokens", "sequences"),
+    )
     labels: str = knob(
         "soft",
         "learn the target's distributions (soft) or the written tokens (hard)",

@@ -1,5 +1,7 @@
 """Trainings for one process or several: what test_several_processes.py runs under torchrun and in its own process, to compare.
 
+One process distils in one pass a step, several in micro-batches of a row.
+
 torchrun --nproc_per_node 2 processes_program.py MODELS OUT JOB ...
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from edgespec_recipes.datagen import write_shard
 from edgespec_recipes.distill import DistillInputs, distill
 from edgespec_recipes.loading import load_model
 from edgespec_recipes.precision import Precision
-from edgespec_recipes.pretrain import next_token_loss
+from edgespec_recipes.pretrain import next_token_losses
 from edgespec_recipes.sharding import sharded
 from tiny_models import make_model_folder
 
@@ -42,7 +45,7 @@ TRAINING: dict[str, Any] = {
 DISTILLED = DistillOptions(**TRAINING, text_fraction=0.25, watch_steps=6, watch_rows=2)
 DISTILLATIONS = {
     "fkl": replace(DISTILLED, divergence="fkl"),
-    "tvd++": replace(DISTILLED, divergence="tvd++", tvdpp_scope="batch"),
+    "tvd++": replace(DISTILLED, divergence="tvd++", tvdpp_scope="batch", mean="sequences"),
     "selected": replace(DISTILLED, divergence="fkl", select_fraction=0.4),
 }
 
@@ -79,17 +82,18 @@ def float32(device: torch.device) -> Precision:
     return Precision("float32", "to compare")
 
 
-def slowly(model: Any, batch: trainer.Batch) -> torch.Tensor:
+def slowly(model: Any, batches: Sequence[trainer.Batch]) -> Iterator[torch.Tensor]:
     """So that there is time to be killed between two checkpoints."""
     time.sleep(0.15)
-    return next_token_loss(model, batch)
+    return next_token_losses(model, batches)
 
 
-def diverging(model: Any, batch: trainer.Batch) -> torch.Tensor:
+def diverging(model: Any, batches: Sequence[trainer.Batch]) -> Iterator[torch.Tensor]:
     """The last process meets a NaN in step 6, the others do not."""
     diverging.calls += 1  # type: ignore[attr-defined]
     broken = diverging.calls == 6 and processes.rank() == processes.world() - 1  # type: ignore[attr-defined]
-    return next_token_loss(model, batch) * (float("nan") if broken else 1.0)
+    for loss in next_token_losses(model, batches):
+        yield loss * (float("nan") if broken else 1.0)
 
 
 def crew(out: Path) -> None:
@@ -119,7 +123,7 @@ def run(models: Path, out: Path, jobs: list[str]) -> None:
         if job == "crew":
             crew(place)
         elif job == "pretrain":
-            pretraining(models, place, next_token_loss)
+            pretraining(models, place, next_token_losses)
         elif job == "slow":
             pretraining(models, place, slowly)
         elif job == "diverging":
@@ -137,7 +141,9 @@ def run(models: Path, out: Path, jobs: list[str]) -> None:
                 text_cache=place / "text",
                 reference=models / "reference" if job == "selected" else None,
             )
-            distill(place, inputs, DISTILLATIONS[job], seed=0)
+            together = processes.world() > 1
+            options = replace(DISTILLATIONS[job], micro_batch_size=1 if together else None)
+            distill(place, inputs, options, seed=0)
         processes.wait()
 
 

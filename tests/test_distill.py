@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import mean_loss
+from edgespec_recipes import objective
 from edgespec_recipes.datagen import write_shard
 from edgespec_recipes.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.loading import load_model
@@ -136,19 +136,19 @@ def test_drafters_are_kept_along_the_way(pair: dict[str, Path], tmp_path: Path) 
 def test_interrupted_and_resumed_equals_uninterrupted(
     pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the sampled estimator and the drafter's own responses, so the random states have to come back too."""
-    options = replace(OPTIONS, student_fraction=0.5, student_max_new_tokens=6)
+    """In micro-batches, with the sampled estimator and the drafter's own responses: the random numbers have to come back too."""
+    options = replace(OPTIONS, student_fraction=0.5, student_max_new_tokens=6, micro_batch_size=1)
     run(tmp_path / "straight", pair, options)
-    plain, calls = mean_loss.head_loss, []
+    plain, calls = objective.head_loss, []
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*given: Any, **named: Any) -> Any:
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == 14:  # in the fifth step, two after the checkpoint
             raise KeyboardInterrupt
-        return plain(*given)
+        return plain(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(mean_loss, "head_loss", interrupted)
+        patch.setattr(objective, "head_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "broken", pair, options)
     run(tmp_path / "broken", pair, options)

@@ -18,7 +18,7 @@ from edgespec_recipes import head_loss, stored, top_k
 from edgespec_recipes.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.mixing import TARGET
 from edgespec_recipes.objective import Objective
-from edgespec_recipes.pretrain import next_token_loss
+from edgespec_recipes.pretrain import next_token_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
@@ -205,7 +205,7 @@ def test_a_step_of_pretraining_fits_its_estimate() -> None:
     recipe = resolve({"target": "x", "pretrain": {"steps": 1, "batch_size": 8, "context": 128}}, {})
     model, ids = llama(ROOMY, "sdpa"), torch.randint(0, ROOMY.vocab_size, (8, 128))
     with Meter(model) as meter:
-        next_token_loss(model, {"input_ids": ids}).backward()
+        next(next_token_losses(model, [{"input_ids": ids}])).backward()
     most = stage("pretrain", recipe, WIDE, ROOMY).memory - beside(ROOMY)
     assert 0.4 * most < meter.peak < most  # cross-entropy holds fewer logits than the estimate allows for
 
@@ -215,7 +215,7 @@ def test_a_step_of_distillation_fits_its_estimate() -> None:
     target, draft = (llama(replace(shape, vocab_size=4096), "sdpa") for shape in (WIDE, PLAIN))
     objective = Objective(target.requires_grad_(False), recipe.distill, stops=[], seed=0)
     with Meter(draft, target) as meter:
-        objective(draft, all_compared(8, 128, 4096)).backward()
+        next(objective(draft, [all_compared(8, 128, 4096)])).backward()
     most = stage("distill", recipe, replace(WIDE, vocab_size=4096), ROOMY).memory
     most -= beside(ROOMY) + costs.weight_bytes(replace(WIDE, vocab_size=4096))
     assert 0.8 * most < meter.peak < most
@@ -247,8 +247,10 @@ def all_compared(rows: int, context: int, vocabulary: int) -> dict[str, torch.Te
     [
         {"divergence": "fkl"},
         {"divergence": "tvd++", "tvdpp_scope": "batch"},
-        {"divergence": "tvd++", "tvdpp_scope": "position"},
+        {"divergence": "tvd++", "tvdpp_scope": "sequence", "micro_batch_size": 1},
+        {"divergence": "tvd++", "tvdpp_scope": "token"},
         {"divergence": "tvd++", "select_fraction": 0.4},
+        {"divergence": "fkl", "select_fraction": 0.4, "micro_batch_size": 2},
         {"labels": "hard", "divergence": "fkl"},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
@@ -264,7 +266,14 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
         seed=0,
         reference=reference.requires_grad_(False) if selects else None,
     )
-    flops = counted(lambda: objective(draft, all_compared(4, 128, 512)).backward())
+    rows, micro = all_compared(4, 128, 512), recipe.distill.micro_batch_size or 4
+    batches = [{name: values[at : at + micro] for name, values in rows.items()} for at in range(0, 4, micro)]
+
+    def step() -> None:
+        for loss in objective(draft, batches):
+            loss.backward()
+
+    flops = counted(step)
     cost = stage("distill", recipe, WIDE, PLAIN)
     assert flops <= cost.flops * 1.001  # at most
     assert flops >= cost.flops * (0.8 if selects else 0.97)  # the tokens that are not selected cost less
@@ -303,6 +312,12 @@ def test_what_costs_more() -> None:
     assert distil(divergence="fkl", keep_steps=100).disk == plain.disk + 10 * costs.weight_bytes(PLAIN)
     smaller = distil(divergence="fkl", micro_batch_size=5)
     assert (smaller.flops, smaller.memory < plain.memory) == (plain.flops, True)
+    whole = distil(divergence="tvd++", batch_size=40)
+    split = [distil(divergence="tvd++", batch_size=40, micro_batch_size=size) for size in (20, 5)]
+    assert whole.flops < split[0].flops < split[1].flops < 1.5 * whole.flops  # the drafter looks ahead
+    recipe = resolve({"target": "x", "distill": {"divergence": "tvd++", "micro_batch_size": 5}}, {})
+    costs_of = {cost.stage: cost for cost in estimate(recipe, WIDE, PLAIN, processes=8)}
+    assert costs_of["distill"].flops == whole.flops  # eight processes of five rows look at nothing ahead
 
 
 def test_the_table_sums_up_and_takes_a_rate() -> None:

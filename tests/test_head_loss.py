@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from edgespec_recipes.decoding import logits_at
 from edgespec_recipes.head_loss import Rows, head_loss, head_values, in_head, live_rows
-from edgespec_recipes.losses import Divergence, divergence, fkl, jsd, tvd
+from edgespec_recipes.losses import Divergence, divergence, fkl, jsd, reward, tvd
 from edgespec_recipes.vocabulary import restrict
 from edgespec_runtime.vocabulary import Vocabulary
 from test_decoding import small_llama
@@ -37,6 +37,7 @@ class Case:
         self.head.weight = nn.Parameter(logits(VOCABULARY, HIDDEN, seed=3, dtype=dtype))
         self.head.bias = nn.Parameter(logits(VOCABULARY, seed=4, dtype=dtype))
         self.target = logits(count, VOCABULARY, seed=5, dtype=dtype)
+        self.noise = torch.rand(count, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
         if hard:
             self.target = self.target.argmax(-1)
 
@@ -47,21 +48,29 @@ class Case:
     def plain(self, options: DistillOptions, weights: Tensor | None = None) -> Tensor:
         """Whole logits, autograd; only rows of a weight other than 0 are there."""
         weights = torch.ones(len(self.hidden)) if weights is None else weights
-        kept = weights != 0
-        losses = divergence(options)(self.head(self.hidden)[kept], self.target[kept])
+        kept, loss = weights != 0, divergence(options)
+        drawn = {"noise": self.noise[kept]} if loss.sampled else {}
+        losses = loss.per_token(self.head(self.hidden)[kept], self.target[kept], **drawn)
         return (losses * weights[kept]).sum()
 
     def chunked(self, options: DistillOptions, weights: Tensor | None = None, rows: int = 3) -> Tensor:
-        return head_loss(
-            divergence(options), self.hidden, self.head, self.rows, weights, chunk=rows * VOCABULARY
-        )
+        chunk, given = rows * VOCABULARY, self.given(options, weights)
+        return head_loss(divergence(options), self.hidden, self.head, self.rows, weights, chunk, given)
+
+    def given(self, options: DistillOptions, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """What each row takes from the others: all of them are one sequence."""
+        kept = slice(None) if weights is None else weights != 0
+        found = {"noise": self.noise}
+        if divergence(options).scope != "token":
+            mean = reward(self.head(self.hidden)[kept], self.target[kept]).mean()
+            found["reward_mean"] = mean.expand(len(self.hidden))
+        return found
 
     def rows(self, rows: Rows, _: Tensor) -> Tensor:
         return self.target[rows]
 
 
 def value_and_gradients(loss: Any, leaves: tuple[Tensor, ...]) -> list[Tensor]:
-    torch.manual_seed(7)
     value: Tensor = loss()
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
@@ -83,7 +92,7 @@ def test_equals_the_plain_form(options: DistillOptions, count: int, rows: int) -
     "kept", [[0.5, 2.0, 1.0, 3.0, 0.1, 1.0, 1.0, 0.25], [0.0, 2.0, 0.0, 0.0, 1.0, 1.0, 0.5, 0.0]]
 )
 def test_weights_and_skipped_rows(options: DistillOptions, kept: list[float]) -> None:
-    """Neither the sum nor TVD++'s mean reward sees a row of weight 0, and nobody asks for its target."""
+    """The sum sees no row of weight 0, and nobody asks for its target."""
     case, weights = Case(8, options is HARD), torch.tensor(kept, dtype=torch.float64)
     plain = value_and_gradients(lambda: case.plain(options, weights), case.leaves)
     asked: list[int] = []
@@ -96,12 +105,14 @@ def test_weights_and_skipped_rows(options: DistillOptions, kept: list[float]) ->
 
     chunk = 3 * VOCABULARY
     chunked = value_and_gradients(
-        lambda: head_loss(divergence(options), case.hidden, case.head, rows, weights, chunk), case.leaves
+        lambda: head_loss(
+            divergence(options), case.hidden, case.head, rows, weights, chunk, case.given(options, weights)
+        ),
+        case.leaves,
     )
     for ours, wanted in zip(chunked, plain, strict=True):
         torch.testing.assert_close(ours, wanted)
-    passes = 2 if divergence(options).needs_reward_mean else 1
-    assert asked == weights.nonzero()[:, 0].tolist() * passes
+    assert asked == weights.nonzero()[:, 0].tolist()
 
 
 @every_loss
@@ -122,7 +133,6 @@ def test_gradients_by_finite_differences(options: DistillOptions) -> None:
     weights = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
 
     def value(*_: Tensor) -> Tensor:
-        torch.manual_seed(3)
         return case.chunked(options, weights, rows=2)
 
     assert torch.autograd.gradcheck(value, case.leaves)
@@ -204,8 +214,9 @@ def test_no_tensor_of_positions_by_vocabulary_ever_lives(options: DistillOptions
     hidden = logits(count, width).requires_grad_()
     head, target = nn.Linear(width, vocabulary, bias=False), nn.Linear(width, vocabulary, bias=False)
     states = logits(count, width, seed=1)
+    given = {"reward_mean": torch.full((count,), 0.5), "noise": torch.rand(count, dtype=torch.float64)}
     with Sizes() as sizes:
-        head_loss(divergence(options), hidden, head, live_rows(states, target), None, chunk).backward()
+        head_loss(divergence(options), hidden, head, live_rows(states, target), None, chunk, given).backward()
     assert max(sizes.seen) == chunk == vocabulary * width
     with Sizes() as sizes:
         divergence(options)(head(hidden), target(states).detach()).sum().backward()

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 import torch
-from edgespec_recipes.losses import LOSSES, divergence, fkl, jsd, lk, nll, reward, rkl, tvd, tvdpp
+from edgespec_recipes.losses import LOSSES, divergence, fkl, jsd, lk, nll, reward, rewarded, rkl, tvd, tvdpp
 from torch import Tensor
 
 from edgespec.recipe import DIVERGENCES, DistillOptions
@@ -49,10 +49,9 @@ def test_the_recipe_names_what_there_is() -> None:
     skewed = divergence(DistillOptions(divergence="jsd", jsd_beta=0.2))(draft, target)
     torch.testing.assert_close(skewed, jsd(draft, target, beta=0.2))
     assert not torch.allclose(skewed, jsd(draft, target))
-    whole_batch = [
-        name for name, options in zip(NAMES, EVERY, strict=True) if divergence(options).needs_reward_mean
-    ]
-    assert whole_batch == ["tvd++-exact-batch", "tvd++-sampled-batch", "tvd++-uniform-batch"]
+    for name, options in zip(NAMES, EVERY, strict=True):
+        of_others, drawn = name.endswith(("-batch", "-sequence")), "-sampled-" in name
+        assert divergence(options).takes == ("reward_mean",) * of_others + ("noise",) * drawn
 
 
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
@@ -203,8 +202,12 @@ def test_lemma_1_by_enumeration() -> None:
     torch.testing.assert_close(gradient(tvd, draft, target), enumerated(draft, target, -rewards))
 
 
+OVER = {"batch": (0, 1, 2), "sequence": (1, 2), "token": (2,)}
+
+
 def advantage(draft: Tensor, target: Tensor, scope: str) -> Tensor:
-    over = None if scope == "batch" else -1
+    """Of sequences [S, T, V]."""
+    over = OVER[scope]
     rewards = (torch.softmax(target, -1) > torch.softmax(draft, -1)).double()
     mean = rewards.mean(over, keepdim=True)
     return (rewards - mean) / (rewards - mean).square().mean(over, keepdim=True).sqrt()
@@ -212,9 +215,13 @@ def advantage(draft: Tensor, target: Tensor, scope: str) -> Tensor:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_tvdpp_exact_is_eq_1_by_enumeration(scope: str) -> None:
-    draft, target = pair(3, 6)
-    wanted = enumerated(draft, target, -advantage(draft, target, scope))
-    torch.testing.assert_close(gradient(partial(tvdpp, scope=scope), draft, target), wanted)
+    draft, target = pair(3, 4, 6)
+    weight = -advantage(draft, target, scope)
+    wanted = enumerated(draft.flatten(0, 1), target.flatten(0, 1), weight.flatten(0, 1))
+    found = gradient(partial(tvdpp, scope=scope), draft, target).flatten(0, 1)
+    torch.testing.assert_close(found, wanted)
+    others = [gradient(partial(tvdpp, scope=other), draft, target) for other in SCOPES if other != scope]
+    assert not any(torch.allclose(found, other.flatten(0, 1)) for other in others)
 
 
 def cosine(one: Tensor, other: Tensor) -> float:
@@ -228,24 +235,33 @@ def test_tvdpp_exact_batch_is_parallel_to_tvd_and_the_others_are_not() -> None:
     assert cosine(exact, reference) == pytest.approx(1.0, abs=1e-12)
     mean = reward(draft, target).mean()
     torch.testing.assert_close(exact * (mean * (1 - mean)).sqrt(), reference)
-    by_position = gradient(partial(tvdpp, scope="position"), draft, target)
-    assert 0.9 < cosine(by_position, reference) < 1 - 1e-6
-    uniform = gradient(partial(tvdpp, estimator="uniform", scope="position"), draft, target)
+    by_token = gradient(partial(tvdpp, scope="token"), draft, target)
+    assert 0.9 < cosine(by_token, reference) < 1 - 1e-6
+    uniform = gradient(partial(tvdpp, estimator="uniform", scope="token"), draft, target)
     assert 0.0 < cosine(uniform, reference) < 0.6
 
 
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("estimator", CHOICES["tvdpp_estimator"])
-def test_tvdpp_of_a_part_with_the_mean_of_the_whole(estimator: str) -> None:
-    draft, target = pair(9, 11)
-    torch.manual_seed(0)
-    whole = tvdpp(draft, target, estimator=estimator)
-    torch.manual_seed(0)
-    mean = reward(draft, target).mean()
+def test_tvdpp_of_a_part_with_what_the_whole_gives(estimator: str, scope: str) -> None:
+    """The mean reward of each position's scope, and its own random number."""
+    draft, target = pair(2, 9, 11)
+    noise = torch.rand(2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = tvdpp(draft, target, estimator=estimator, scope=scope, noise=noise)
+    means = reward(draft, target).mean(OVER[scope], keepdim=True)[..., 0].expand(2, 9)
+    torch.testing.assert_close(rewarded(draft, target), reward(draft, target).sum(-1))
     parts = [
-        tvdpp(draft[rows], target[rows], estimator=estimator, reward_mean=mean)
-        for rows in (slice(4), slice(4, 9))
+        tvdpp(
+            draft[:, part],
+            target[:, part],
+            estimator=estimator,
+            scope=scope,
+            reward_mean=means[:, part],
+            noise=noise[:, part],
+        )
+        for part in (slice(4), slice(4, 9))
     ]
-    torch.testing.assert_close(torch.cat(parts), whole)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def test_tvdpp_sampled_is_unbiased() -> None:
@@ -258,7 +274,7 @@ def test_tvdpp_sampled_is_unbiased() -> None:
         lambda d, t: tvdpp(d.repeat(many, 1), t.repeat(many, 1), estimator="sampled") / many, draft, target
     )
     exact = gradient(tvdpp, draft, target)
-    q, weights = torch.softmax(draft, -1), advantage(draft, target, "batch")
+    q, weights = torch.softmax(draft, -1), advantage(draft[None], target[None], "batch")[0]
     scores = torch.eye(5, dtype=torch.float64) - q[:, None, :]  # [row, token x, component]: ∇ log q(x)
     second = (q[..., None] * (weights[..., None] * scores).square()).sum(1)
     errors = ((second - exact.square()) / many).sqrt()

@@ -42,18 +42,35 @@ def objective(options: DistillOptions, **more: Any) -> Objective:
     return Objective(small_llama(0).requires_grad_(False), options, stops=[2], seed=0, **more)
 
 
+def loss_of(made: Objective, draft: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of a step that comes in one micro-batch."""
+    (loss,) = made(draft, [batch])
+    return loss
+
+
 def gradient(model: Any) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(("name", "fraction"), list(itertools.product(DIVERGENCES, [1.0, 0.4])))
-def test_equals_the_formula_written_out(name: str, fraction: float) -> None:
-    """Value and gradient, with and without token selection, whole logits against chunks inside the head."""
-    options = DistillOptions(divergence=name, select_fraction=fraction)
+CASES = [
+    *({"divergence": name, "tvdpp_scope": "batch"} for name in DIVERGENCES),
+    *({"divergence": "tvd++", "tvdpp_scope": scope} for scope in ("sequence", "token")),
+]
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+def test_equals_the_formula_written_out(case: dict[str, Any], fraction: float, mean: str) -> None:
+    """Value and gradient, with and without token selection, whole logits against chunks inside the head.
+
+    The mean over sequences is DistillSpec's Eq. 2: over the tokens of each response, then over the responses.
+    """
+    options = DistillOptions(**case, select_fraction=fraction, mean=mean)
     draft, again, reference = small_llama(1), small_llama(1), small_llama(2)
     made = objective(options, reference=reference if fraction < 1 else None)
     batch = responses()
-    loss = made(draft, batch)
+    loss = loss_of(made, draft, batch)
     loss.backward()
 
     p, q = logits_of(small_llama(0), batch).detach(), logits_of(again, batch)
@@ -63,7 +80,20 @@ def test_equals_the_formula_written_out(name: str, fraction: float) -> None:
         kept = torch.zeros_like(kept)
         kept[excess.topk(round(fraction * len(p))).indices] = True
         assert made.scalars()["kept"] == pytest.approx(float(kept.float().mean()), abs=1e-4)
-    expected = divergence(options)(q[kept], p[kept]).mean()
+    compared = batch["compared"]
+    owners = (100 * torch.arange(len(compared))[:, None] + batch["document_ids"])[compared]
+    parts = [kept & (owners == owner) for owner in owners.unique()]
+    assert len(parts) == len(RESPONSES)
+    parts = [part for part in parts if part.any()]
+    function = divergence(options)
+    if case["tvdpp_scope"] == "sequence":
+        losses = [function(q[part], p[part]) for part in parts]
+    else:
+        every = torch.zeros(len(p)).masked_scatter(kept, function(q[kept], p[kept]))
+        losses = [every[part] for part in parts]
+    expected = torch.cat(losses).mean()
+    if mean == "sequences":
+        expected = torch.stack([each.mean() for each in losses]).mean()
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
     assert torch.allclose(gradient(draft), gradient(again), atol=2e-6)
@@ -75,7 +105,7 @@ def test_packed_conversations_do_not_see_each_other() -> None:
     batch = responses()
     assert len(batch["input_ids"]) < len(RESPONSES)
     with torch.no_grad():
-        packed = float(objective(DistillOptions(divergence="tvd"))(draft, batch))
+        packed = float(loss_of(objective(DistillOptions(divergence="tvd")), draft, batch))
         alone = []
         for prompt, response in RESPONSES:
             text = torch.tensor([prompt + response])
@@ -85,7 +115,7 @@ def test_packed_conversations_do_not_see_each_other() -> None:
 
 def test_hard_labels_are_cross_entropy() -> None:
     draft, batch = small_llama(1), responses()
-    found = objective(DistillOptions(labels="hard", divergence="fkl"))(draft, batch)
+    found = loss_of(objective(DistillOptions(labels="hard", divergence="fkl")), draft, batch)
     expected = torch.nn.functional.cross_entropy(logits_of(draft, batch), labels_of(batch))
     assert found.item() == pytest.approx(expected.item(), abs=1e-5)
 
@@ -93,7 +123,6 @@ def test_hard_labels_are_cross_entropy() -> None:
 def test_labels_outside_a_subset_do_not_count() -> None:
     labels, columns = torch.tensor([3, 9, 4, 7]), torch.tensor([3, 4, 8])
     rows, known = label_rows(labels, columns)
-    assert known is not None
     assert known.tolist() == [True, False, True, False]
     assert rows(slice(0, 3), torch.zeros(3, 3))[known[:3]].tolist() == [0, 1]
 
@@ -117,7 +146,7 @@ def test_the_drafter_learns_from_what_it_writes() -> None:
     batch = collate([{**rows[row], "kind": STUDENT, "slot": row} for row in range(len(rows))])  # type: ignore[dict-item]
     made = objective(DistillOptions(divergence="fkl", student_fraction=1.0, student_temperature=0.0))
     filled = made.write(draft, batch)
-    loss = made(draft, batch)
+    loss = loss_of(made, draft, batch)
     expected = fkl(logits_of(draft, filled), logits_of(small_llama(0), filled)).mean()
     assert filled["compared"].any()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
@@ -134,7 +163,7 @@ def test_acceptance_is_one_minus_tvd() -> None:
 def test_nothing_compared_is_a_loss_of_zero_with_a_gradient() -> None:
     draft, batch = small_llama(1), responses()
     batch["compared"] = torch.zeros_like(batch["compared"])
-    loss = objective(DistillOptions())(draft, batch)
+    loss = loss_of(objective(DistillOptions()), draft, batch)
     loss.backward()
     assert loss.item() == 0
     assert float(gradient(draft).abs().sum()) == 0

@@ -65,6 +65,18 @@ def test_the_same_seed_and_slot_write_the_same() -> None:
     assert not torch.equal(ids(3), ids(4))
 
 
+def test_rows_write_the_same_in_whatever_company() -> None:
+    """In one batch, each on its own, and in another order: a token's random number belongs to its place in the run."""
+    model, batch = small_llama(1), batch_of(context=12)
+    whole = write_own_responses(model, batch, temperature=1.0, stops=[2], seed=3)
+    assert len(whole["slot"]) > 1
+    for row in reversed(range(len(whole["slot"]))):
+        alone = {name: values[row : row + 1] for name, values in batch.items()}
+        written_alone = write_own_responses(model, alone, temperature=1.0, stops=[2], seed=3)
+        for name in ("input_ids", "compared", "document_ids"):
+            assert torch.equal(written_alone[name][0], whole[name][row])
+
+
 def test_weights_cast_while_writing_do_not_lose_their_gradient() -> None:
     """Under autocast a cast made without gradient is kept for later passes unless it is dropped."""
     model, before = small_llama(1), batch_of()

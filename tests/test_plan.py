@@ -367,7 +367,7 @@ def test_the_walkthrough_shows_what_plan_prints(capsys: pytest.CaptureFixture[st
         ("--gpus", "8xH100"): ("39h 15m",),
         ("--gpus", "1xH100"): ("13.1 days",),
         ("--gpus", "1xA100-80GB", "--pretrain.steps", "5906", "--inference.dtype", "bfloat16"): (
-            "52h 32m",
+            "52h 47m",
             "39.1 GiB",
         ),
     }.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,16 @@ def test_interrupted_run_ends_with_the_same_model(
 ) -> None:
     pretrain.pretrain(tmp_path / "whole", target, SHAPE, DrafterOptions(), options, seed=1)
     taken = 0
-    plain = pretrain.next_token_loss
+    plain = pretrain.next_token_losses
 
-    def loss(model: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def losses(model: object, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
         nonlocal taken
         taken += 1
         if taken == 8:
             raise KeyboardInterrupt
-        return plain(model, batch)
+        return plain(model, batches)
 
-    monkeypatch.setattr(pretrain, "next_token_loss", loss)
+    monkeypatch.setattr(pretrain, "next_token_losses", losses)
     with pytest.raises(KeyboardInterrupt):
         pretrain.pretrain(tmp_path / "cut", target, SHAPE, DrafterOptions(), options, seed=1)
     assert not (tmp_path / "cut" / "model").exists()

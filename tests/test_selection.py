@@ -1,7 +1,8 @@
-"""AdaSPEC's token selection: the right positions, the right share, over all processes' positions."""
+"""AdaSPEC's token selection: the right positions, exactly the right share, however a step is split."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from edgespec_recipes.losses import fkl
 from edgespec_recipes.selection import SelectedTokens, excess_divergence, select
@@ -12,18 +13,40 @@ def test_excess_is_the_difference_of_the_divergences() -> None:
     target = torch.randn(7, 11)
     head, reference_head = torch.nn.Linear(5, 11, bias=False), torch.nn.Linear(3, 11, bias=False)
     hidden, reference = torch.randn(7, 5), torch.randn(7, 3)
-    found = excess_divergence(hidden, head, reference, reference_head, lambda rows, _: target[rows])
+    ours = fkl(head(hidden), target).detach()
+    found = excess_divergence(ours, reference, reference_head, lambda rows, _: target[rows])
     expected = fkl(head(hidden), target) - fkl(reference_head(reference), target)
     assert torch.allclose(found, expected, atol=1e-6)
     assert not found.requires_grad
 
 
+def chosen(excess: torch.Tensor, fraction: float) -> list[int]:
+    """The positions kept of a step that comes in one micro-batch."""
+    return select([excess], [torch.arange(len(excess))], fraction)[0].nonzero()[:, 0].tolist()
+
+
 def test_the_largest_excesses_are_kept() -> None:
     excess = torch.tensor([0.3, -1.0, 2.0, 0.1, 0.5, -0.2, 0.4, 0.0, 1.0, -3.0])
-    assert select(excess, 0.4).nonzero()[:, 0].tolist() == [2, 4, 6, 8]
-    assert select(excess, 1.0).all()
-    assert select(excess, 1e-6).nonzero()[:, 0].tolist() == [2]  # never none
-    assert select(torch.zeros(0), 0.4).shape == (0,)
+    assert chosen(excess, 0.4) == [2, 4, 6, 8]
+    assert chosen(excess, 1.0) == list(range(10))
+    assert chosen(excess, 1e-6) == [2]  # never none
+    assert select([torch.zeros(0)], [torch.arange(0)], 0.4)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("sizes", [[10], [1] * 10, [3, 0, 5, 2]])
+def test_ties_are_cut_in_the_order_of_the_run(sizes: list[int]) -> None:
+    """Exactly k · N are kept, the same ones however the positions are split and in whatever order they come."""
+    excess = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 0.0, -1.0, 0.0, 0.0, -0.0])
+    places = torch.tensor([9, 8, 7, 6, 5, 4, 3, 2, 1, 0])
+    kept = torch.cat(select(excess.split(sizes), places.split(sizes), 0.4))
+    assert kept.nonzero()[:, 0].tolist() == [1, 4, 8, 9]
+
+
+def test_what_is_no_number_is_kept() -> None:
+    """So that the loss is none either, and the training stops: dropped, a diverged drafter would have a loss of 0."""
+    excess = torch.tensor([0.3, torch.nan, 2.0, 0.1, 0.5])
+    assert chosen(excess, 0.4) == [1, 2]
+    assert chosen(torch.full((5,), torch.nan), 0.4) == [0, 1, 2, 3, 4]
 
 
 def test_report_names_the_tokens_kept_above_their_share() -> None:

@@ -121,6 +121,7 @@ def test_direct_alignments_numbers() -> None:
     assert (generate.temperatures, generate.top_p) == ((0.0, 0.3, 0.7, 1.0), 0.95)
     assert (distill.batch_size, distill.learning_rate, distill.warmup_steps) == (40, 3e-4, 2000)
     assert (distill.divergence, distill.tvdpp_scope, distill.text_fraction) == ("tvd++", "batch", 0.1)
+    assert distill.mean == "tokens"
     assert found.evaluate.draft_lengths == (3, 5)
     for stage, worlds in ((pretrain, (1, 2, 4, 8, 16)), (distill, (1, 2, 4, 8))):
         for world in worlds:  # what the head says of processes
@@ -133,6 +134,7 @@ def test_distillspecs_numbers() -> None:
     assert (gkd.distill.divergence, gkd.distill.student_fraction, gkd.distill.fixed_fraction) == ("jsd", 1, 0)
     assert (f_distill.distill.divergence, f_distill.distill.student_fraction) == ("tvd", 0.5)
     for found in (gkd, f_distill):
+        assert found.distill.mean == "sequences"
         assert (found.distill.batch_size, found.distill.learning_rate) == (32, 3e-4)
         assert (found.distill.warmup_steps, found.distill.text_fraction) == (5000, 0)
         assert (found.generate.temperatures, found.distill.student_temperature) == ((1.0,), 1.0)
@@ -144,6 +146,7 @@ def test_adaspecs_numbers() -> None:
     found = recipe("adaspec")
     assert (found.distill.select_fraction, found.distill.scale_learning_rate) == (0.4, True)
     assert (found.distill.divergence, found.distill.fixed_fraction) == ("fkl", 1.0)
+    assert found.distill.mean == "tokens"
     assert found.tune.conversations == found.distill.fixed == found.generate.instructions
     stages = (found.tune, found.reference, found.distill)
     assert len({(stage.steps, stage.batch_size, stage.context, stage.learning_rate) for stage in stages}) == 1

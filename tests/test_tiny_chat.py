@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -113,31 +114,32 @@ def test_loss_is_that_of_the_conversation_alone(built: Path) -> None:
     model = loading.load_model(built)
     conversations = [([5, 6, 7], [8, 9, 2]), ([10, 11], [12, 13, 14, 2]), ([20] * 4, [21, 2])]
 
-    def loss(members: list[tuple[list[int], list[int]]], context: int) -> float:
-        packed = tiny_chat.pack_conversations(members, context, tiny_chat.PADDING_ID)
-        batch = {name: torch.from_numpy(array) for name, array in packed.items()}
+    def loss(*micro_batches: list[tuple[list[int], list[int]]]) -> float:
+        packed = [tiny_chat.pack_conversations(each, 24, tiny_chat.PADDING_ID) for each in micro_batches]
+        batches = [{name: torch.from_numpy(array) for name, array in each.items()} for each in packed]
         with torch.inference_mode():
-            return float(tiny_chat.chat_loss(model, batch))
+            return sum(float(share) for share in tiny_chat.chat_losses(model, batches))
 
-    alone = [loss([member], 8) for member in conversations]
+    alone = [loss([member]) for member in conversations]
     sizes = [len(response) for _, response in conversations]
-    assert loss(conversations, 24) == pytest.approx(np.average(alone, weights=sizes), rel=1e-5)
+    assert loss(conversations) == pytest.approx(np.average(alone, weights=sizes), rel=1e-5)
+    assert loss(*([member] for member in conversations)) == pytest.approx(loss(conversations), rel=1e-5)
 
 
 def test_killed_build_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(home))
     options = dataclasses.replace(SMALL, seed=1)
     taken = 0
-    plain = tiny_chat.chat_loss
+    plain = tiny_chat.chat_losses
 
-    def loss(model: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def losses(model: object, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
         nonlocal taken
         taken += 1
         if taken == 5:
             raise KeyboardInterrupt
-        return plain(model, batch)
+        return plain(model, batches)
 
-    monkeypatch.setattr(tiny_chat, "chat_loss", loss)
+    monkeypatch.setattr(tiny_chat, "chat_losses", losses)
     with pytest.raises(KeyboardInterrupt):
         tiny_chat.build_tiny_chat(options)
     folder = tiny_chat.build_tiny_chat(options)

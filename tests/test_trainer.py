@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,13 @@ def small_model() -> LlamaForCausalLM:
     )
 
 
+def next_token_losses(
+    model: LlamaForCausalLM, batches: Sequence[dict[str, torch.Tensor]]
+) -> Iterator[torch.Tensor]:
+    for batch in batches:
+        yield next_token_loss(model, batch) / len(batches)
+
+
 def next_token_loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if seconds := os.environ.get("SLOW_STEP"):
         time.sleep(float(seconds))
@@ -74,7 +81,7 @@ def run(out: Path, *, ordered: bool = False, **changes: Any) -> dict[str, object
     model = small_model()
     options = replace(OPTIONS, **changes)
     counts = trainer.train(
-        model, rows(), next_token_loss, out, options, seed=SEED, label="train", ordered=ordered
+        model, rows(), next_token_losses, out, options, seed=SEED, label="train", ordered=ordered
     )
     torch.save(model.state_dict(), out / "weights.pt")
     return counts
@@ -188,12 +195,12 @@ def run_until(out: Path, step: int) -> None:
     """Ctrl-C in the middle of a step."""
     taken = 0
 
-    def loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(model: LlamaForCausalLM, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
         nonlocal taken
         taken += 1
         if taken > step:
             raise KeyboardInterrupt
-        return next_token_loss(model, batch)
+        return next_token_losses(model, batches)
 
     trainer.train(small_model(), rows(), loss, out, OPTIONS, seed=SEED, label="train")
 
@@ -214,10 +221,11 @@ def test_finished_run_is_not_trained_again(
 def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:
     taken = 0
 
-    def loss(model: LlamaForCausalLM, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(model: LlamaForCausalLM, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
         nonlocal taken
         taken += 1
-        return next_token_loss(model, batch) * (float("nan") if taken == 8 else 1.0)
+        for value in next_token_losses(model, batches):
+            yield value * (float("nan") if taken == 8 else 1.0)
 
     with pytest.raises(
         trainer.TrainingDiverged, match=r"loss is nan at step 8 of 24 on the rows \[.*learning_rate"
@@ -250,7 +258,7 @@ def test_micro_batches_take_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
         trainer.train(
             model,
             rows(),
-            next_token_loss,
+            next_token_losses,
             out,
             replace(options, micro_batch_size=micro),
             seed=SEED,

@@ -78,12 +78,18 @@ def _keep_mass(kept: Tensor, values: Tensor, tokens: Tensor, top_p: float) -> No
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token per row: [.., V] -> [..] (int64), by inverting the distribution function (torch.multinomial draws V numbers)."""
+    """One token per row: [.., V] -> [..] (int64)."""
+    shape, device = probabilities.shape[:-1], probabilities.device
+    return token_at(probabilities, torch.rand(shape, dtype=torch.float64, device=device, generator=generator))
+
+
+def token_at(probabilities: Tensor, noise: Tensor) -> Tensor:
+    """The token [..] (int64) that a uniform number `noise` [..] (float64, from 0 to below 1) draws from [.., V].
+
+    It inverts the distribution function (torch.multinomial draws V numbers).
+    """
     heights = probabilities.cumsum(-1, dtype=torch.float64)
-    marks = (
-        torch.rand(*heights.shape[:-1], 1, dtype=torch.float64, device=heights.device, generator=generator)
-        * heights[..., -1:]
-    )
+    marks = noise[..., None] * heights[..., -1:]
     # the first token whose height exceeds the mark: never one of probability 0
     return torch.searchsorted(heights, marks, right=True)[..., 0].clamp_max(heights.shape[-1] - 1)
 
@@ -135,7 +141,9 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
         past = self.get_seq_length()
         total = past + key_states.shape[-2]
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+            # what lazy_initialization sets, whose arguments are others in transformers 4
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.is_initialized: bool = True
             self._room: list[Tensor] = []
         if not self._room or self._room[0].shape[-2] < total:
             room = 2 * total
@@ -212,14 +220,18 @@ def sample_responses(
     *,
     top_p: float,
     max_new_tokens: int,
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
     stops: Sequence[int],
 ) -> list[list[int]]:
     """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
 
-    Rows that have ended leave the batch once they are half of it. The result is a function of the arguments and the
-    generator's state (a generator of the model's device), on the same number of threads.
+    Rows that have ended leave the batch once they are half of it. Random numbers come from `generator` (of the model's device),
+    or are given: `noise` [prompts, max_new_tokens] (float64, from 0 to below 1), one for each token. With a generator the result
+    depends on the generator's state and on which prompts come together. With noise each response depends on its own numbers
+    (and on rounding, which the other prompts of the batch change). Either way: on the same number of threads.
     """
+    assert (generator is None) is not (noise is None)
     decoder = BatchDecoder(model)
     device = model.device
     heat, ends = (
@@ -231,7 +243,12 @@ def sample_responses(
     active = torch.ones(len(prompts), dtype=torch.bool, device=device)
     logits = decoder.forward(*left_pad(prompts), keep=1)
     for step in range(max_new_tokens):
-        tokens = draw(warp(logits[:, -1], heat[rows], top_p), generator)
+        probabilities = warp(logits[:, -1], heat[rows], top_p)
+        if noise is not None:
+            tokens = token_at(probabilities, noise[rows, step])
+        else:
+            assert generator is not None
+            tokens = draw(probabilities, generator)
         for row, token, alive in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
             if alive:
                 responses[row].append(token)

@@ -4,8 +4,7 @@ Plain distillation keeps up to ten tensors of positions x vocabulary, beside whi
 the loss and its gradient of one chunk live at a time. What stays is the gradient of the hidden states and that of the output
 layer, summed chunk by chunk while the forward pass runs, so nothing is computed twice. Value and gradient are the plain form's.
 
-Knows an output layer (weight [V, H], perhaps bias [V]) and per-token losses; no formulas (losses.py), no data. Several processes
-meet here in one number, the mean reward of TVD++.
+Knows an output layer (weight [V, H], perhaps bias [V]) and per-token losses; no formulas (losses.py), no data, no other process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear, pad
 
 from edgespec.errors import InputError
-from edgespec_recipes.losses import Divergence, reward
-from edgespec_recipes.processes import total
+from edgespec_recipes.losses import Divergence
 
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
 
@@ -141,22 +138,20 @@ def head_loss(
     target_rows: TargetRows,
     weights: Tensor | None = None,
     chunk: int = CHUNK,
+    given: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Σ_i w_i D_i over the rows of `hidden` [n, H]: a scalar (float32; float64 for float64 input) whose gradient is at hand.
 
-    `weights` [n] are 1 if not given; rows of weight 0 are skipped, and `target_rows` is not asked for them. Without any row the
-    result is 0, with a gradient path. `hidden`, `head.weight` [V, H] and `head.bias` [V] (or None) get gradients. Under autocast
-    the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time. A factor belongs in the
-    weights: multiplied to the result, it costs another [V, H] in the backward pass. Where the divergence needs the batch's mean
-    reward, a first pass takes it over all rows of all processes, so then every process has to come here.
+    `weights` [n] are 1 if not given; rows of weight 0 are skipped, and `target_rows` is not asked for them. Without any row
+    the result is 0, with a gradient path. `hidden`, `head.weight` [V, H] and `head.bias` [V] (or None) get gradients. Under
+    autocast the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time. A factor
+    belongs in the weights: multiplied to the result, it costs another [V, H] in the backward pass. `given` has what
+    `divergence.takes` names, one number [n] for each row (whole_batch.py).
     """
     weight, bias = head_weights(head)
     rows = _chunks(len(hidden), len(weight), chunk, weights)
-    per_token: PerToken = divergence.per_token
-    if divergence.needs_reward_mean:
-        mean = _reward_mean(hidden, weight, bias, target_rows, rows)
-        per_token = partial(divergence.per_token, reward_mean=mean)
-    job = _Job(per_token, weight, bias, target_rows, weights, rows, torch.is_grad_enabled())
+    taken = {name: (given or {})[name] for name in divergence.takes}
+    job = _Job(divergence.per_token, taken, weight, bias, target_rows, weights, rows, torch.is_grad_enabled())
     loss: Tensor = _HeadLoss.apply(hidden, head.weight, getattr(head, "bias", None), job)  # type: ignore[no-untyped-call]
     return loss
 
@@ -180,25 +175,12 @@ def _loss_dtype(hidden: Tensor) -> torch.dtype:
     return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
-@torch.no_grad()
-def _reward_mean(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target_rows: TargetRows, chunks: Sequence[Rows]
-) -> Tensor:
-    """μ of TVD++: the share of (position, token) pairs with p > q, over all processes. Scalar, float64."""
-    counts = torch.zeros(2, dtype=torch.float64, device=hidden.device)
-    for rows in chunks:
-        logits = _product(hidden[rows].to(weight.dtype), weight, bias)
-        rewards = reward(logits, target_rows(rows, logits))
-        counts += torch.stack([rewards.sum(dtype=torch.float64), counts.new_tensor(rewards.numel())])
-    rewarded, seen = total(counts).unbind()
-    return rewarded / seen.clamp_min(1.0)
-
-
 @dataclass(frozen=True)
 class _Job:
     """What `_HeadLoss` needs beside the tensors that get gradients. `weight` and `bias` are in the dtype of the products."""
 
-    per_token: PerToken
+    per_token: Callable[..., Tensor]
+    given: Mapping[str, Tensor]
     weight: Tensor
     bias: Tensor | None
     target_rows: TargetRows
@@ -223,7 +205,8 @@ class _HeadLoss(torch.autograd.Function):
             logits = _product(inputs, job.weight, job.bias)
             target = job.target_rows(rows, logits)
             with torch.set_grad_enabled(any(wanted)):
-                losses = job.per_token(logits.requires_grad_(any(wanted)), target)
+                given = {name: values[rows] for name, values in job.given.items()}
+                losses = job.per_token(logits.requires_grad_(any(wanted)), target, **given)
                 loss = (losses if job.weights is None else losses * job.weights[rows]).sum()
             value += loss.detach()
             if not any(wanted):

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from edgespec.recipe import DistillOptions
-from edgespec_recipes.decoding import draw
+from edgespec_recipes.decoding import token_at
 
 SMALLEST = torch.finfo(torch.float32).tiny  # 1.2e-38
 LOG_SMALLEST = -87.336544  # its logarithm
@@ -102,6 +103,14 @@ def reward(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     return _p(target_logits).gt_(torch.softmax(_wide(draft_logits.detach()), -1))
 
 
+def rewarded(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """How many tokens have TVD++'s reward at each position [..], without gradient."""
+    return reward(draft_logits, target_logits).sum(-1)
+
+
+_OVER: dict[str, Any] = {"token": -1, "sequence": (-2, -1), "batch": None}
+
+
 def tvdpp(
     draft_logits: Tensor,
     target_logits: Tensor,
@@ -109,27 +118,34 @@ def tvdpp(
     estimator: str = "exact",
     scope: str = "batch",
     reward_mean: Tensor | None = None,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """TVD++: TVD's policy gradient with normalised rewards (direct alignment, Eq. 1).
 
     Lemma 1 writes ∇TVD = E_{x~q}[∇log q(x) · (−r(x))] with the reward r(x) = 1[p(x) > q(x)]. TVD++ puts the advantage
     A = (r − μ)/σ in the place of r (the printed equation is for ascent; this is a loss to descend). μ and σ are the mean and the
-    standard deviation of r over the vocabulary and, with scope `batch`, over all given positions, with `position`, over each
-    position alone. `reward_mean` (scalar) is a μ from outside, where the given positions are a part of the batch. The loss value
-    has no meaning of its own, its gradient has. Where every reward is equal, A = 0.
+    standard deviation of r over the vocabulary and over the positions of the scope. The loss value has no meaning of its own, its
+    gradient has. Where every reward is equal, A = 0.
+
+    Scopes:
+      token     each position alone.
+      sequence  the positions of one sequence: the last two dimensions [T, V] of what is given.
+      batch     all positions: everything that is given.
+    `reward_mean` (a scalar, or one number for each position [..]) is a μ from outside, where what is given is only a part.
 
     Estimators of the expectation:
-      exact    −Σ_v q(v) A(v). A constant baseline has no expectation under q, so with scope `batch` the gradient is
-               exactly TVD's divided by σ; with `position` each position is divided by its own σ.
-      sampled  −A(x) log q(x) with one x ~ q per position (REINFORCE; unbiased for `exact`). Uses torch's global generator.
+      exact    −Σ_v q(v) A(v). A constant baseline has no expectation under q, so with scope `batch` the gradient is exactly
+               TVD's divided by σ; with the other scopes each sequence's or each token's part is divided by its own σ.
+      sampled  −A(x) log q(x) with one x ~ q per position (REINFORCE; unbiased for `exact`). `noise` [..] (float64, uniform from
+               0 to below 1) chooses x; without it torch's global generator does.
       uniform  −mean_v A(v) log q(v): every token of the vocabulary counts alike, as one public trainer does it. Not TVD's
                direction (a cosine of about 0.2).
     """
     logits = _wide(draft_logits)
     rewards = reward(logits, target_logits)
     if reward_mean is None:
-        reward_mean = rewards.mean(None if scope == "batch" else -1, keepdim=True)
-    mean = reward_mean.to(rewards.dtype)
+        reward_mean = rewards.mean(_OVER[scope], keepdim=True)[..., 0]
+    mean = reward_mean.to(rewards.dtype)[..., None]
     deviation = (mean * (1.0 - mean)).sqrt()  # of rewards that are 0 or 1
     advantage = rewards.sub_(mean).mul_(torch.where(deviation > 0, deviation.reciprocal(), 0.0))
     if estimator == "exact":
@@ -137,15 +153,10 @@ def tvdpp(
     log_q = torch.log_softmax(logits, -1)
     if estimator == "uniform":
         return -(log_q * advantage).mean(-1)
-    chosen = draw(log_q.detach().exp(), _generator(log_q.device))[..., None]
+    if noise is None:
+        noise = torch.rand(log_q.shape[:-1], dtype=torch.float64, device=log_q.device)
+    chosen = token_at(log_q.detach().exp(), noise)[..., None]
     return -(log_q.gather(-1, chosen) * advantage.gather(-1, chosen))[..., 0]
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """torch's global generator of a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
@@ -160,12 +171,20 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 @dataclass(frozen=True)
 class Divergence:
-    """A per-token loss with its knobs bound."""
+    """A per-token loss with its knobs bound.
+
+    scope: what a position's loss depends on: the token alone, its sequence or the batch (through TVD++'s μ).
+    sampled: each position's loss takes a random number.
+    """
 
     per_token: Callable[..., Tensor]
-    needs_reward_mean: bool = (
-        False  # a position's loss depends on the whole batch, through TVD++'s μ: `reward_mean`
-    )
+    scope: str = "token"
+    sampled: bool = False
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """What `per_token` has to be given for each position, where it sees only a part of the batch."""
+        return ("reward_mean",) * (self.scope != "token") + ("noise",) * self.sampled
 
     def __call__(self, draft_logits: Tensor, target: Tensor) -> Tensor:
         """Loss [..] of draft logits [.., V] against target logits [.., V], or against token ids [..] with hard labels."""
@@ -180,5 +199,5 @@ def divergence(options: DistillOptions) -> Divergence:
         return Divergence(partial(jsd, beta=options.jsd_beta))
     if options.divergence == "tvd++":
         estimator, scope = options.tvdpp_estimator, options.tvdpp_scope
-        return Divergence(partial(tvdpp, estimator=estimator, scope=scope), scope == "batch")
+        return Divergence(partial(tvdpp, estimator=estimator, scope=scope), scope, estimator == "sampled")
     return Divergence(LOSSES[options.divergence])

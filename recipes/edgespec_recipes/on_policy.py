@@ -1,7 +1,7 @@
 """The drafter writes responses of its own while it trains (DistillSpec's student data). Fills the `room` that mixing.py left.
 
-Every batch has its own random generator, from the seed and the place of its first row in the run: a run that was killed and
-started again writes the same responses. (Several processes draw other responses than one does.)
+Every token is drawn with the random number of its place in the run (places.py). So a run that was killed and started again writes
+the same responses, and micro-batches and several processes write those of one batch, up to rounding.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from edgespec_recipes.data import PADDING
 from edgespec_recipes.decoding import sample_responses
+from edgespec_recipes.places import WRITING, noise
 
 Batch = dict[str, Tensor]
 
@@ -38,14 +40,15 @@ def write_own_responses(
         return batch
     batch = {name: values.clone() for name, values in batch.items()}
     ids, compared, owners = batch["input_ids"], batch["compared"], batch["document_ids"]
-    generator = torch.Generator(ids.device).manual_seed(seed * 1_000_003 + int(batch["slot"].min()))
+    longest = max(len(room) for _, _, room in documents)
+    numbers = noise(seed, batch["slot"], ids.shape[1], WRITING)
     responses = sample_responses(
         draft,
         [ids[row, prompt].tolist() for row, prompt, _ in documents],
         [temperature] * len(documents),
         top_p=1.0,
-        max_new_tokens=max(len(room) for _, _, room in documents),
-        generator=generator,
+        max_new_tokens=longest,
+        noise=torch.stack([pad(numbers[row, room], (0, longest - len(room))) for row, _, room in documents]),
         stops=stops,
     )
     torch.clear_autocast_cache()  # weights cast without gradient must not serve the pass with gradient that follows

@@ -5,6 +5,7 @@ Of the target it knows the tokenizer, and where the drafter is cut out of it the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,23 @@ from edgespec.recipe import DrafterOptions, PretrainOptions
 from edgespec_recipes.data import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.initialise import initial_drafter
 from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.mean_loss import label_loss
+from edgespec_recipes.mean_loss import label_losses
 from edgespec_recipes.trainer import Batch, finish, train
 
 
-def next_token_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of token t + 1 given the tokens up to t, over rows [B, T] without padding."""
-    ids = batch["input_ids"]
-    keep = torch.ones_like(ids, dtype=torch.bool)
-    keep[:, -1] = False
-    return label_loss(model, keep, ids[:, 1:].flatten(), {"input_ids": ids})
+def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """Mean cross-entropy of token t + 1 given the tokens up to t, over rows [B, T] without padding; a loss of trainer.train."""
+    rows = [
+        {"input_ids": batch["input_ids"], "compared": _all_but_last(batch["input_ids"])} for batch in batches
+    ]
+    return label_losses(model, rows, lambda row: {"input_ids": row["input_ids"]})
+
+
+def _all_but_last(ids: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: the positions whose next token is in the row."""
+    compared = torch.ones_like(ids, dtype=torch.bool)
+    compared[:, -1] = False
+    return compared
 
 
 def pretrain(
@@ -59,7 +67,7 @@ def pretrain(
     counts = train(
         model,
         Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))}),
-        next_token_loss,
+        next_token_losses,
         out,
         options,
         seed=seed,

@@ -6,7 +6,7 @@ the largest Δ are kept (AdaSPEC, section 3.2, Eq. 8-10). Knows logits, not mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,27 +16,36 @@ from edgespec_recipes import processes
 from edgespec_recipes.head_loss import TargetRows, head_values
 from edgespec_recipes.losses import fkl
 
-Head = Callable[[Tensor], Tensor]
-
 
 def excess_divergence(
-    hidden: Tensor, head: Any, reference_hidden: Tensor, reference_head: Any, target_rows: TargetRows
+    ours: Tensor, reference_hidden: Tensor, reference_head: Any, target_rows: TargetRows
 ) -> Tensor:
-    """Δ [n] of every position, without gradient; hidden states [n, H] of the drafter and of the reference before their heads."""
-    ours = head_values([fkl], hidden, head, target_rows)[0]
+    """Δ [n] of every position, without gradient: the drafter's KL(p‖q) [n] less that of the reference.
+
+    The reference is given by its hidden states [n, H] and its output layer.
+    """
     return ours - head_values([fkl], reference_hidden, reference_head, target_rows)[0]
 
 
-def select(excess: Tensor, fraction: float) -> Tensor:
-    """bool [n]: the positions among the `fraction` of all processes' positions with the largest excess (at least one).
+def select(excess: Sequence[Tensor], places: Sequence[Tensor], fraction: float) -> list[Tensor]:
+    """bool [n] for each micro-batch: the positions among the `fraction` of the step's with the largest excess.
 
-    Positions that tie with the last one kept are kept too.
+    excess: [n] of each micro-batch of this process. places: int64 [n], the same for a position however the step is split
+    (Places). round(k · N) of the N positions of all micro-batches and processes are kept, at least one; of equal ones those
+    that come first in the run. A position whose excess is NaN is kept besides, so that its loss stops the training. Every
+    process must call it.
     """
-    everyone = processes.gathered(excess)
+    everyone = processes.gathered(torch.cat([*excess]))
+    order = processes.gathered(torch.cat([*places])).sort()
     if not len(everyone):
-        return torch.zeros_like(excess, dtype=torch.bool)
+        return [torch.zeros_like(own, dtype=torch.bool) for own in excess]
     count = max(1, round(fraction * len(everyone)))
-    return excess >= everyone.topk(count).values[-1]
+    ranked = everyone[order.indices].sort(descending=True, stable=True)
+    least, last = ranked.values[count - 1], order.values[ranked.indices[count - 1]]
+    return [
+        ~((own < least) | ((own == least) & (place > last)))
+        for own, place in zip(excess, places, strict=True)
+    ]
 
 
 class SelectedTokens:

@@ -43,16 +43,22 @@ def hidden_at(model: Any, keep: Tensor, inputs: dict[str, Tensor]) -> tuple[Tens
     return found[0], head
 
 
-def live_rows(target: Any, keep: Tensor, inputs: dict[str, Tensor]) -> Callable[[Tensor | None], TargetRows]:
+def live_rows(
+    target: Any, keep: Tensor, inputs: dict[str, Tensor], *, set_aside: bool = False
+) -> Callable[[Tensor | None], TargetRows]:
     """Run the target once over [B, T] inputs; its output layer is applied when rows are asked for.
 
-    The result takes the target's token ids that the drafter knows (None: all) and gives the rows at the n positions of `keep`.
+    The result takes the target's token ids that the drafter knows (None: all) and gives the rows at the n positions of
+    `keep`. Until then it holds hidden states [n, H] only; with `set_aside` these wait in the memory of the CPU.
     """
     hidden, head = hidden_at(target, keep, inputs)
-    finish = _after_head(target.config)
-    logits_of = head_rows(hidden, head)
+    finish, device = _after_head(target.config), hidden.device
+    waiting = hidden.cpu() if set_aside else hidden
+    del hidden
 
     def of(columns: Tensor | None) -> TargetRows:
+        logits_of = head_rows(waiting.to(device), head)
+
         @torch.no_grad()
         def rows(part: Rows, draft_logits: Tensor) -> Tensor:
             logits = finish(logits_of(part, draft_logits))
@@ -69,10 +75,10 @@ def labels_of(batch: dict[str, Tensor]) -> Tensor:
     return following[batch["compared"]]
 
 
-def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tensor | None]:
-    """Rows that are the written tokens [n] themselves, as the drafter numbers them, and which of them it knows (None: all)."""
+def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tensor]:
+    """Rows that are the written tokens [n] themselves, as the drafter numbers them, and which of them it knows (bool [n])."""
     if columns is None:
-        return lambda part, _: labels[part], None
+        return lambda part, _: labels[part], torch.ones_like(labels, dtype=torch.bool)
     places = torch.searchsorted(columns, labels).clamp_max(len(columns) - 1)
     return lambda part, _: places[part], columns[places] == labels
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -95,7 +95,7 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     counts = train(
         model,
         data,
-        chat_loss,
+        chat_losses,
         out,
         options,
         seed=options.seed,
@@ -278,9 +278,14 @@ def new_model(options: TinyChatOptions) -> Any:
     )
 
 
-def chat_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Mean next-token cross-entropy over the tokens in loss_mask; logits are computed for those only."""
-    hidden = model.model(**inputs_of(batch), use_cache=False).last_hidden_state
-    learnt = batch["loss_mask"][:, 1:]
-    logits = model.lm_head(hidden[:, :-1][learnt])
-    return functional.cross_entropy(logits.float(), batch["input_ids"][:, 1:][learnt])
+def chat_losses(model: Any, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Mean next-token cross-entropy over the tokens in loss_mask, a micro-batch at a time, in one process.
+
+    Logits are computed for those tokens only.
+    """
+    count = sum(int(batch["loss_mask"][:, 1:].sum()) for batch in batches)
+    for batch in batches:
+        hidden = model.model(**inputs_of(batch), use_cache=False).last_hidden_state
+        learnt = batch["loss_mask"][:, 1:]
+        logits = model.lm_head(hidden[:, :-1][learnt]).float()
+        yield functional.cross_entropy(logits, batch["input_ids"][:, 1:][learnt], reduction="sum") / count

@@ -1,15 +1,16 @@
 """The one training loop: transformers.Trainer with our schedule, our log, and checkpoints that survive a kill -9.
 
-Knows nothing of what is learnt: the data come as a dataset of fixed-shape rows and the loss as a function of (model, batch).
+Knows nothing of what is learnt: the data come as a dataset of fixed-shape rows and the loss as a function of the model and all
+micro-batches of an optimiser step, because a mean over tokens is one over the whole step.
 A run that was killed and started again ends with the weights of an uninterrupted one (bit for bit in one process on one
 CPU), because the order of the rows depends on the seed alone and a checkpoint carries optimizer, schedule and random states.
-Several processes (torchrun) share every batch; their number changes rounding only.
+Several processes (torchrun) share every batch; their number and that of the micro-batches change rounding only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ from edgespec_recipes.sharding import shard_on_cpu, to_train, trainer_settings, 
 from edgespec_recipes.training_log import LOG, TrainingLog, Watch, rows_until
 
 Batch = dict[str, torch.Tensor]
-LossFunction = Callable[[Any, Batch], torch.Tensor]
+LossFunction = Callable[[Any, Sequence[Batch]], Iterator[torch.Tensor]]
+"""(model, the micro-batches of a step) -> a scalar for each of them, in order, computed when it is asked for: after the backward
+pass of the one before. Their sum, averaged over the processes, is the step's loss."""
 
 RECENT = 20  # losses that a diverged run's state.json shows
 
@@ -91,7 +94,12 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         self.loss_fn, self.precision, self.warmup_steps, self.floor = loss_fn, precision, warmup_steps, floor
         self.out, self.recent = out, list[float]()
         self.training_log: TrainingLog | None = None
-        super().__init__(**kwargs)
+        self.waiting: list[Batch] = []  # the micro-batches of a step that has not begun
+        self.losses: Iterator[torch.Tensor] = iter(())
+        self.values: list[float] = []  # of the step's micro-batches so far
+        self.micro_batches = 0  # how many it has
+        # base class: a loss function of the caller's own has divided by the whole step; it does not divide once more
+        super().__init__(compute_loss_func=loss_fn, **kwargs)
         self.remove_callback(PrinterCallback)
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -112,17 +120,32 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Batch], None]:
+        """The base class asks for all micro-batches of a step before the first one is computed."""
+        self.waiting = super().get_batch_samples(*args, **kwargs)[0]
+        return list(self.waiting), None
+
     def compute_loss(self, model: Any, inputs: Batch, *_: Any, **__: Any) -> torch.Tensor:
         with self.precision.autocast(self.args.device):
-            loss = self.loss_fn(model, inputs)
+            if self.waiting:  # a step begins; only now are the random states those of a run that goes on
+                self.losses = self.loss_fn(model, [self._prepare_inputs(batch) for batch in self.waiting])
+                self.values, self.micro_batches, self.waiting = [], len(self.waiting), []
+            loss = next(self.losses)
         value = float(processes.total(loss)) / processes.world()  # a NaN in one process stops them all
         if not math.isfinite(value):
             raise TrainingDiverged(self._diverged(value, inputs))
-        self.recent = [*self.recent[-RECENT + 1 :], value]
+        self.values.append(value)
+        if len(self.values) == self.micro_batches:
+            self._step_done()
         if self.training_log is not None:
-            self.training_log.losses.append(value)
             self.training_log.fresh += inputs["input_ids"].numel() * processes.world()
         return loss
+
+    def _step_done(self) -> None:
+        self.losses = iter(())  # what it holds is free
+        self.recent = [*self.recent[-RECENT + 1 :], sum(self.values)]
+        if self.training_log is not None:
+            self.training_log.losses.append(sum(self.values))
 
     def _diverged(self, value: float, batch: Batch) -> str:
         """Save what shows why, and say where it lies."""
@@ -228,11 +251,10 @@ def train(
     """Train `model` in place and return counts; go on from `out`/checkpoints if a run was killed.
 
     `dataset[i]` is a mapping of arrays of one shape for all i, `input_ids` [context] among them. It is shuffled anew each
-    epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn(model,
-    batch)` gets stacked rows on the model's device under autocast and returns a scalar whose average over the processes is
-    the loss; what its `scalars()` gives (if it has that) goes into the log. Every `watch_steps` steps `watch(model)` is measured,
-    every `keep_steps` steps `keep(step, model)` is called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and
-    biases). With micro-batches each one's mean counts alike.
+    epoch, from `seed`; with `ordered` it is read as it is, and must hold at least steps x batch_size rows. `loss_fn` (see
+    LossFunction) gets stacked rows on the model's device under autocast; what its `scalars()` gives (if it has that) goes
+    into the log. Every `watch_steps` steps `watch(model)` is measured, every `keep_steps` steps `keep(step, model)` is
+    called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and biases).
 
     The caller ends with `finish`, which saves the model; until then the last checkpoint stays, so a kill in between costs
     nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and the rows, and model, optimizer and
