@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,14 @@ from typing import Any
 
 import yaml
 
-from edgespec.errors import InputError, MissingExtra
+from edgespec.errors import InputError, MissingExtra, NoRoom
+from edgespec.estimate import size
 from edgespec.files import write_text
-from edgespec.options import as_flags, check, knob, to_mapping
-from edgespec.pipeline import RECIPE_FILE, Build, dump_recipe
-from edgespec.preflight import Room, check_processes, refuse, room_here
+from edgespec.folder_lock import held, is_empty
+from edgespec.options import as_flags, check, from_mapping, knob, to_mapping
+from edgespec.pipeline import Build
+from edgespec.pipeline_export import RECIPE_FILE, dump_recipe
+from edgespec.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.preflight import check as shortages_of
 from edgespec.read_recipe import load_recipe, resolve
 from edgespec.recipe import Recipe
@@ -78,17 +82,25 @@ def claim(out: Path, recipe: Recipe) -> None:
     """Make `out` this recipe's folder, or refuse it where it is another's."""
     file = out / RECIPE_FILE
     if file.exists():
-        seen, wanted = yaml.safe_load(file.read_text(encoding="utf-8")), to_mapping(recipe)
+        seen, wanted = _filled(yaml.safe_load(file.read_text(encoding="utf-8"))), to_mapping(recipe)
         if seen != wanted:
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
             )
         return
-    if out.is_dir() and any(out.iterdir()):
+    if not is_empty(out):
         raise InputError(
             f"{out} holds other files and no {RECIPE_FILE}; give an empty or new folder with --out"
         )
     write_text(file, dump_recipe(recipe))
+
+
+def _filled(seen: Any) -> Any:
+    """A build's recipe with the defaults of the knobs that it is older than."""
+    try:
+        return to_mapping(from_mapping(Recipe, seen))
+    except InputError:
+        return seen
 
 
 def _difference(seen: Any, wanted: Any, where: str = "") -> str:
@@ -123,7 +135,7 @@ def _crew(parallel: str) -> Crew:
     from edgespec_recipes import processes
 
     if processes.rank():
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the program)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the program)
     processes.start()
     return Crew(processes.rank(), processes.wait)
 
@@ -138,20 +150,35 @@ def run(given: dict[str, Any]) -> int:
     check_packages(recipe)
     out = Path(options.out) if options.out else Path("build") / Path(recipe.target).name
     crew = _crew(options.parallel)
-    fresh = not out.exists()
     crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
+    command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
+    fresh = not out.exists()
+    with nullcontext() if crew.rank else held(out, command):
+        _build(recipe, out, crew, command, fresh)
+    return 0
+
+
+def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> None:
+    """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
+
+    Raises NoRoom with what the rest of the build will take.
+    """
     if not crew.rank:
         claim(out, recipe)
-        write_text(out / "command.txt", shlex.join(["edgespec", "build-drafter", *as_flags(given)]) + "\n")
+        write_text(out / "command.txt", command + "\n")
     try:
         Build(recipe, out, crew).run()
+    except NoRoom as error:
+        needed = disk_left(recipe, out)
+        raise NoRoom(
+            f"{error}; the build still takes about {size(needed)}" if needed else str(error)
+        ) from error
     except Exception:
         if (
             fresh and not crew.rank and not (out / "target" / "stage.json").exists()
         ):  # a target that cannot be had leaves nothing behind
             shutil.rmtree(out, ignore_errors=True)
         raise
-    return 0

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
-from edgespec.files import write_error
+from edgespec.errors import EdgespecError, InputError, MissingExtra, NoRoom, did_you_mean
+from edgespec.no_room import place_of, write_error
 from edgespec.options import add_flags, given, usage
+from edgespec.texts import forgive_streams
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,12 @@ def _run(arguments: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb and return the exit code; every expected error becomes one line on stderr."""
+    forgive_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except EdgespecError as error:
-        if not (isinstance(error, InputError) and os.environ.get("RANK", "0") != "0"):  # all processes met it
+        met_by_all = isinstance(error, InputError) and not isinstance(error, NoRoom)
+        if not (met_by_all and os.environ.get("RANK", "0") != "0"):
             print(f"edgespec: {error}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
@@ -166,8 +169,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        message = write_error(error.filename or os.getcwd(), error)
+    except Exception as error:
+        message = write_error(place_of(error, os.getcwd()), error)
         if message is None:
             raise
         print(f"edgespec: {message}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from edgespec.options import from_mapping, knob
 from edgespec.recipe import DrafterOptions
 from edgespec.report import table
 from edgespec.targets import shape_of_target
+from edgespec.texts import printable_json
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ def run(given: dict[str, Any]) -> int:
         )
     if options.action == "show":
         one = profile(options.name)
-        print(json.dumps(asdict(one), indent=2, ensure_ascii=False) if options.json else shown(one))
+        print(printable_json(asdict(one)) if options.json else shown(one))
         if options.target and not options.json:
             print(f"\n{taken(one, options.target)}")
     elif options.json:
-        print(json.dumps([asdict(one) for one in profiles().values()], indent=2, ensure_ascii=False))
+        print(printable_json([asdict(one) for one in profiles().values()]))
     else:
         rows = [
             (

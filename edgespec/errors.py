@@ -2,6 +2,7 @@
 
     EdgespecError                exit code 2
     ├── InputError               a value the user gave: names the value, what was wanted, the next step
+    │   └── NoRoom               a full disk, a used-up quota, a limit on the size of files
     ├── MissingExtra             an optional package is absent: one sentence with the pip command
     ├── BundleError              a bundle that is incomplete, altered or of another schema
     └── CheckFailed              exit code 1: everything ran, and a bound is broken
@@ -23,6 +24,10 @@ class EdgespecError(Exception):
 
 class InputError(EdgespecError):
     """A value the user gave cannot be used."""
+
+
+class NoRoom(InputError):
+    """There is no room for a file. Of several processes it may hit any one, and that one says so."""
 
 
 class BundleError(EdgespecError):

@@ -12,19 +12,23 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec import stage_sources as sources
 from edgespec.build import check_packages, claim
+from edgespec.build_data import held_out_of
 from edgespec.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.devices_fit import weight_bytes
 from edgespec.errors import InputError, did_you_mean
 from edgespec.estimate import size
 from edgespec.files import read_json, write_text
+from edgespec.folder_lock import held
 from edgespec.free_space import free_disk
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
-from edgespec.pipeline import RECIPE_FILE, Build
+from edgespec.pipeline_export import RECIPE_FILE, ExportStages
 from edgespec.read_recipe import load_recipe, resolve
 from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
+from edgespec.stage_record import Reads
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Source:
 
 
 @dataclass
-class Export(Build):
+class Export(ExportStages):
     """The last three stages of a build, on models that are there."""
 
     source: Source = field(kw_only=True)
@@ -72,6 +76,7 @@ class Export(Build):
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
         source = self.source
+        self._readable(held_out_of(self.recipe, self.out))
         target, drafter = (
             ModelShape.from_config(read_json(folder / "config.json"))
             for folder in (source.target, source.drafter)
@@ -88,6 +93,10 @@ class Export(Build):
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
+
+    def _measured(self) -> Reads:
+        file = self.source.evaluation
+        return sources.one_file("evaluation", file) if file is not None else Reads()
 
     def _evaluation(self) -> dict[str, Any]:
         file = self.source.evaluation
@@ -203,7 +212,9 @@ def run(given: dict[str, Any]) -> int:
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out) if options.out else Path("build") / f"{source.name}{ending}"
-    claim(out, replace(recipe, target=str(source.target)))
-    write_text(out / "command.txt", shlex.join(["edgespec", "export", *as_flags(given)]) + "\n")
-    Export(recipe, out, source=source).run()
+    command = shlex.join(["edgespec", "export", *as_flags(given)])
+    with held(out, command):
+        claim(out, replace(recipe, target=str(source.target)))
+        write_text(out / "command.txt", command + "\n")
+        Export(recipe, out, source=source).run()
     return 0

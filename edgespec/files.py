@@ -15,33 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import EdgespecError, InputError
+from edgespec.no_room import write_error
+from edgespec.texts import check_json
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 64
-
-_NO_ROOM = {
-    errno.ENOSPC: "no space left on the disk",
-    errno.EDQUOT: "the disk quota is used up",
-    errno.EFBIG: "the file would exceed the size limit",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
-}
-
-
-def write_error(path: Path | str, error: OSError) -> InputError | None:
-    """The message for an OSError met while writing, or None where the error is not about the place written to."""
-    reason = _NO_ROOM.get(error.errno or 0)
-    if reason is None:
-        return None
-    folder = Path(path)
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free / 2**20
-    return InputError(
-        f"cannot write {path}: {reason} ({free:.0f} MiB free in {folder}); "
-        "make room or choose another folder, then run the same command again"
-    )
 
 
 @contextmanager
@@ -49,7 +27,7 @@ def writing(path: Path | str) -> Iterator[None]:
     """Turn a full disk (or a forbidden place) into one clear InputError."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # libraries have errors of their own for a full disk
         message = write_error(path, error)
         if message is None:
             raise
@@ -117,7 +95,7 @@ def parse_json(
 ) -> Any:
     """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        text = data.decode("utf-8" if strict else "utf-8-sig") if isinstance(data, bytes) else data
         if strict:
             value = json.loads(
                 text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -178,7 +156,10 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
-    """Every line as one object; `limit`: most bytes of the file. Raises InputError with the line number."""
+    """Every line as one object; `limit`: most bytes of the file.
+
+    Raises InputError with the line number: no JSON object, text with half a character.
+    """
     rows = []
     try:
         status = path.stat()
@@ -186,12 +167,13 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
             raise InputError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
         if limit is not None and status.st_size > limit:
             raise InputError(f"{path} has {status.st_size} bytes; at most {limit} are read: split it")
-        with open(path, encoding="utf-8") as stream:
+        with open(path, encoding="utf-8-sig") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     row = parse_json(line, f"{path}:{number}")
                     if not isinstance(row, dict):
                         raise InputError(f"{path}:{number} is not a JSON object")
+                    check_json(line, row, f"{path}:{number}")
                     rows.append(row)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing") from error

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from edgespec.errors import InputError, did_you_mean
+from edgespec.texts import unwritable
 
 T = TypeVar("T")
 MISSING = dataclasses.MISSING
@@ -79,6 +80,10 @@ def _scalar(value: Any, kind: type[Any], name: str) -> Any:
         raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}")
     if kind is str and not isinstance(value, str):
         raise InputError(f"{name} is {value!r}; it must be a string")
+    if kind is str and unwritable(value):
+        raise InputError(
+            f"{name} is {value!r}, which UTF-8 cannot write (bytes in another encoding, or half a character); give UTF-8 text"
+        )
     try:
         converted = kind(value)
     except (TypeError, ValueError) as error:

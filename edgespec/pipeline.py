@@ -5,83 +5,30 @@ Knows what every stage needs of the ones before it; how a stage does its work is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from edgespec.devices import device_of
-from edgespec.devices_fit import check_fit, fit
+from edgespec import stage_sources as sources
+from edgespec.build_data import data_of
 from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.errors import InputError
-from edgespec.files import read_json, write_json, write_text
-from edgespec.options import to_mapping
-from edgespec.recipe import Recipe, reference_options
+from edgespec.files import read_json, write_json
+from edgespec.pipeline_export import ExportStages
+from edgespec.recipe import reference_options
 from edgespec.recipe_check import context_problems
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
-from edgespec.stages import Body, Crew, run_stage
-
-Damaged = Callable[[Path], list[str]]
-
-RECIPE_FILE = "recipe.resolved.yaml"
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every knob with the value it had."""
-    return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
-
-
-def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
-    """The derived figures of evaluation.json; the raw counts travel in that file. Nothing where nothing was measured."""
-    if not evaluation:
-        return {}
-    settings = [
-        {key: value for key, value in setting.items() if key not in ("counts", "teacher_forced")}
-        for setting in evaluation["settings"]
-    ]
-    return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
+from edgespec.stage_record import Reads
 
 
 @dataclass
-class Build:
+class Build(ExportStages):
     """One run of the way from target to bundle; `run` is the order of the stages."""
-
-    recipe: Recipe
-    out: Path
-    crew: Crew = field(default_factory=Crew)
-    times: list[tuple[str, float]] = field(default_factory=list)
-
-    def stage(
-        self,
-        name: str,
-        what: str,
-        options: Any,
-        body: Body,
-        *,
-        together: bool = False,
-        damaged: Damaged | None = None,
-    ) -> dict[str, Any]:
-        """Run one stage unless it is done; one with `damaged` files that are still to be read is opened again for them."""
-        folder = self.out / name
-        still_read = not self.crew.rank and not (self.out / "distill" / "stage.json").exists()
-        files = damaged(folder) if damaged and still_read else []
-        if files:
-            print(f"! {name}: damaged: {', '.join(files)}; only that is made again", flush=True)
-            (folder / "stage.json").unlink(missing_ok=True)
-        done = (folder / "stage.json").exists()
-        print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
-        mapping = options if isinstance(options, dict) else to_mapping(options)
-        counts = run_stage(folder, mapping, body, self.crew, together=together)
-        if not self.crew.rank and not (folder / RECIPE_FILE).exists():
-            write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
-        self.times.append((name, float(read_json(folder / "stage.json")["seconds"])))
-        return counts
 
     def run(self) -> Path:
         """All stages; returns the bundle's folder."""
+        self._readable(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         folder = Path(found["folder"])
         folder = self._tuned(folder)
@@ -109,7 +56,8 @@ class Build:
                 "licence": target.licence,
             }
 
-        found = self.stage(stage, f"find or make {name}", {"target": name}, find)
+        reads = self._model(stage, Path(name)) if Path(name).is_dir() else Reads()
+        found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
         if not (Path(found["folder"]) / "config.json").is_file():
             raise InputError(
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
@@ -125,11 +73,13 @@ class Build:
         from edgespec_recipes.tune import tune_target
 
         teacher = Path(self._find("teacher", tune.teacher)["folder"]) if tune.teacher else None
+        models = self._model("target", target) | (self._model("teacher", teacher) if teacher else Reads())
         self.stage(
             "tune",
             f"the target learns from {tune.teacher or tune.conversations}",
             tune,
             lambda place: tune_target(place, target, teacher, tune, self.recipe.seed),
+            reads=models | sources.conversations("tune.conversations", tune.conversations),
             together=True,
         )
         return self.out / "tune" / "model"
@@ -148,13 +98,10 @@ class Build:
 
         def plan(place: Path) -> dict[str, Any]:
             from edgespec_export.possible import check_possible
-            from edgespec_recipes.prompts import read_prompts
 
-            # what cannot be read or exported is said now, and not after hours of pretraining
+            # what cannot be exported is said now, and not after hours of pretraining
             for note in check_possible(target, shape, self.recipe.export):
                 print(f"Note: {note}", flush=True)
-            read_prompts(self.recipe.generate.instructions, "seed")
-            read_prompts(self.recipe.evaluate.prompts_file, "heldout")
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
             found = {
@@ -165,17 +112,14 @@ class Build:
             write_json(place / "drafter.json", found)
             return found
 
-        self.stage("plan", "the drafter's shape", options, plan)
+        reads = self._model("target", target, weights=False) | self._checkpoint()
+        self.stage("plan", "the drafter's shape", options, plan, reads=reads)
         return target_shape, shape
 
-    def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
-        """Where the files are for a device: show the memory they take there. Raises InputError where it is too much."""
-        device = device_of(self.recipe)
-        if device is None:
-            return
-        found = fit(device, target, drafter)
-        print(f"\n{found.table()}", flush=True)
-        check_fit(found, name)
+    def _checkpoint(self) -> Reads:
+        """The model that training starts from, where it is one of the user's."""
+        checkpoint = self.recipe.drafter.checkpoint
+        return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
 
     def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
@@ -185,11 +129,15 @@ class Build:
         from edgespec_recipes.pretrain import pretrain
 
         recipe, out, seed = self.recipe, self.out, self.recipe.seed
+        writer = self._model("target", target) | sources.exported(recipe.inference)
         self.stage(
             "pretrain",
             f"next-token training on plain text, first weights: {recipe.drafter.init}",
             recipe.pretrain,
             lambda place: pretrain(place, target, shape, recipe.drafter, recipe.pretrain, seed),
+            reads=self._model("target", target, weights=recipe.drafter.init == "subclone")
+            | self._checkpoint()
+            | sources.text("pretrain.text", recipe.pretrain.text),
             together=True,
         )
         self.stage(
@@ -197,6 +145,7 @@ class Build:
             "the target writes responses",
             recipe.generate,
             lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
+            reads=writer | sources.conversations("generate.instructions", recipe.generate.instructions),
             together=True,
             damaged=datagen.damaged_shards,
         )
@@ -216,9 +165,13 @@ class Build:
                 f"the target's {recipe.distill.stored_top_k} most probable tokens at every position",
                 {"stored_top_k": recipe.distill.stored_top_k, "context": recipe.distill.context},
                 lambda place: store_responses(place, inputs, recipe.distill),
+                reads=writer | sources.stages(out, "generate"),
                 together=True,
                 damaged=stored.damaged_shards,
             )
+        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        made = ("pretrain", "generate", *(["store"] if inputs.store else []))
+        reads = writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed)
         if inputs.reference:
             options = reference_options(recipe)
             self.stage(
@@ -226,13 +179,16 @@ class Build:
                 "AdaSPEC's reference: the drafter distilled with forward KL",
                 options,
                 lambda place: distill(place, inputs, options, seed),
+                reads=reads,
                 together=True,
             )
+            reads |= sources.stages(out, "reference")
         self.stage(
             "distill",
             f"white-box distillation, {recipe.distill.divergence}",
             recipe.distill,
             lambda place: distill(place, inputs, recipe.distill, seed),
+            reads=reads,
             together=True,
         )
         return inputs.drafter, out / "distill" / "model"
@@ -255,105 +211,8 @@ class Build:
                 cost_ratio,
                 self.recipe.inference,
             ),
+            reads=self._model("target", target)
+            | sources.stages(self.out, "pretrain", "distill")
+            | self._prompts(),
         )
         print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)
-
-    def _exported(self, target: Path, drafter: Path) -> None:
-        from edgespec_export.export import export_pair
-        from edgespec_export.verify import verify_pair
-        from edgespec_export.verify_report import verification_table
-
-        options, out = self.recipe.export, self.out
-        self.stage(
-            "export",
-            "the files of each format",
-            options,
-            lambda place: export_pair(
-                place, target, drafter, options, lambda: self._calibration_rows(target)
-            ),
-        )
-        self.stage(
-            "verify",
-            "every file against torch",
-            options,
-            lambda place: verify_pair(
-                place,
-                out / "export",
-                target,
-                drafter,
-                self._verify_prompts(target, options.verify_prompts),
-                options,
-                trials=self._trials(target, options.acceptance_prompts),
-            ),
-        )
-        print(verification_table(out / "verify" / "verify.json"), flush=True)
-
-    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
-        from edgespec_export.bundle import write_bundle
-
-        recipe, out = self.recipe, self.out
-        device = device_of(recipe)
-
-        def pack(place: Path) -> dict[str, Any]:
-            evaluation = self._evaluation()
-            return write_bundle(
-                out / "bundle",
-                out / "export",
-                target,
-                drafter,
-                recipe.export,
-                target_name=found["name"],
-                target_source=found["source"],
-                licence=found.get("licence", ""),  # builds of before have none
-                prompts=self._held_out(recipe.export.bundle_prompts),
-                evaluation=evaluation,
-                verification=read_json(out / "verify" / "verify.json"),
-                metrics=_without_counts(evaluation),
-                device=device,
-                provenance={
-                    "recipe": to_mapping(recipe),
-                    "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
-                    "seed": recipe.seed,
-                    "seconds": dict(self.times),
-                },
-            )
-
-        self.stage("pack", "manifest, checksums, model card", {}, pack)
-
-    def _evaluation(self) -> dict[str, Any]:
-        """What was measured in torch, raw counts and all."""
-        measured: dict[str, Any] = read_json(self.out / "evaluate" / "evaluation.json")
-        return measured
-
-    def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
-        from edgespec_recipes.prompts import read_prompts
-
-        return read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
-
-    def _calibration_rows(self, target: Path) -> list[list[int]]:
-        """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
-        from edgespec_export.qdq_rows import written_rows
-
-        return written_rows(self._responses()) or self._verify_prompts(
-            target, self.recipe.export.verify_prompts
-        )
-
-    def _responses(self) -> Path:
-        """Where the target's responses lie, if it wrote some."""
-        return self.out / "generate"
-
-    def _trials(self, target: Path, count: int) -> Any:
-        """What the exported pairs decode; None for nothing."""
-        from edgespec_export.exported_pair import Trials
-        from edgespec_runtime.tokenizer import ChatTokenizer
-
-        if not count:
-            return None
-        stop = ChatTokenizer(target).stop_ids
-        return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
-
-    def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
-        from edgespec_runtime.tokenizer import ChatTokenizer
-
-        tokenizer = ChatTokenizer(target)
-        return [tokenizer.encode_chat(messages) for messages in self._held_out(count)]

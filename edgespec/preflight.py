@@ -93,20 +93,41 @@ def _folder(stage: StageCost) -> str:
 
 def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
     """What the rest of a build in `out` will lack; [] where the target's shape is not known before it is fetched or looked at."""
-    try:
-        target = find_shape(recipe.target)
-    except InputError:
-        return []  # its own stage says what is wrong with it
-    if target is None or recipe.drafter.init == "checkpoint":
+    target = _known_shape(recipe)
+    if target is None:
         return []
-    processes = room.processes
-    stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
-    done = [_folder(stage) for stage in stages if (out / _folder(stage) / "stage.json").exists()]
+    stages, done = _stages(recipe, out, target, room.processes)
     if recipe.target == TINY_CHAT and any(
         (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
     ):
         done.append("target")
     return shortages(stages, room, out, done) + _download(recipe.target, out, target)
+
+
+def disk_left(recipe: Recipe, out: Path) -> int:
+    """Bytes that the stages of a build in `out` which are not done write, at most; 0 where that is not known."""
+    target = _known_shape(recipe)
+    if target is None:
+        return 0
+    stages, done = _stages(recipe, out, target, 1)
+    return sum(stage.disk for stage in stages if _folder(stage) not in done)
+
+
+def _known_shape(recipe: Recipe) -> ModelShape | None:
+    """The target's shape, where it is known before the target is fetched and the drafter's follows from it."""
+    try:
+        target = find_shape(recipe.target)
+    except InputError:
+        return None  # its own stage says what is wrong with it
+    return None if recipe.drafter.init == "checkpoint" else target
+
+
+def _stages(
+    recipe: Recipe, out: Path, target: ModelShape, processes: int
+) -> tuple[list[StageCost], list[str]]:
+    """(what the stages take, the names of those that are done)."""
+    stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
+    return stages, [_folder(stage) for stage in stages if (out / _folder(stage) / "stage.json").exists()]
 
 
 def check_processes(recipe: Recipe, processes: int) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 
 @contextmanager
-def progress(label: str, total: int, unit: str = "step", done: int = 0) -> Iterator[Any]:
-    """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes.
+def progress(label: str, total: int | None, unit: str = "step", done: int = 0) -> Iterator[Any]:
+    """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes. `total`: None if not known.
 
     Of several processes only the first shows one.
     """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from edgespec.errors import BundleError, EdgespecError, InputError
-from edgespec.files import write_error
+from edgespec.no_room import place_of, write_error
 
 SUFFIXES = frozenset(
     {
@@ -119,11 +119,7 @@ def hub_errors(repo: str, doing: str) -> Iterator[None]:
         ) from error
     except (errors.HTTPError, OSError, RuntimeError) as error:
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        full = (
-            write_error(getattr(cause, "filename", None) or os.getcwd(), cause)
-            if isinstance(cause, OSError)
-            else None
-        )
+        full = write_error(place_of(cause, os.getcwd()), cause) if isinstance(cause, OSError) else None
         if full is not None:
             raise full from error
         raise InputError(

@@ -59,6 +59,13 @@ class InferenceOptions:
 
 
 @dataclass(frozen=True)
+class DataOptions:
+    strict: bool = knob(
+        False, "refuse a file of conversations with turns of tools, instead of skipping those rows"
+    )
+
+
+@dataclass(frozen=True)
 class DrafterOptions:
     size_fraction: float = knob(
         0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
@@ -284,6 +291,7 @@ class Recipe:
     inference: InferenceOptions = section(
         InferenceOptions, "how the target runs where it writes responses and distributions"
     )
+    data: DataOptions = section(DataOptions, "how instructions, prompts and conversations are read")
     drafter: DrafterOptions = section(DrafterOptions, "shape of the drafter")
     tune: TuneOptions = section(
         TuneOptions, "tune the target before anything else (off unless steps are given)"

@@ -5,7 +5,6 @@ A recipe's name is that of a file that comes with edgespec; `check` takes files 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from edgespec.files import write_bytes
 from edgespec.options import from_mapping, knob
 from edgespec.recipe_check import problems
 from edgespec.shipped import header, launch_files, recipe_file, shipped_recipes
+from edgespec.texts import printable_json
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _shipped(name: str) -> Path:
 def _list(as_json: bool) -> None:
     rows = [{"name": name, **header(file), "file": str(file)} for name, file in shipped_recipes().items()]
     if as_json:
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(printable_json(rows))
         return
     for row in rows:
         print(f"{row['name']}\n    {row['purpose']}\n    Cost: {row['cost']}")
@@ -95,7 +95,7 @@ def _check(names: tuple[str, ...], as_json: bool) -> int:
     files = [recipe_file(name) for name in names]
     found = {name: problems(file) for name, file in zip(names, files, strict=True)}
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print(printable_json(found))
     else:
         for name, lines in found.items():
             print(f"{'FAIL' if lines else 'ok  '}  {name}")

@@ -8,6 +8,8 @@ Run the same command again after an interruption: what is done is not done again
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,12 +20,15 @@ from edgespec.drafter import derive, describe
 from edgespec.errors import CheckFailed, InputError
 from edgespec.estimate import size
 from edgespec.files import read_json, write_json
+from edgespec.folder_lock import held, is_empty
 from edgespec.free_space import free_disk, free_memory
 from edgespec.measured import run_measured
-from edgespec.options import from_mapping, knob, to_mapping
+from edgespec.options import as_flags, from_mapping, knob, to_mapping
 from edgespec.recipe import DrafterOptions
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
+from edgespec.stage_record import Reads, settle
+from edgespec.stage_sources import model, stages
 from edgespec.stages import run_stage
 from edgespec.targets import shape_of_target
 
@@ -102,7 +107,18 @@ def run(given: dict[str, Any]) -> int:
     _preflight(out, shape, options)
     if options.plan_only:
         return 0
-    _claim(out, options, shape)
+    with held(out, shlex.join(["edgespec", "rehearse", *as_flags(given)])):
+        _claim(out, options, shape)
+        return _judge(_rehearse(out, options), options)
+
+
+def _rehearse(out: Path, options: Options) -> list[tuple[str, dict[str, Any]]]:
+    """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
+    tokenizer = Path(options.tokenizer)
+    given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
+    if why := settle(out / "weights", given):
+        print(f"! weights: {why}: running again", flush=True)
+        shutil.rmtree(out / "export", ignore_errors=True)  # stages write there beside their own folders
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
         for name, what in STAGES:
@@ -115,7 +131,7 @@ def run(given: dict[str, Any]) -> int:
     finally:
         if rows:
             print(f"\n{_table(rows)}", flush=True)
-    return _judge(rows, options)
+    return rows
 
 
 def _preflight(out: Path, shape: ModelShape, options: Options) -> None:
@@ -156,7 +172,7 @@ def _claim(out: Path, options: Options, shape: ModelShape) -> None:
                 "or remove that folder"
             )
         return
-    if out.is_dir() and any(out.iterdir()):
+    if not is_empty(out):
         raise InputError(f"{out} holds other files and no {PLAN}; give an empty or new folder with --out")
     write_json(out / PLAN, plan)
 
@@ -171,6 +187,8 @@ def _stage(
 ) -> tuple[str, dict[str, Any]]:
     """Run one stage unless it is done; its line of the table."""
     folder = out / name
+    if name != "weights":  # all follow from the weights, by the seed
+        settle(folder, stages(out, "weights"))
     print(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}", flush=True)
 
     def body(place: Path) -> dict[str, Any]:

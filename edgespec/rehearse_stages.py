@@ -26,6 +26,7 @@ from edgespec.recipe import (
 )
 from edgespec.rehearse import PLAN, Options
 from edgespec.shapes import ModelShape
+from edgespec.texts import forgive_streams
 
 EXPORTS = ExportOptions(onnx=("int4",), gguf=("q4_0",))
 CHECK_TOKENS = 24
@@ -292,6 +293,7 @@ BODIES: dict[str, Callable[[Place, Path], dict[str, Any]]] = {
 
 def main(argv: list[str]) -> int:
     """Run one stage; what it found goes to found.json in its folder."""
+    forgive_streams()
     folder, name = Path(argv[0]), argv[1]
     if name not in BODIES:
         raise InputError(f"unknown stage {name!r}; known: {', '.join(BODIES)}")

@@ -8,12 +8,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from edgespec.errors import EdgespecError
 from edgespec.files import read_json, write_json
+from edgespec.no_room import place_of, write_error
 
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
 
@@ -57,10 +60,21 @@ def run_stage(
         if not crew.rank:
             _run(folder, marker, options, body)
         elif together:
-            body(folder)
+            _tried(folder, body)
         crew.wait()
     counts: dict[str, Any] = read_json(marker)["counts"]
     return counts
+
+
+def _tried(folder: Path, body: Body) -> dict[str, Any]:
+    """What the body returns. Raises NoRoom where the disk is full, whichever library met that and however it says so."""
+    try:
+        return body(folder)
+    except Exception as error:
+        message = write_error(place_of(error, folder), error)
+        if message is None:
+            raise
+        raise message from error
 
 
 def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> None:
@@ -69,9 +83,10 @@ def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> Non
     before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
     start = time.monotonic()
     try:
-        counts = body(folder)
+        counts = _tried(folder, body)
     except BaseException:
-        write_json(clock, {"seconds": before + time.monotonic() - start})
+        with suppress(EdgespecError):  # where the disk is full, what is full is the news
+            write_json(clock, {"seconds": before + time.monotonic() - start})
         raise
     seconds = round(before + time.monotonic() - start, 2)
     write_json(marker, {"seconds": seconds, "options": options, "counts": counts, "versions": versions()})

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.build_data import BuildData
 from edgespec.errors import InputError, did_you_mean
 from edgespec.options import from_mapping, knob, merge, to_mapping
 from edgespec.read_recipe import resolve
@@ -98,13 +99,21 @@ class Study:
     claims: tuple[ClaimOptions, ...]
 
     @property
+    def data(self) -> BuildData:
+        """What its tasks and arms read, each source once and under its own name."""
+        asked = [name for task in self.tasks.values() for name in (task.instructions, task.held_out) if name]
+        recipes = [arm.recipe for arm in self.arms.values()]
+        return BuildData(
+            texts={recipe.pretrain.text: recipe.pretrain.text for recipe in recipes},
+            prompts={name: name for name in asked},
+            replies={one.distill.fixed: one.distill.fixed for one in recipes if one.distill.fixed_fraction},
+        )
+
+    @property
     def files(self) -> list[str]:
-        """What its tasks and arms read from the disk, each once."""
-        named = [name for task in self.tasks.values() for name in (task.instructions, task.held_out)]
-        for arm in self.arms.values():
-            named.append(arm.recipe.pretrain.text)
-            named += [arm.recipe.distill.fixed] * (arm.recipe.distill.fixed_fraction > 0)
-        return [name for name in dict.fromkeys(named) if _is_file(name)]
+        """What of its data lies on the disk, each once."""
+        data = self.data
+        return [name for name in {**data.prompts, **data.texts, **data.replies} if _is_file(name)]
 
     def only(self, arms: Iterable[str] | None, seeds: Iterable[int] | None) -> Study:
         """Some arms (and the baseline) and some seeds of it. Raises InputError for an unknown arm."""

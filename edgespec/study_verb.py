@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.errors import InputError, MissingExtra, did_you_mean
 from edgespec.files import read_json, write_text
+from edgespec.folder_lock import held, is_empty
 from edgespec.options import as_flags, from_mapping, knob
 from edgespec.read_recipe import load_recipe
 from edgespec.report import interval
@@ -92,7 +93,9 @@ def run(given: dict[str, Any]) -> int:
         for package in ("torch", "transformers", "accelerate", "matplotlib"):
             if find_spec(package) is None:
                 raise MissingExtra(package, "all", "A study")
-        _make(study, out, report.with_suffix(".json"), command_of(given), options.check)
+        command = command_of(given)
+        with held(out, command):
+            _make(study, out, report.with_suffix(".json"), command, options.check)
     best = write_report(report)
     print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
     return 0
@@ -105,7 +108,7 @@ def _make(study: Study, out: Path, results_file: Path, command: str, check: bool
     from edgespec_recipes.study_numbers import Numbers, results
 
     check_alone()
-    if out.is_dir() and any(out.iterdir()) and not (out / STUDY_FILE).exists():
+    if not is_empty(out) and not (out / STUDY_FILE).exists():
         raise InputError(
             f"{out} holds other files and no {STUDY_FILE}; give an empty or new folder with --out"
         )

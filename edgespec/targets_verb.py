@@ -5,7 +5,6 @@ Any hub id and any local folder in Hugging Face layout is a target too.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from edgespec.errors import InputError, did_you_mean
 from edgespec.options import from_mapping, knob
 from edgespec.report import table
 from edgespec.targets import TARGETS, cache_folder
+from edgespec.texts import printable_json
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def run(given: dict[str, Any]) -> int:
     if options.action == "path":
         print(_path(options.name))
     elif options.json:
-        print(json.dumps([asdict(target) for target in TARGETS.values()], indent=2))
+        print(printable_json([asdict(target) for target in TARGETS.values()]))
     else:
         rows = [
             (t.alias, t.parameters, t.repo or "made here", t.licence + (" (gated)" if t.gated else ""))

@@ -82,6 +82,21 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.fixture(scope="session")
+def small_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a target and `out`, a finished build of them. Copy `out`, and leave the data as they were."""
+    from small_build import command, write_data
+    from tiny_models import make_model_folder
+
+    from edgespec.cli import main
+
+    folder = tmp_path_factory.mktemp("small")
+    write_data(folder)
+    make_model_folder(folder / "target")
+    assert main([*command(folder), "--out", str(folder / "out")]) == 0
+    return folder
+
+
 SMALL_BUILD = [
     *("--pretrain.batch-size", "8", "--pretrain.learning-rate", "3e-3", "--pretrain.warmup-steps", "5"),
     *("--distill.batch-size", "8", "--distill.learning-rate", "3e-3", "--distill.warmup-steps", "5"),

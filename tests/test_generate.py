@@ -53,6 +53,18 @@ def test_generate_reads_standard_input(bundle: Path) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
+def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(bundle: Path) -> None:
+    """In a pipe to generate, as in one to chat."""
+    forms = (b"hi\nthere\n", b"hi\r\nthere\r\n", b"\xef\xbb\xbfhi\nthere\n", b"\xef\xbb\xbfhi\r\nthere")
+    for verb in ("generate", "chat"):
+        command = [sys.executable, "-m", "edgespec", verb, str(bundle), "--max-new-tokens", "12"]
+        replies = {
+            subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=True).stdout
+            for data in forms
+        }
+        assert len(replies) == 1, verb
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

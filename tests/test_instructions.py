@@ -196,6 +196,51 @@ def test_messages_below_a_missing_or_deleted_one_are_left_out(
     )  # three hang on `gone`, one root is deleted
 
 
+CALLS = {
+    "a tool's turn": [message("user", "a"), message("tool", "42"), message("assistant", "b")],
+    "a function's": [message("user", "a"), message("function", "42"), message("assistant", "b")],
+    "a call": [message("user", "a"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+    "an old call": [
+        message("user", "a"),
+        {"role": "assistant", "content": "", "function_call": {"name": "f"}},
+    ],
+    "ShareGPT's": [
+        turn("human", "a"),
+        turn("function_call", "{}"),
+        turn("observation", "42"),
+        turn("gpt", "b"),
+    ],
+}
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_rows_with_tools_are_skipped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, call: list[Any]
+) -> None:
+    plain = {"role": "user", "content": "x", "tool_calls": None}  # as a column of a table has it
+    file = write(tmp_path / "a.jsonl", [{key: call}, {key: [plain]}, {key: call}])
+    assert read_conversations(file) == [asked("x")]
+    assert read_conversations(file) == [asked("x")]
+    assert [record.message for record in caplog.records] == [
+        f"{file}: 2 rows with turns of tools are skipped; 1 conversations are left"
+    ]
+    with pytest.raises(InputError, match=r"a.jsonl:1 has a turn of a tool: .*data.strict"):
+        read_conversations(file, strict=True)
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".parquet"])
+def test_turns_may_be_of_either_kind_under_either_key(tmp_path: Path, key: str, ending: str) -> None:
+    """Several drafter trainers write conversations: role, content."""
+    chat = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
+    shared = [turn("human", "a"), turn("bard", "b"), turn("human", "c"), turn("model", "d")]
+    wanted = Conversation([message("user", "a"), message("assistant", "b"), message("user", "c")], "d")
+    for name, turns in (("chat", chat), ("shared", shared)):
+        file = write(tmp_path / f"{name}{ending}", [{"id": "1", key: turns}] * 2)
+        assert read_conversations(file) == [wanted, wanted]
+
+
 def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
     rows = [
         node(f"{'pa'[depth % 2]}{depth}", f"{'ap'[depth % 2]}{depth - 1}" if depth else None)
@@ -229,8 +274,21 @@ def test_a_deep_tree_is_no_trouble(tmp_path: Path) -> None:
         ),
         ([{"messages": [message("robot", "x")]}], r"has the turn .*robot"),
         (
-            [{"conversations": [turn("bing", "x")]}],
-            r"it needs 'from' \(system, user, assistant, human, gpt\)",
+            [{"conversations": [turn("robot", "x")]}],
+            r"it needs 'from' \(system, user, assistant\) and 'value'",
+        ),
+        ([{"messages": [{"role": ["user"], "content": "x"}]}], r"has the turn .*it needs 'role'"),
+        (
+            [{"messages": [message("user", "a"), message("tool", "b")]}],
+            r"is of the form messages and asks nothing, and its 1 rows with turns of tools are skipped",
+        ),
+        (
+            [{"instruction": "half \ud83d"}],
+            r"a.jsonl:1: instruction has 'half \\ud83d', which holds half a char",
+        ),
+        (
+            [{"messages": [message("user", "a")]}, {"messages": [message("user", "\udc00b")]}],
+            r"a.jsonl:2: messages\[0\].content has",
         ),
         ([{"messages": [message("assistant", "x")]}], r"is of the form messages and asks nothing"),
         ([{"messages": []}], r"is of the form messages and asks nothing"),

@@ -97,7 +97,8 @@ def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> Non
     shutil.rmtree(out / "store")
     shutil.rmtree(out / "generate")
     (out / "generate").mkdir()
-    (out / "generate" / "stage.json").write_text((finished / "generate" / "stage.json").read_text())
+    for name in ("stage.json", "inputs.json"):
+        shutil.copy(finished / "generate" / name, out / "generate" / name)
     with pytest.raises(
         EdgespecError, match=r"store ... ended with 1: .*holds no shard.*its output is in .*store/log.txt"
     ):

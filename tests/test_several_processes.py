@@ -27,6 +27,7 @@ from edgespec_recipes.loading import load_model
 from safetensors.torch import load_file
 
 from edgespec.cli import main
+from edgespec.folder_lock import held, is_empty
 
 LOSSES, WEIGHTS = 3e-6, 1e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
@@ -259,3 +260,16 @@ def test_a_batch_that_cannot_be_shared_is_refused_once(recipe: list[str], tmp_pa
     )
     assert run.wait(300) != 0
     assert log.read_text().count("batch_size is 3; it must be a multiple of the 2 processes") == 1
+
+
+def test_what_the_first_process_refuses_is_one_line(recipe: list[str], tmp_path: Path) -> None:
+    """Another build holds the folder; the second process only sees the first one end."""
+    log, out = tmp_path / "log.txt", tmp_path / "out"
+    with held(out, "edgespec build-drafter and so on"):
+        run = torchrun(log, "-m", "edgespec", *recipe, "--out", str(out))
+        assert run.wait(300) != 0
+    lines = [line for line in log.read_text().splitlines() if line.startswith("edgespec:")]
+    assert len(lines) == 1
+    assert f"{out} is in use by process {os.getpid()}" in lines[0]
+    assert "[rank1]" not in log.read_text()
+    assert is_empty(out)

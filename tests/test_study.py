@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,31 @@ def test_every_arm_and_seed_is_counted(finished: Path, place: Path) -> None:
     assert "it helps" in text
     assert (place / "docs" / "results-arms.png").exists()
     assert (place / "docs" / "results-steps.png").exists()
+
+
+def test_a_study_whose_prompts_changed_counts_again_and_trains_nothing(
+    finished: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, held = shutil.copytree(finished, tmp_path / "out"), place / "held.jsonl"
+    again = given(place, out=str(out), results=str(tmp_path / "results.md"))
+    trained = {file: file.stat().st_mtime_ns for file in out.glob("[apr]*/**/stage.json")}
+    assert len(trained) == 2 + 2 + 4 + 1
+    before = held.read_text()
+    try:
+        held.write_text(before.replace("?", "!"))
+        assert study_verb.run(again) == 0
+    finally:
+        held.write_text(before)
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("!")]
+    size, data = len(before), next((out / "data").iterdir()).relative_to(out).as_posix()
+    assert said[:2] == [
+        f"! {data}: held.jsonl changed ({size} -> {size} bytes): running again",
+        f"! held-out: held.jsonl changed ({size} -> {size} bytes): running again",
+    ]
+    assert "! counts/fkl/seed-0.json: held-out ran again: running again" in said
+    assert {file: file.stat().st_mtime_ns for file in trained} == trained
+    counts = json.loads((out / "counts" / "fkl" / "seed-0.json").read_text())
+    assert counts != json.loads((finished / "counts" / "fkl" / "seed-0.json").read_text())
 
 
 def test_what_arms_share_is_made_once(finished: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.files import whole_folder, write_json, write_jsonl
+from edgespec.folder_lock import held
 from edgespec.progress import progress
 from edgespec.targets import cache_folder
 from edgespec_recipes.stdlib_facts import Fact, library_facts, library_files, package_of, topics
@@ -133,7 +134,7 @@ def corpus_folder() -> Path:
 
 
 def stdlib_corpus() -> Path:
-    """The corpus folder, written on first use (10 s): whole or not at all.
+    """The corpus folder, written on first use (10 s), by one process at a time: whole or not at all.
 
     train_chats.jsonl {messages, name, kind, package}: all questions about all facts of the training part, and small talk;
     seed_instructions.jsonl {messages}: three questions about each of its facts, ending with the user's turn;
@@ -141,8 +142,14 @@ def stdlib_corpus() -> Path:
     text.jsonl {text}: source files of the training part; about.json: how many of each.
     """
     folder = corpus_folder()
-    if (folder / "about.json").is_file():
-        return folder
+    if not (folder / "about.json").is_file():
+        with held(folder.parent, "reading the standard library", wait=True):
+            if not (folder / "about.json").is_file():
+                _write(folder)
+    return folder
+
+
+def _write(folder: Path) -> None:
     with (
         progress("read the standard library", total=3, unit="pass") as bar,
         whole_folder(folder) as temporary,
@@ -172,4 +179,3 @@ def stdlib_corpus() -> Path:
         counts = {"facts": len(facts)} | {f"{part}_facts": len(found) for part, found in parts.items()}
         write_json(temporary / "about.json", counts | {name: len(content) for name, content in rows.items()})
         bar.update(1)
-    return folder

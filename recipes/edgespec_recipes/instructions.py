@@ -1,7 +1,8 @@
 """Conversations from instruction sets: which form a file is in, whether every row is of that form, and what it says.
 
-The forms are those of alpaca, dolly, self-instruct, OpenAssistant (single messages, or trees), ShareGPT, chat messages,
-question/answer, prompt/completion and bare instructions. The first row's keys decide, all others must agree. Knows no tokens.
+The forms are those of alpaca, dolly, self-instruct, OpenAssistant (single messages, or trees), lists of turns (`messages` or
+`conversations`), question/answer, prompt/completion and bare instructions. The first row's keys decide, all others must agree.
+Knows no tokens.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -21,8 +23,16 @@ from edgespec_recipes.sources import Numbered, read_rows
 log = logging.getLogger(__name__)
 
 LONGEST = 4 * 2**20  # characters of a row
-CHAT_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-SHAREGPT_ROLES = {**CHAT_ROLES, "human": "user", "gpt": "assistant"}
+ROLES = {
+    **{"system": "system", "developer": "system"},
+    **{"user": "user", "human": "user"},
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+}
+TOOL_ROLES = {
+    *("tool", "tools", "tool_call", "tool_calls", "tool_response", "ipython"),
+    *("function", "function_call", "function_response", "observation"),
+}
+TURN_KEYS = (("role", "content"), ("from", "value"))
 
 Row = dict[str, Any]
 
@@ -35,11 +45,16 @@ class Conversation:
     response: str | None = None
 
 
+class ToolTurns(InputError):
+    """A conversation with turns of tools: the chat template of a drafter's data has no place for them."""
+
+
 @dataclass(frozen=True)
 class Form:
     """A shape of rows: its keys for messages to the user, the test of a row's keys, and what a row says.
 
-    `read` (row, where) gives the row's conversations, none where there is nothing to answer. Raises InputError.
+    `read` (row, where) gives the row's conversations, none where there is nothing to answer. Raises InputError, and ToolTurns
+    for a conversation with tools.
     """
 
     name: str
@@ -48,13 +63,14 @@ class Form:
     read: Callable[[Row, str], list[Conversation]]
 
 
-def read_conversations(source: str) -> list[Conversation]:
+def read_conversations(source: str, strict: bool = False) -> list[Conversation]:
     """Every conversation of an instruction set: .jsonl, .jsonl.gz, .json, .parquet, a folder of such, or hub:NAME[:SPLIT].
 
     One conversation for a row, ending with its last user turn; one for every self-instruct instance, and for every answered turn
-    on the best ranked path of an OpenAssistant tree. Rows that ask nothing are left out, and counted in the log.
+    on the best ranked path of an OpenAssistant tree. Rows that ask nothing are left out, and counted in the log; so are rows with
+    turns of tools, unless `strict`.
     Raises InputError naming file and row: no such file, an unknown form, a row of another form than the first, a row that is too
-    long, no conversation at all; MissingExtra.
+    long, no conversation at all, with `strict` a turn of a tool; MissingExtra.
     """
     rows = read_rows(source, LONGEST)
     first = next(rows, None)
@@ -65,26 +81,40 @@ def read_conversations(source: str) -> list[Conversation]:
         raise InputError(f"{first[0]} has the keys {_keys(first[1])}; the forms known are {_known()}")
     checked = _of_form(chain([first], rows), form)
     found: list[Conversation] = []
-    left_out = 0
+    left_out = with_tools = 0
     if form is OPENASSISTANT:
         trees, left_out = trees_of(checked)
         checked = iter(trees)
     for where, row in checked:
-        conversations = form.read(row, where)
+        try:
+            conversations = form.read(row, where)
+        except ToolTurns as error:
+            if strict:
+                raise InputError(f"{error}; leave the row out, or drop --data.strict") from error
+            with_tools += 1
+            continue
         left_out += not conversations
         found += [_bounded(conversation, where) for conversation in conversations]
-    if left_out:
-        log.warning(
-            "%s: %d rows of the form %s ask nothing, or hang on a missing one; left out",
-            source,
-            left_out,
-            form.name,
-        )
     if not found:
+        seen = f", and its {with_tools:,} rows with turns of tools are skipped" if with_tools else ""
         raise InputError(
-            f"{source} is of the form {form.name} and asks nothing; give rows with a user's turn"
+            f"{source} is of the form {form.name} and asks nothing{seen}; give rows with a user's turn and no tools"
+        )
+    if left_out:
+        _say(
+            f"{source}: {left_out} rows of the form {form.name} ask nothing, or hang on a missing one; left out"
+        )
+    if with_tools:
+        _say(
+            f"{source}: {with_tools:,} rows with turns of tools are skipped; {len(found):,} conversations are left"
         )
     return found
+
+
+@lru_cache(maxsize=256)
+def _say(note: str) -> None:
+    """A note on a source, once: a build reads its instructions in several stages."""
+    log.warning("%s", note)
 
 
 def recognise(row: Row) -> Form | None:
@@ -166,23 +196,31 @@ def _self_instruct(row: Row, where: str) -> list[Conversation]:
     ]
 
 
-def _turns(key: str, who: str, what: str, roles: dict[str, str]) -> Callable[[Row, str], list[Conversation]]:
-    """A reader of rows with a list of turns under `key`, each with its role under `who` and its text under `what`."""
+def _turns(key: str) -> Callable[[Row, str], list[Conversation]]:
+    """A reader of rows with a list of turns under `key`, of role and content or of ShareGPT's from and value."""
 
     def read(row: Row, where: str) -> list[Conversation]:
         turns = row[key]
         if not isinstance(turns, list):
             raise InputError(f"{where} has the {key} {str(turns)[:60]!r}; they must be a list")
-        messages: list[Message] = []
-        for turn in turns:
-            if not (isinstance(turn, dict) and turn.get(who) in roles and isinstance(turn.get(what), str)):
-                raise InputError(
-                    f"{where} has the turn {str(turn)[:60]!r}; it needs {who!r} ({', '.join(roles)}) and {what!r} (a string)"
-                )
-            messages.append({"role": roles[turn[who]], "content": turn[what]})
-        return list(_last_exchange(messages))
+        return list(_last_exchange([_turn(turn, where) for turn in turns]))
 
     return read
+
+
+def _turn(turn: Any, where: str) -> Message:
+    """A message of one turn. Raises ToolTurns for a tool's or one that calls a tool, InputError for what is no turn."""
+    said = turn if isinstance(turn, dict) else {}
+    who, what = next((keys for keys in TURN_KEYS if said.get(keys[0]) is not None), TURN_KEYS[0])
+    role, content = str(said.get(who)), said.get(what)
+    if role in TOOL_ROLES or said.get("tool_calls") or said.get("function_call"):
+        raise ToolTurns(f"{where} has a turn of a tool: {str(turn)[:60]!r}")
+    if role not in ROLES or not isinstance(content, str):
+        known = ", ".join(dict.fromkeys(ROLES.values()))
+        raise InputError(
+            f"{where} has the turn {str(turn)[:60]!r}; it needs {who!r} ({known}) and {what!r} (a string)"
+        )
+    return {"role": ROLES[role], "content": content}
 
 
 def _last_exchange(messages: list[Message]) -> Iterator[Conversation]:
@@ -222,17 +260,12 @@ OPENASSISTANT = Form(
 FORMS = (  # in order: the first that fits is it
     OPENASSISTANT_TREE,
     OPENASSISTANT,
-    Form(
-        "messages",
-        "messages: role, content",
-        _has("messages"),
-        _turns("messages", "role", "content", CHAT_ROLES),
-    ),
+    Form("messages", "messages: role, content", _has("messages"), _turns("messages")),
     Form(
         "ShareGPT",
-        "conversations: from, value",
+        "conversations: from, value, or role, content",
         _has("conversations"),
-        _turns("conversations", "from", "value", SHAREGPT_ROLES),
+        _turns("conversations"),
     ),
     Form(
         "self-instruct",

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from edgespec.errors import InputError
+
 PATIENCE = datetime.timedelta(hours=12)  # a process waits while another one writes a dataset
 
 
@@ -55,10 +57,16 @@ def leave() -> None:
 
 
 def wait() -> None:
-    """Return when every process has come here."""
+    """Return when every process has come here. Raises InputError where one has ended: what it met is its own to say."""
     if world() > 1:
         start()
-        dist.barrier()
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0][:200]
+            raise InputError(
+                f"another process of this run has ended; its message says why ({said})"
+            ) from error
 
 
 @contextmanager

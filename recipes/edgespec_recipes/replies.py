@@ -43,13 +43,18 @@ def encode_reply(
     return prompt, [*own, tokenizer.eos_token_id]
 
 
-def read_replies(source: str, tokenizer: Any, stops: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """`encode_reply` of every conversation in `source` that has a response. Raises InputError where fewer than two have one."""
-    conversations = read_conversations(source)
+def read_answered(source: str, strict: bool = False) -> list[Conversation]:
+    """The conversations of a source that have a response. Raises InputError where fewer than two have one."""
+    conversations = read_conversations(source, strict)
     answered = [conversation for conversation in conversations if conversation.response is not None]
     if len(answered) < FEWEST:
         raise InputError(
             f"{source} holds {len(conversations)} conversations, {len(answered)} of them with a response; "
             f"at least {FEWEST} are needed to learn from"
         )
-    return [encode_reply(tokenizer, conversation, stops) for conversation in answered]
+    return answered
+
+
+def read_replies(source: str, tokenizer: Any, stops: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """`encode_reply` of every conversation in `source` that has a response. Raises InputError where fewer than two have one."""
+    return [encode_reply(tokenizer, conversation, stops) for conversation in read_answered(source)]

@@ -1,5 +1,6 @@
 """Rows of files and of hub datasets, one after the other: .jsonl, .jsonl.gz, .json, .parquet, hub:NAME.
 
+Every text of a row can be written as UTF-8: a row with half a character (a lone surrogate) is refused here, by file and row.
 Nothing is held whole in memory but a .json list, whose size is bounded. Knows nothing of what a row means, and runs no code that
 comes with a dataset (datasets 4 and newer cannot).
 """
@@ -17,11 +18,13 @@ from typing import Any, TextIO
 
 from edgespec.errors import InputError, MissingExtra
 from edgespec.files import MAX_JSON_BYTES, read_json
+from edgespec.texts import check_json, check_text
 
 HUB = "hub:"
 HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
 ROW_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _PARQUET_BATCH = 256
+_HUB_SECONDS = 10.0
 
 Numbered = Iterator[tuple[str, dict[str, Any]]]
 """Rows with where each is from, for messages: `file:3`, or `hub:NAME row 3`."""
@@ -78,17 +81,38 @@ def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 @contextmanager
 def text_stream(file: Path) -> Iterator[TextIO]:
-    """A UTF-8 file, or a gzip of one, for reading. Raises InputError where it is neither."""
-    opener: Any = gzip.open if file.suffix == ".gz" else open
+    """A UTF-8 file, or a gzip of one, for reading. Raises InputError where it is neither, naming the line that is not UTF-8."""
     try:
-        with opener(file, "rt", encoding="utf-8-sig") as stream:
+        with _opener(file)(file, "rt", encoding="utf-8-sig") as stream:
             yield stream
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{_line_not_utf8(file)} cannot be read as UTF-8 text: {error.reason}; save it as UTF-8"
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from error
 
 
+def _opener(file: Path) -> Any:
+    return gzip.open if file.suffix == ".gz" else open
+
+
+def _line_not_utf8(file: Path) -> str:
+    """`file:line` of the first line that is not UTF-8: a stream that is decoded in chunks does not know it."""
+    with _opener(file)(file, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return f"{file}:{number}"
+    return str(file)
+
+
 def json_rows(file: Path, longest: int) -> Numbered:
-    """Every line of a .jsonl file as an object. Raises InputError naming the line: no JSON object, over `longest` characters."""
+    """Every line of a .jsonl file as an object.
+
+    Raises InputError naming the line: no JSON object, over `longest` characters, half a character.
+    """
     with text_stream(file) as stream:
         number = 0
         while line := stream.readline(longest + 1):
@@ -107,6 +131,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not valid JSON: {error}") from error
     if isinstance(row, dict):
+        check_json(line, row, where)
         return row
     hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
     raise InputError(f"{where} is {str(row)[:60]!r}; each line must be a JSON object{hint}")
@@ -129,6 +154,7 @@ def json_list(file: Path) -> Numbered:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise InputError(f"{file}:{number} is {str(row)[:60]!r}; each item must be a JSON object")
+        check_text(row, f"{file}:{number}")
         yield f"{file}:{number}", row
 
 
@@ -146,13 +172,29 @@ def parquet_rows(file: Path, column: str | None = None) -> Numbered:
             if column is not None and column not in names:
                 raise InputError(f"{file} has the columns {', '.join(names)}; it needs {column!r}")
             for batch in table.iter_batches(_PARQUET_BATCH, columns=[column] if column else None):
-                for row in batch.to_pylist():
+                for row in _values(batch, file, number):
                     number += 1
                     yield f"{file}:{number}", row
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
             f"{file} cannot be read as parquet after row {number}: {_one_line(error)}"
         ) from error
+
+
+def _values(batch: Any, file: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of a record batch, of which `before` rows come before. Raises InputError naming the first that is not UTF-8."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError:  # Arrow does not look at the bytes it reads
+        for place in range(len(batch)):
+            try:
+                batch.slice(place, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{file}:{before + place + 1} has a text that is not UTF-8: {error.reason}"
+                ) from error
+        raise
 
 
 def hub_rows(source: str) -> Numbered:
@@ -173,7 +215,10 @@ def hub_rows(source: str) -> Numbered:
         path = str(hub.folder or hub.name)
         for row in datasets.load_dataset(path, hub.configuration, split=hub.split, streaming=True):
             number += 1
+            check_text(row, f"{source} row {number}")
             yield f"{source} row {number}", row
+    except InputError:
+        raise
     except ConnectionError as error:
         raise InputError(
             f"{source} cannot be reached ({_one_line(error)}); check the name and the network, or give local files"
@@ -186,6 +231,17 @@ def hub_rows(source: str) -> Numbered:
             f"{source} cannot be read{after}: {_one_line(error)}; the form is {HUB_FORM}, a NAME with configurations is "
             "OWNER/NAME/CONFIGURATION"
         ) from error
+
+
+def hub_revision(source: str) -> str | None:
+    """The commit that a hub dataset is at now; None where the hub cannot be asked (its reader then says why)."""
+    try:
+        from huggingface_hub import HfApi
+
+        found: str | None = HfApi().dataset_info(parse_hub(source).name, timeout=_HUB_SECONDS).sha
+        return found
+    except Exception:  # of the hub's library, of the HTTP client's, of the network
+        return None
 
 
 def _one_line(error: BaseException) -> str:

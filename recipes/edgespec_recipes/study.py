@@ -1,5 +1,6 @@
 """A study: every arm of it trained for every seed, everything counted that the report needs. What may be shared is made once.
 
+    data         every row of text, instructions and prompts can be read
     target       found or made
     held-out     the target's responses to held-out prompts of every task and sampling
     responses    the target's answers to the seed instructions of all tasks in domain
@@ -22,21 +23,26 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import reduce
 from itertools import chain, zip_longest
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import torch
 from edgespec_runtime.engine import default_threads
 
+from edgespec import stage_sources as sources
+from edgespec.build_data import BuildData
 from edgespec.drafter import DrafterShape, cost_ratios, derive
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_jsonl, write_text
 from edgespec.options import to_mapping
-from edgespec.pipeline import RECIPE_FILE, dump_recipe
+from edgespec.pipeline_export import RECIPE_FILE, dump_recipe
 from edgespec.recipe import Recipe, reference_options
 from edgespec.report import duration
 from edgespec.shapes import ModelShape
+from edgespec.stage_record import Reads, settle
 from edgespec.stages import run_stage
 from edgespec.study_options import Arm, Study, TaskOptions
 from edgespec_recipes.datagen import generate
@@ -85,9 +91,17 @@ class Runs:
     # stages -----------------------------------------------------------------------------------------------------------
 
     def stage(
-        self, folder: Path, options: dict[str, Any], body: Callable[[Path], dict[str, Any]], recipe: Recipe
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        body: Callable[[Path], dict[str, Any]],
+        recipe: Recipe,
+        reads: Reads,
     ) -> dict[str, Any]:
-        """Run a stage unless it has been. Raises InputError where the folder was begun with other options."""
+        """Run a stage unless it has been and what it `reads` is as it was.
+
+        Raises InputError where the folder was begun with other options.
+        """
         file, wanted = folder / "options.json", json.loads(json.dumps(options))
         if file.exists() and (seen := read_json(file)) != wanted:
             name = next((key for key in [*wanted, *seen] if wanted.get(key) != seen.get(key)), "options")
@@ -95,10 +109,28 @@ class Runs:
                 f"{folder} was made with other options ({name} is {seen.get(name)!r} there and {wanted.get(name)!r} here); "
                 "give another --out, or remove that folder"
             )
+        self._settle(folder, reads)
         if not file.exists():
             write_text(folder / RECIPE_FILE, dump_recipe(recipe))
             write_json(file, wanted)
         return run_stage(folder, wanted, body)
+
+    def _settle(self, result: Path, reads: Reads, record: Path | None = None) -> None:
+        if why := settle(result, reads, record):
+            print(f"! {result.relative_to(self.out).as_posix()}: {why}: running again", flush=True)
+
+    def _model(self, folder: Path, *, weights: bool = True) -> Reads:
+        purpose = "target" if folder == self.target else "model"
+        return sources.model(purpose, folder, self.out, weights=weights)
+
+    def readable(self) -> None:
+        """Data that cannot be read stop a study before its first training step."""
+        data, base = self.study.data, self.study.recipe
+        if data:
+            print("▸ every row of text, instructions and prompts can be read", flush=True)
+            folder = self.out / "data" / digest(data, base.data)  # other arms may read other files
+            options = {"strict": base.data.strict}
+            self.stage(folder, options, lambda place: data.check(base.data.strict), base, data.reads)
 
     def prepared(self) -> None:
         """The target, its held-out texts, its responses."""
@@ -109,7 +141,9 @@ class Runs:
             found = resolve_target(base.target)
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
-        self.target = Path(self.stage(out / "target", named, find, base)["folder"])
+        self.target = Path(self.stage(out / "target", named, find, base, Reads())["folder"])
+        held_out = {f"tasks.{name}.held_out": task.held_out for name, task in tasks.items()}
+        asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
         plain = {name: to_mapping(task) for name, task in tasks.items()}
         options, samplings = base.evaluate, list(self.study.options.samplings)
         print("▸ held-out texts of the target", flush=True)
@@ -118,9 +152,10 @@ class Runs:
             {**named, **to_mapping(options), "tasks": plain, "samplings": samplings, "seed": base.seed},
             lambda place: sample_texts(place, self.target, tasks, samplings, options, base.seed),
             base,
+            self._model(self.target) | BuildData(prompts=held_out).reads,
         )
         print("▸ the target's responses to the seed instructions", flush=True)
-        sources = [task.instructions for task in tasks.values() if task.domain == "in"]
+        answered = [task.instructions for task in tasks.values() if task.domain == "in"]
 
         def answer(place: Path) -> dict[str, Any]:
             file = place / "instructions.jsonl"
@@ -129,9 +164,10 @@ class Runs:
 
         self.stage(
             out / "responses",
-            {**named, **to_mapping(base.generate), "instructions": sources, "seed": base.seed},
+            {**named, **to_mapping(base.generate), "instructions": answered, "seed": base.seed},
             answer,
             base,
+            self._model(self.target) | BuildData(prompts=asked).reads,
         )
 
     def shape(self, arm: Arm) -> DrafterShape:
@@ -152,6 +188,9 @@ class Runs:
                 place, self.target, self.shape(arm), recipe.drafter, recipe.pretrain, seed
             ),
             replace(recipe, seed=seed),
+            self._model(self.target, weights=recipe.drafter.init == "subclone")
+            | (self._model(Path(recipe.drafter.checkpoint)) if recipe.drafter.checkpoint else Reads())
+            | sources.text("pretrain.text", recipe.pretrain.text),
         )
         return folder
 
@@ -175,6 +214,7 @@ class Runs:
                 kept,
                 lambda place: store_responses(place, inputs, recipe.distill),
                 self.study.recipe,
+                self._model(self.target) | sources.stages(self.out, "responses"),
             )
         if recipe.distill.select_fraction < 1:
             options = reference_options(recipe)
@@ -186,9 +226,18 @@ class Runs:
                 {**to_mapping(options), "seed": seed},
                 lambda place: distill(place, inputs, options, seed),
                 replace(recipe, distill=options, seed=seed),
+                self._read_by(recipe, inputs),
             )
             inputs = replace(inputs, reference=folder / "model")
         return inputs
+
+    def _read_by(self, recipe: Recipe, inputs: DistillInputs) -> Reads:
+        """What a distillation reads."""
+        models = [self.target, inputs.drafter, *([inputs.reference] if inputs.reference else [])]
+        stored = [inputs.store.relative_to(self.out).as_posix()] if inputs.store else []
+        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        made = sources.stages(self.out, "responses", *stored)
+        return reduce(or_, map(self._model, models), made | sources.conversations("distill.fixed", fixed))
 
     def drafter(self, name: str, seed: int) -> Path:
         """The folder of an arm's drafter: `model` in it, and `kept` where some were kept on the way."""
@@ -202,6 +251,7 @@ class Runs:
             {**to_mapping(arm.recipe.distill), "begun": str(inputs.drafter.parent.parent.name), "seed": seed},
             lambda place: distill(place, inputs, arm.recipe.distill, seed),
             replace(arm.recipe, seed=seed),
+            self._read_by(arm.recipe, inputs),
         )
         self.trained[folder] = float(read_json(folder / "stage.json")["seconds"])
         return folder
@@ -223,13 +273,21 @@ class Runs:
         wanted: dict[Path, Path] = {}
         for name in self.study.arms:
             folder = self.drafter(name, seed)
-            wanted[self.counts_file(name, seed)] = folder / "model"
-            for kept in self.kept(folder, name):
-                wanted[self.counts_file(name, seed, kept.name)] = kept
+            models = {"": folder / "model", **{kept.name: kept for kept in self.kept(folder, name)}}
+            for kept_name, model in models.items():
+                file = self.counts_file(name, seed, kept_name)
+                self._settle_counts(file, folder)
+                wanted[file] = model
         count_drafters(self.target, wanted, self._texts(), self.study.recipe.evaluate)
+
+    def _settle_counts(self, file: Path, drafter: Path) -> None:
+        """Counts of a drafter or of texts that were made again since are counted again."""
+        reads = sources.stages(self.out, "held-out", drafter.relative_to(self.out).as_posix())
+        self._settle(file, reads | self._model(self.target), file.with_suffix(".inputs.json"))
 
     def everything(self) -> None:
         """All runs of all seeds, and their counts; a line says which one is under way and how long the rest takes."""
+        self.readable()
         self.prepared()
         runs = [(seed, name) for seed in self.study.options.seeds for name in self.study.arms]
         for place, (seed, name) in enumerate(runs):
@@ -263,8 +321,10 @@ class Runs:
         found = []
         for seed in self.study.options.seeds:
             file = self.out / "check" / f"{name}-g{draft_length}-seed-{seed}.json"
+            folder = self.drafter(name, seed)
+            self._settle_counts(file, folder)
             if not file.exists():
-                model = self.drafter(name, seed) / "model"
+                model = folder / "model"
                 print(f"▸ check by real speculative decoding: {name}, seed {seed}", flush=True)
                 rows = run_for_real(self.target, model, texts, self.study.recipe.evaluate, draft_length, seed)
                 write_json(file, rows)

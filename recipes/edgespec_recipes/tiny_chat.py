@@ -19,10 +19,12 @@ import torch
 from torch.nn import functional
 
 from edgespec.files import read_jsonl, write_json, write_text
+from edgespec.folder_lock import held
 from edgespec.options import from_mapping, knob, to_mapping
 from edgespec.progress import progress
 from edgespec.read_recipe import load_recipe
 from edgespec.recipe import TrainingOptions
+from edgespec.stage_record import DONE
 from edgespec.stages import run_stage
 from edgespec.targets import TINY_CHAT, cache_folder
 from edgespec_recipes.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
@@ -76,10 +78,12 @@ def tiny_chat_folder(options: TinyChatOptions) -> Path:
 
 
 def build_tiny_chat(options: TinyChatOptions | None = None) -> Path:
-    """The model folder; trained on first use (minutes), resumed where a run was killed."""
+    """The model folder; trained on first use (minutes), resumed where a run was killed, by one process at a time."""
     options = options or tiny_chat_options()
     out = tiny_chat_folder(options)
-    run_stage(out, to_mapping(options), lambda folder: _build(folder, options))
+    if not (out / DONE).exists():
+        with held(out, "making tiny-chat", wait=True):
+            run_stage(out, to_mapping(options), lambda folder: _build(folder, options))
     return out / "model"
 
 

@@ -6,7 +6,6 @@ The prompt is an argument or comes from standard input.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec.options import from_mapping, knob, to_mapping
+from edgespec.texts import printable_json
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.conversation import keeping_system
 from edgespec_runtime.decoding import DecodingOptions, plain
@@ -22,6 +22,7 @@ from edgespec_runtime.device_defaults import of_reply
 from edgespec_runtime.loop import check_prompt, decode
 from edgespec_runtime.pair_schedule import Schedules
 from edgespec_runtime.speed import dump, metrics_of
+from edgespec_runtime.terminal import typed
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 
@@ -42,17 +43,13 @@ OPTIONS = Options
 
 
 def read_prompt() -> str:
-    """The whole of standard input, one final newline off. Raises InputError where there is none to read."""
+    """The whole of standard input, one final line end off. Raises InputError where there is none to read."""
     if sys.stdin.isatty():
         raise InputError("there is no prompt; give it after the bundle, or pipe it in")
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
     if len(data) > MAX_PROMPT_BYTES:
         raise InputError(f"the prompt on standard input exceeds {MAX_PROMPT_BYTES} bytes; shorten it")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"the prompt on standard input is not UTF-8: {error}") from error
-    return text.removesuffix("\n")
+    return typed(data, "the prompt on standard input").removesuffix("\n")
 
 
 def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
@@ -101,7 +98,7 @@ def run(given: dict[str, Any]) -> int:
             "counts": dump(counts),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
-        print(json.dumps(report, ensure_ascii=False, indent=2))
+        print(printable_json(report))
         return 0
     finally:
         pair.close()

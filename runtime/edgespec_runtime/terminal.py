@@ -10,7 +10,9 @@ from types import FrameType
 from typing import IO, Any
 
 from edgespec.errors import InputError
+from edgespec.texts import check_text
 
+_LINE = "a line of standard input"
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
@@ -28,6 +30,17 @@ def harmless(text: str) -> str:
     return text.translate(_HARMFUL)
 
 
+def typed(data: bytes, what: str) -> str:
+    """UTF-8 bytes from a pipe as the text that was meant: Windows' byte order mark and line ends make no difference.
+
+    Raises InputError, naming `what`, where they are not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} is not UTF-8: {error}; send it as UTF-8 text") from error
+
+
 class Lines:
     """Lines of standard input: with prompt, editing and history on a terminal, bare in a pipe."""
 
@@ -42,24 +55,20 @@ class Lines:
 
         Raises InputError for a line that is not UTF-8; the lines after it can be read.
         """
-        try:
-            return self._read(prompt)
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"a line of standard input is not UTF-8: {error}; send it as UTF-8 text"
-            ) from error
-
-    def _read(self, prompt: str) -> str | None:
         if not self.interactive:
-            line = sys.stdin.buffer.readline()
-            return line.decode("utf-8").rstrip("\r\n") if line else None
+            data = sys.stdin.buffer.readline()
+            return typed(data, _LINE).rstrip("\r\n") if data else None
         if not sys.stdout.isatty():  # replies go to a file: the prompt must not
             print(prompt, end="", file=sys.stderr, flush=True)
             prompt = ""
         try:
-            return input(prompt)
+            line = input(prompt)
         except EOFError:
             return None
+        except UnicodeDecodeError as error:
+            raise InputError(f"{_LINE} is not UTF-8: {error}; send it as UTF-8 text") from error
+        check_text(line, _LINE)  # in the C locale Python lets odd bytes through
+        return line
 
 
 class Interrupt:

@@ -1,0 +1,79 @@
+"""The data that a recipe names: where each lies, and that every row of it can be read. Knows knobs and sources, no rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+from edgespec import stage_sources as sources
+from edgespec.recipe import PYTHON_STDLIB, Recipe
+from edgespec.stage_record import DONE, Reads
+
+_LAST_READER = {
+    "pretrain.text": "pretrain",
+    "generate.instructions": "generate",
+    "evaluate.prompts_file": "pack",
+    "distill.fixed": "distill",
+    "tune.conversations": "tune",
+}
+
+
+@dataclass(frozen=True)
+class BuildData:
+    """Sources by the name of their knob: plain text, conversations to answer, conversations with responses to learn."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    replies: Mapping[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything that does not come with Python."""
+        return any(
+            source != PYTHON_STDLIB for source in {**self.texts, **self.prompts, **self.replies}.values()
+        )
+
+    @property
+    def reads(self) -> Reads:
+        texts = [sources.text(name, source) for name, source in self.texts.items()]
+        rows = {**self.prompts, **self.replies}
+        return reduce(or_, [*texts, *(sources.conversations(name, rows[name]) for name in rows)], Reads())
+
+    def check(self, strict: bool) -> dict[str, Any]:
+        """Read all of it once; how much each source holds. Raises InputError naming file and row, MissingExtra."""
+        from edgespec_recipes.data_check import check_data
+
+        return check_data(self.texts, self.prompts, self.replies, strict)
+
+
+def data_of(recipe: Recipe, out: Path) -> BuildData:
+    """What the build in `out` reads."""
+    fixed = {"distill.fixed": recipe.distill.fixed} if recipe.distill.fixed_fraction else {}
+    tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
+    written = {"generate.instructions": recipe.generate.instructions}
+    return BuildData(
+        _left({"pretrain.text": recipe.pretrain.text}, out),
+        {**_left(written, out), **held_out_of(recipe, out).prompts},
+        _left({**fixed, **tuned}, out),
+    )
+
+
+def held_out_of(recipe: Recipe, out: Path) -> BuildData:
+    """What an export in `out` reads."""
+    return BuildData(prompts=_left({"evaluate.prompts_file": recipe.evaluate.prompts_file}, out))
+
+
+def _left(found: Mapping[str, str], out: Path) -> dict[str, str]:
+    """Sources without those that are gone after their last reader has finished."""
+    return {
+        name: source
+        for name, source in found.items()
+        if not (_is_gone(source) and (out / _LAST_READER[name] / DONE).exists())
+    }
+
+
+def _is_gone(source: str) -> bool:
+    return source != PYTHON_STDLIB and ":" not in source and not Path(source).expanduser().exists()
