@@ -138,6 +138,9 @@ class GenerateOptions:
         (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
     )
     top_p: float = knob(0.95, "nucleus mass", at_least=1e-6, at_most=1.0)
+    min_p: float = knob(
+        0.0, "least probability of a token, as a share of the highest one", at_least=0.0, at_most=1.0
+    )
     system_prompts: tuple[str, ...] = knob(
         ("", "You are a helpful assistant.", "Answer briefly."), "system prompts, used in turn ('' for none)"
     )

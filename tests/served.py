@@ -16,6 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from conftest import REPOSITORY
+from edgespec_runtime.bundle import LoadOptions, open_pair
+from edgespec_runtime.serve import Server
+from edgespec_runtime.serve_api import Service
 
 Spoil = Callable[[str, int, bytes], tuple[int, bytes] | None]
 """(path, number of this request, the honest answer) -> (status, body), or None to hang up."""
@@ -53,6 +56,23 @@ def served(bundle: Path, *flags: str) -> Iterator[str]:
             process.terminate()
 
 
+@contextmanager
+def listening(
+    bundle: Path, host: str = "127.0.0.1", *, waiting: int = 4, draft_length: int | None = 3
+) -> Iterator[Server]:
+    """The server of `edgespec serve` on a free port, in this process."""
+    pair = open_pair(bundle, LoadOptions())
+    with Server(host, 0, Service(pair, "target", draft_length), waiting) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+    pair.close()
+
+
 def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
     """(status, JSON) of one request; `body` may be bytes, sent as they are."""
     parts = urlsplit(url)
@@ -69,6 +89,23 @@ def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any
         return answer.status, json.loads(answer.read())
     finally:
         connection.close()
+
+
+def stream(url: str, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a streamed answer, the mark of its end left out."""
+    parts = urlsplit(url)
+    assert parts.hostname
+    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
+    try:
+        data = json.dumps({**body, "stream": True})
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.headers["Content-Type"] == "text/event-stream"
+        events = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
+    finally:
+        connection.close()
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -276,6 +276,7 @@ def test_chat_module_documents_its_settable_knobs() -> None:
             "temperature",
             "top_k",
             "top_p",
+            "min_p",
             "draft_length",
             "max_draft_length",
             "max_new_tokens",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from edgespec_runtime.sampling import Categorical, Uniforms, Warp, _invert, _largest, _nucleus, warp
@@ -128,6 +130,49 @@ def test_warp_is_temperature_then_top_k_then_top_p() -> None:
     assert warp(logits, Warp(temperature=1.0, top_k=5)).ids is None  # k = V keeps all
 
 
+@pytest.mark.parametrize(
+    "how", [Warp(temperature=0.7), Warp(temperature=1.0, top_k=40), Warp(temperature=1.3, top_p=0.8)]
+)
+@pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
+@pytest.mark.parametrize("size", [1, 7, 257, 5000])
+def test_min_p_keeps_what_is_likely_beside_the_likeliest(size: int, min_p: float, how: Warp) -> None:
+    """After the other warps: p / max p >= min_p on what they kept, renormalised."""
+    for logits in rows(size):
+        before = warp(logits, how).dense(size)
+        wanted = np.where(before >= np.float32(min_p) * before.max(), before, 0).astype(np.float64)
+        found = warp(logits, replace(how, min_p=min_p)).dense(size)
+        np.testing.assert_allclose(found, wanted / wanted.sum(), rtol=1e-5)
+        assert found.argmax() == before.argmax()
+
+
+def test_min_p_comes_after_top_p() -> None:
+    """transformers' order: top-p counts the mass of the tokens that min-p drops. First min-p, top-p would keep one token."""
+    logits = np.log(np.array([0.5, 0.3, 0.1, 0.1], dtype=np.float32))
+    how = Warp(temperature=1.0, top_p=0.6, min_p=0.5)
+    np.testing.assert_array_equal(warp(logits, how).ids, [0, 1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+@pytest.mark.parametrize("top_k", [0, 9])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_warping_is_that_of_transformers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    import torch
+    from transformers import generation
+
+    warpers = [generation.TemperatureLogitsWarper(temperature)]
+    warpers += [generation.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [generation.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [generation.MinPLogitsWarper(min_p)] if min_p else []
+    logits = np.random.default_rng(3).normal(size=(20, 300)).astype(np.float32) * 3
+    scores = torch.from_numpy(logits)
+    for warper in warpers:
+        scores = warper(torch.zeros(20, 1, dtype=torch.long), scores)
+    how = Warp(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = np.stack([warp(row, how).dense(300) for row in logits])
+    np.testing.assert_allclose(found, torch.softmax(scores, -1).numpy(), atol=1e-6)
+
+
 def test_a_temperature_close_to_zero_is_greedy_without_overflow() -> None:
     logits = np.array([90, -90, 89.5], dtype=np.float32)
     for temperature in (1e-3, 1e-7, 1e-300):
@@ -136,7 +181,7 @@ def test_a_temperature_close_to_zero_is_greedy_without_overflow() -> None:
 
 def test_warping_leaves_the_logits_alone() -> None:
     logits = np.arange(2000, dtype=np.float32)
-    for how in (Warp(), Warp(temperature=1.0), Warp(temperature=0.7, top_k=20, top_p=0.9)):
+    for how in (Warp(), Warp(temperature=1.0), Warp(temperature=0.7, top_k=20, top_p=0.9, min_p=0.1)):
         warp(logits, how)
         np.testing.assert_array_equal(logits, np.arange(2000, dtype=np.float32))
 
@@ -170,7 +215,10 @@ def test_numbers_drawn_ahead_are_those_of_single_calls() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.1), ("temperature", "nan"), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.1)],
+    [
+        *(("temperature", -0.1), ("temperature", 101), ("temperature", "nan"), ("top_k", -1)),
+        *(("top_p", 0.0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 1.1)),
+    ],
 )
 def test_values_out_of_bounds_are_named(name: str, value: object) -> None:
     with pytest.raises(InputError, match=f"{name} is"):

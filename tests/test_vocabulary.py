@@ -214,20 +214,30 @@ def test_a_vocabulary_that_does_not_fit_its_model(folder: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_warping_leaves_nothing_outside(temperature: float, top_p: float) -> None:
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+def test_warping_leaves_nothing_outside(temperature: float, top_p: float, min_p: float) -> None:
     """On -inf outside the subset the warp is that of the subset's logits alone, in torch and in the runtime."""
     vocabulary = subset()
     known = torch.randn(6, KEPT, generator=torch.Generator().manual_seed(0)) * 3
     logits = torch.full((6, FULL), -torch.inf)
     logits[:, vocabulary.ids] = known
     for see in (torch_warp, _runtime_warp):
-        seen, wanted = see(logits, temperature, top_p), see(known, temperature, top_p)
+        seen, wanted = (see(rows, temperature, top_p, min_p) for rows in (logits, known))
         torch.testing.assert_close(seen[:, vocabulary.ids], wanted, atol=1e-6, rtol=1e-6)
         assert seen.sum() == pytest.approx(6.0, abs=1e-4)
 
 
-def _runtime_warp(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    how = Warp(temperature=temperature, top_p=top_p)
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 1.0, 1.6])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("min_p", [0.0, 0.05, 0.5])
+def test_torch_and_the_runtime_warp_alike(temperature: float, top_p: float, min_p: float) -> None:
+    logits = torch.randn(40, FULL, generator=torch.Generator().manual_seed(1)) * 3
+    seen = torch_warp(logits, temperature, top_p, min_p)
+    torch.testing.assert_close(seen, _runtime_warp(logits, temperature, top_p, min_p), atol=1e-6, rtol=1e-5)
+
+
+def _runtime_warp(logits: torch.Tensor, temperature: float, top_p: float, min_p: float) -> torch.Tensor:
+    how = Warp(temperature=temperature, top_p=top_p, min_p=min_p)
     return torch.from_numpy(np.stack([warp(row, how).dense(len(row)) for row in logits.numpy()]))
 
 

@@ -175,6 +175,7 @@ class _TorchWriter:
                     [request.prompt_ids for request in batch],
                     [request.temperature for request in batch],
                     top_p=self.options.top_p,
+                    min_p=self.options.min_p,
                     max_new_tokens=self.options.max_new_tokens,
                     generator=generator,
                     stops=self.stops,

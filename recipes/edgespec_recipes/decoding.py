@@ -28,12 +28,13 @@ def stop_ids(model: Any) -> list[int]:
     return []
 
 
-def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0) -> Tensor:
-    """Probabilities [.., V] in float32 after temperature and nucleus filtering.
+def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """Probabilities [.., V] in float32 after temperature, top-p and min-p, in this order: the runtime's `sampling.warp` in torch.
 
     `temperature` is one number or one per leading index ([..]); 0 gives the one-hot argmax, so greedy decoding is the general
     rule at that distribution. The nucleus is the shortest run of most probable tokens whose mass reaches `top_p`
-    (Holtzman et al. 2020); equal probabilities at its edge are taken in the order of the sort.
+    (Holtzman et al. 2020); equal probabilities at its edge are taken in the order of the sort. Of these, the tokens stay whose
+    probability is at least `min_p` times the highest one (Nguyen et al. 2024).
     """
     shape = logits.shape
     rows = logits.float().reshape(-1, shape[-1])
@@ -48,7 +49,8 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0) -> Ten
         probabilities.scatter_(-1, rows.argmax(-1, keepdim=True), 1.0)
     if warm.any():
         drawn = torch.softmax(rows[warm] / heat[warm], -1)
-        probabilities[warm] = _nucleus(drawn, top_p) if top_p < 1.0 else drawn
+        drawn = _nucleus(drawn, top_p) if top_p < 1.0 else drawn
+        probabilities[warm] = _likely(drawn, min_p) if min_p > 0.0 else drawn
     return probabilities.reshape(shape)
 
 
@@ -69,6 +71,13 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
         whole = torch.zeros_like(values)
         _keep_mass(whole, values, tokens, top_p)
         kept[short] = whole
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _likely(probabilities: Tensor, min_p: float) -> Tensor:
+    """[N, V] -> [N, V] renormalised over the tokens with at least `min_p` times the row's highest probability."""
+    floor = min_p * probabilities.amax(-1, keepdim=True)
+    kept = torch.where(probabilities < floor, 0.0, probabilities)
     return kept / kept.sum(-1, keepdim=True)
 
 
@@ -223,6 +232,7 @@ def sample_responses(
     generator: torch.Generator | None = None,
     noise: Tensor | None = None,
     stops: Sequence[int],
+    min_p: float = 0.0,
 ) -> list[list[int]]:
     """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
 
@@ -243,7 +253,7 @@ def sample_responses(
     active = torch.ones(len(prompts), dtype=torch.bool, device=device)
     logits = decoder.forward(*left_pad(prompts), keep=1)
     for step in range(max_new_tokens):
-        probabilities = warp(logits[:, -1], heat[rows], top_p)
+        probabilities = warp(logits[:, -1], heat[rows], top_p, min_p)
         if noise is not None:
             tokens = token_at(probabilities, noise[rows, step])
         else:

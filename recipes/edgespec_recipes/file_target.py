@@ -148,6 +148,7 @@ class FileWriter:
             how = DecodingOptions(
                 temperature=request.temperature,
                 top_p=self.options.top_p,
+                min_p=self.options.min_p,
                 max_new_tokens=self.options.max_new_tokens,
                 seed=self.seed * 1_000_003 + request.id,
                 rule=LOSSLESS,

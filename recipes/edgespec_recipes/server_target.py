@@ -255,6 +255,7 @@ class ServerWriter:
                 "max_tokens": self.options.max_new_tokens,
                 "temperature": request.temperature,
                 "top_p": self.options.top_p,
+                **({"min_p": self.options.min_p} if self.options.min_p else {}),  # no field of OpenAI's
                 "seed": (self.seed * 1_000_003 + request.id) % 2**31,
             }
         )

@@ -185,12 +185,11 @@ def run(given: dict[str, Any]) -> int:
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
     prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
     greedy = options.temperature == 0
-    sampled = f"temperature {options.temperature}, top-k {options.top_k}, top-p {options.top_p}"
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
     print(f"{names}, {pair.engine} {pair.precision}, {options.threads or default_threads()} threads")
     print(
         f"{prompts} prompts x {repeats}, up to {options.max_new_tokens} tokens, "
-        f"{'greedy' if greedy else sampled}; medians over prompts, 95 % bootstrap intervals\n"
+        f"{options.words()}; medians over prompts, 95 % bootstrap intervals\n"
     )
     print(speed_table(summaries, markdown=options.markdown), end="\n\n")
     print(cost_table(summaries, markdown=options.markdown), end="\n\n")

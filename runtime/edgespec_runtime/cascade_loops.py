@@ -60,7 +60,7 @@ class Reply:
         counts: RawCounts,
     ) -> None:
         self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
-        self.how = Warp(options.temperature, options.top_k, options.top_p)
+        self.how = Warp.of(options)
         self.source = Uniforms(options.seed)
         self.ids, self.emitted = list(prompt), len(prompt)
         self.limit = target.engine.context_length

@@ -68,7 +68,7 @@ def decode(
         rule = LOSSLESS  # nobody drafts: plain decoding
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
     schedule.begin()
-    how = Warp(options.temperature, options.top_k, options.top_p)
+    how = Warp.of(options)
     if rule.mixes and not rule.raw and how.temperature == 0.0:
         rule = LOSSLESS  # of greedy distributions such a rule keeps the target's token and no other (cascades, Lemma 6)
     source = source_of(rule, options.seed)

@@ -1,12 +1,12 @@
-"""From logits to the distribution a token is drawn from: temperature, top-k, top-p. One row at a time, numpy only.
+"""From logits to the distribution a token is drawn from: temperature, top-k, top-p, min-p. One row at a time, numpy only.
 
 Temperature 0 is the distribution with one token in it, so greedy decoding needs no softmax and no code of its own downstream.
-Top-k and top-p give short lists of token ids; nothing sorts the vocabulary.
+Top-k, top-p and min-p give short lists of token ids; nothing sorts the vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,13 +17,30 @@ from edgespec.options import knob
 
 @dataclass(frozen=True)
 class Warp:
-    """How logits become probabilities, applied in this order: temperature, top-k, top-p."""
+    """How logits become probabilities, applied in this order, which is that of transformers: temperature, top-k, top-p, min-p."""
 
-    temperature: float = knob(0.0, "sampling temperature; 0 is greedy", at_least=0.0)
+    temperature: float = knob(0.0, "sampling temperature; 0 is greedy", at_least=0.0, at_most=100.0)
     top_k: int = knob(0, "keep the k most probable tokens; 0 keeps all", at_least=0)
     top_p: float = knob(
         1.0, "keep the smallest set of most probable tokens with this mass", at_least=1e-6, at_most=1.0
     )
+    min_p: float = knob(
+        0.0,
+        "keep the tokens with at least this share of the most probable token's probability; 0 keeps all",
+        at_least=0.0,
+        at_most=1.0,
+    )
+
+    @staticmethod
+    def of(options: Warp) -> Warp:
+        """The warp of options that say more than how to warp."""
+        return Warp(**{field.name: getattr(options, field.name) for field in fields(Warp)})
+
+    def words(self) -> str:
+        """The settings for a report."""
+        if self.temperature == 0.0:
+            return "greedy"
+        return f"temperature {self.temperature:g}, top-k {self.top_k}, top-p {self.top_p:g}, min-p {self.min_p:g}"
 
 
 class RandomSource(Protocol):
@@ -214,7 +231,8 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     """The distribution of one row of logits [V].
 
     Top-k keeps exactly k tokens; top-p is the smallest set of most probable tokens whose mass reaches `top_p` (the lower id
-    wins a tie), as in the nucleus sampling of Holtzman et al. 2020. The kept tokens are renormalised.
+    wins a tie), as in the nucleus sampling of Holtzman et al. 2020. Min-p keeps the tokens whose probability is at least `min_p`
+    times the highest one (Nguyen et al. 2024, "Turning Up the Heat", section 3). The kept tokens are renormalised.
     """
     if how.temperature == 0.0:
         return Categorical(np.array([logits.argmax()], dtype=np.int64), _CERTAIN)
@@ -225,6 +243,9 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     weights = _weights(logits, how.temperature)
     if how.top_p < 1.0:
         kept = _nucleus(weights / weights.sum(), how.top_p)
+        weights, ids = weights[kept], kept if ids is None else ids[kept]
+    if how.min_p > 0.0:
+        kept = np.flatnonzero(weights >= np.float32(how.min_p))  # the highest weight is 1
         weights, ids = weights[kept], kept if ids is None else ids[kept]
     return Categorical(ids, weights, None)
 

@@ -1,16 +1,22 @@
 """Serve a bundle over HTTP to programs that speak OpenAI's protocol: /v1/completions, /v1/chat/completions, with speculation.
 
 One request is answered at a time, others wait their turn. It listens on this machine alone unless told otherwise and asks nobody
-for a password; requests have bounds in size, time and number.
+for a password; requests have bounds in size, time and number. Knows sockets and HTTP: what a request means is serve_request.py's,
+what it is answered serve_api.py's.
+
+A client that closes its side of the connection has left: its reply stops before the next pass of a model. This holds as well for
+a client that closes its sending side alone and would go on reading (`nc -N`), since the two look the same; it is told so.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import socket
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,19 +26,21 @@ from urllib.parse import urlsplit
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import parse_json
 from edgespec.options import from_mapping, knob
+from edgespec.texts import check_json
 from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.serve_api import ROUTES, Events, Refused, Service
+from edgespec_runtime.serve_api import GETS, POSTS, Events, Service
+from edgespec_runtime.serve_request import Refused
 
 MAX_BODY = 8 * 1024 * 1024
 SECONDS_TO_READ = 30.0  # a client that is slower to send its request is hung up on
-LOCAL = frozenset({"127.0.0.1", "localhost", "::1", "[::1]"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LoadOptions):
     bundle: str = knob(help="bundle folder", positional=True)
     host: str = knob(
-        "127.0.0.1", "address to listen on; anything but this machine is open to whoever reaches it"
+        "127.0.0.1",
+        "address to listen on, IPv4 or IPv6; anything but this machine is open to whoever reaches it",
     )
     port: int = knob(8080, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     name: str = knob("", "the model's name for clients (default: the target's)")
@@ -48,20 +56,55 @@ class Options(LoadOptions):
 OPTIONS = Options
 
 
+class ClientLeft(Exception):
+    """Nobody waits for this answer any more."""
+
+
 class Server(ThreadingHTTPServer):
     """The service behind sockets; `turns` bounds the requests that are inside."""
 
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], service: Service, waiting: int) -> None:
+    def __init__(self, host: str, port: int, service: Service, waiting: int) -> None:
+        self.address_family, address = _resolved(host, port)
         super().__init__(address, Handler)
         self.service, self.turns = service, threading.BoundedSemaphore(waiting + 1)
-        self.local = address[0] in LOCAL
+        self.local = _is_local(str(self.server_address[0]))
+
+    def server_bind(self) -> None:
+        """`::` is every address of this machine, those of IPv4 as well."""
+        if self.address_family == socket.AF_INET6:
+            with suppress(OSError, AttributeError):  # not on every platform
+                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+    @property
+    def url(self) -> str:
+        host, port = str(self.server_address[0]), self.server_address[1]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that left is no news; a mistake of ours is."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
+    """(family, address) of a name or an IPv4 or IPv6 address, with or without brackets. Raises OSError where there is none."""
+    name = host.removeprefix("[").removesuffix("]") if ":" in host else host
+    found = socket.getaddrinfo(name or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = min(
+        found, key=lambda one: one[0] != socket.AF_INET
+    )  # of a name with both, IPv4
+    return family, address
+
+
+def _is_local(host: str) -> bool:
+    """Whether a host is a name or an address of this machine that nobody else can reach."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -81,31 +124,61 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         try:
             self._check_host()
-            action = ROUTES.get((method, urlsplit(self.path).path))
-            if action is None:
+            path = urlsplit(self.path).path
+            if method == "GET" and path in GETS:
+                self._send(200, GETS[path](self.server.service))
+            elif method == "POST" and path in POSTS:
+                self._post(path)
+            else:
                 raise Refused(404, f"there is no {method} {self.path[:200]}")
-            body = self._body() if method == "POST" else {}
-            if not self.server.turns.acquire(blocking=False):
-                raise Refused(503, "too many requests are waiting; try again in a second")
-            try:
-                answer = action(self.server.service, body)
-                if isinstance(answer, Generator):
-                    with closing(answer):  # also where the client leaves: the next request gets its turn
-                        self._stream(answer)
-                else:
-                    self._send(200, answer)
-            finally:
-                self.server.turns.release()
         except Refused as error:
-            self._refuse(error.status, str(error))
+            self._refuse(error)
         except EdgespecError as error:
-            self._refuse(400 if isinstance(error, InputError) else 500, str(error))
+            self._refuse(Refused(400 if isinstance(error, InputError) else 500, str(error)))
+        except ClientLeft as error:
+            self._refuse(Refused(400, str(error)))
+
+    def _post(self, path: str) -> None:
+        body = self._body()
+        if not self.server.turns.acquire(blocking=False):
+            raise Refused(503, "too many requests are waiting; try again in a second")
+        try:
+            answer = POSTS[path](self.server.service, body, self._watch)
+            if isinstance(answer, Generator):
+                with closing(answer):  # also where the client leaves: the next request gets its turn
+                    self._stream(answer)
+            else:
+                self._send(200, answer)
+        finally:
+            self.server.turns.release()
+
+    def _watch(self) -> None:
+        """Raise ClientLeft where the client has closed its side of the connection. Takes microseconds."""
+        patience = self.connection.gettimeout()
+        self.connection.settimeout(0.0)
+        try:
+            # What comes before the answer is thrown away: it may hide the end behind it.
+            left = not self.connection.recv(65536)
+            self.close_connection = True
+        except BlockingIOError:
+            left = False
+        except OSError:  # reset
+            left = True
+        finally:
+            self.connection.settimeout(patience)
+        if left:
+            raise ClientLeft(
+                "the client closed its sending side before the answer was ready; keep the connection open until it is read"
+            )
 
     def _check_host(self) -> None:
         """A page in a browser must not reach a local server by a name of its own for this address (DNS rebinding)."""
         host = self.headers.get("Host", "")
-        name = urlsplit(f"//{host}").hostname or ""
-        if self.server.local and name not in LOCAL:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # a bracket without the other
+            name = ""
+        if self.server.local and not _is_local(name):
             raise Refused(403, f"the host {host[:100]!r} is not this machine")
 
     def _body(self) -> dict[str, Any]:
@@ -123,6 +196,7 @@ class Handler(BaseHTTPRequestHandler):
         value = parse_json(data, "the request", strict=True)
         if not isinstance(value, dict):
             raise Refused(400, "the body is no JSON object")
+        check_json(data.decode(), value, "the request")
         return value
 
     def _send(self, status: int, value: Any) -> None:
@@ -142,17 +216,29 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self._event(first)
-        for event in events:
-            self._event(event)
-        self.wfile.write(b"data: [DONE]\n\n")
+        try:
+            for event in events:
+                self._event(event)
+        except EdgespecError as error:  # too late for a status
+            self._event(_error(Refused(500, str(error))))
+        except ClientLeft:
+            pass
+        else:
+            self.wfile.write(b"data: [DONE]\n\n")
 
     def _event(self, event: dict[str, Any]) -> None:
         self.wfile.write(b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n")
         self.wfile.flush()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, error: Refused) -> None:
         self.close_connection = True  # of a body that was not read, the rest would look like the next request
-        self._send(status, {"error": {"message": message, "type": "invalid_request_error", "code": status}})
+        self._send(error.status, _error(error))
+
+
+def _error(error: Refused) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def run(given: dict[str, Any]) -> int:
@@ -161,14 +247,14 @@ def run(given: dict[str, Any]) -> int:
     try:
         service = Service(pair, options.name or pair.manifest.target.name, options.draft_length)
         try:
-            server = Server((options.host, options.port), service, options.waiting)
-        except OSError as error:
+            server = Server(options.host, options.port, service, options.waiting)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise InputError(
-                f"cannot listen on {options.host} port {options.port}: {error.strerror or error}; give another --port or --host"
+                f"cannot listen on {options.host} port {options.port}: {reason}; give another --port or --host"
             ) from error
         with server:
-            host, port = server.server_address[:2]
-            print(f"serving {service.name} at http://{host!s}:{port}/v1 ({pair.exactness()})", flush=True)
+            print(f"serving {service.name} at {server.url}/v1 ({pair.exactness()})", flush=True)
             server.serve_forever()
         return 0
     finally:

@@ -1,14 +1,14 @@
 """What a served bundle answers: requests in OpenAI's words to replies of the decoding loop, and scores of given tokens.
 
-Knows no sockets. Fields beyond OpenAI's are those of vLLM: `prompt` as token ids, `return_token_ids`,
-`return_tokens_as_token_ids`, /tokenize.
+Knows no sockets. How a request is read: serve_request.py.
 """
 
 from __future__ import annotations
 
-import threading
+import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,152 +17,181 @@ import numpy as np
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
 from edgespec_runtime.bundle import Pair
-from edgespec_runtime.decoding import DecodingOptions, plain
+from edgespec_runtime.decoding import Block, DecodingOptions, plain
 from edgespec_runtime.loop import check_prompt, decode
 from edgespec_runtime.pair_schedule import Schedules
+from edgespec_runtime.serve_request import (
+    Fields,
+    Refused,
+    Request,
+    read_chat,
+    read_completion,
+    read_messages,
+    read_prompt,
+)
+from edgespec_runtime.serve_turns import Turns, Watch
 
-MAX_LOGPROBS = 256
-MAX_MESSAGES = 4096
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
 Events = Generator[dict[str, Any], None, None]
-UNSUPPORTED = ("stop", "suffix", "best_of", "logit_bias", "tools", "functions", "response_format")
-
-
-class Refused(Exception):
-    """A request that is not answered, with the HTTP status that says why."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One request: how to decode, which scores to send, in which form."""
+    """One request about to be answered. `field`: what its prompt is called."""
 
+    request: Request
+    field: str
     prompt: list[int]
     how: DecodingOptions
-    score: int | None
-    echo: bool
-    ids: bool
-    as_ids: bool
+
+
+class _Envelope:
+    """What every piece of one answer begins with: its id, when it was made, the seed of its sampling (None: greedy)."""
+
+    def __init__(self, prefix: str, model: str, asked: _Asked) -> None:
+        drawn = asked.request.seed is not None or asked.how.temperature > 0
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._seed = {"seed": asked.how.seed if drawn else None}
+        self._prompt = len(asked.prompt)
+
+    def around(self, kind: str, *choices: dict[str, Any], reply: int | None = None) -> dict[str, Any]:
+        """An answer or a piece of one. `reply`: tokens of the whole reply, for the usage."""
+        made = {**self._head, "object": kind, **self._seed, "choices": list(choices)}
+        if reply is not None:
+            made["usage"] = {
+                "prompt_tokens": self._prompt,
+                "completion_tokens": reply,
+                "total_tokens": self._prompt + reply,
+            }
+        return made
 
 
 class Service:
-    """A loaded pair that answers one request at a time."""
+    """A loaded pair that answers one request at a time, in the order they came.
+
+    Whoever asks passes a `watch`: it is called while the request waits and before every pass of a model. What it raises ends the
+    reply there, and the next request has its turn.
+    """
 
     def __init__(self, pair: Pair, name: str, draft_length: int | None) -> None:
         self.pair, self.name, self.draft_length = pair, name, draft_length
         self.schedules = Schedules(pair, lambda text: None)
-        self.lock = threading.Lock()
+        self.turns = Turns()
         self.started = int(time.time())
 
     @property
     def context_length(self) -> int:
         return self.pair.target.engine.context_length
 
-    def models(self, _: dict[str, Any]) -> dict[str, Any]:
+    def models(self) -> dict[str, Any]:
         card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}
         return {"object": "list", "data": [{**card, "max_model_len": self.context_length}]}
 
-    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
-        ids = self.pair.tokenizer.encode(_text(body, "prompt"))
+    def tokenize(self, body: dict[str, Any], _: Watch) -> dict[str, Any]:
+        ids = self.pair.tokenizer.encode(Fields(body).text("prompt"))
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any] | Events:
-        self._check(body)
-        prompt = body.get("prompt")
-        ids = self.pair.tokenizer.encode(prompt) if isinstance(prompt, str) else self._given_ids(prompt)
-        asked = self._asked(body, ids, DEFAULT_TOKENS)
-        if body.get("stream"):
-            return self._events(asked, "text_completion", lambda text: {"text": text})
-        text, reply, finish, scores = self._answer(asked)
+    def complete(self, body: dict[str, Any], watch: Watch) -> dict[str, Any] | Events:
+        request = read_completion(body, self.name)
+        prompt = read_prompt(body, self.pair.target.engine.vocab_size)
+        ids = self.pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        asked = self._asked(request, "prompt", ids, DEFAULT_TOKENS)
+        envelope = _Envelope("cmpl", self.name, asked)
+        if request.stream:
+            return self._events(asked, watch, envelope, "text_completion", lambda text: {"text": text})
+        text, reply, finish, scores = self._answer(asked, watch)
         choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
-        if asked.ids:
+        if request.ids:
             choice |= {"token_ids": reply, "prompt_token_ids": ids}
-        return self._envelope("text_completion", [choice], len(ids), len(reply))
+        return envelope.around("text_completion", choice, reply=len(reply))
 
-    def chat(self, body: dict[str, Any]) -> dict[str, Any] | Events:
-        self._check(body)
-        messages = body.get("messages")
-        if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
-            raise Refused(400, f"messages must be a list of 1 to {MAX_MESSAGES}")
-        chat = [{"role": _text(one, "role"), "content": _text(one, "content")} for one in messages]
-        ids = self.pair.tokenizer.encode_chat(chat)
-        asked = self._asked(body, ids, self.context_length)
-        if body.get("stream"):
-            return self._events(asked, "chat.completion.chunk", lambda text: {"delta": {"content": text}})
-        text, reply, finish, _ = self._answer(asked)
+    def chat(self, body: dict[str, Any], watch: Watch) -> dict[str, Any] | Events:
+        request = read_chat(body, self.name)
+        ids = self.pair.tokenizer.encode_chat(read_messages(body))
+        asked = self._asked(request, "messages", ids, self.context_length)
+        envelope = _Envelope("chatcmpl", self.name, asked)
+        if request.stream:
+            kind, first = "chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}
+            return self._events(
+                asked, watch, envelope, kind, lambda text: {"delta": {"content": text}}, first
+            )
+        text, reply, finish, _ = self._answer(asked, watch)
         message = {"role": "assistant", "content": text}
         choice = {"index": 0, "message": message, "finish_reason": finish}
-        return self._envelope("chat.completion", [choice], len(ids), len(reply))
+        return envelope.around("chat.completion", choice, reply=len(reply))
 
-    def _check(self, body: dict[str, Any]) -> None:
-        if (model := body.get("model", self.name)) != self.name:
-            raise Refused(404, f"there is no model {str(model)[:200]!r}; this is {self.name!r}")
-        for name in UNSUPPORTED:
-            if body.get(name):
-                raise Refused(400, f"{name!r} is not supported; leave it out")
-        if body.get("n", 1) != 1:
-            raise Refused(400, "n must be 1")
-
-    def _given_ids(self, prompt: Any) -> list[int]:
-        size = self.pair.target.engine.vocab_size
-        if not isinstance(prompt, list) or not all(
-            type(token) is int and 0 <= token < size for token in prompt
-        ):
-            raise Refused(400, f"prompt must be a text or a list of token ids below {size}")
-        return prompt
-
-    def _asked(self, body: dict[str, Any], prompt: list[int], usual: int) -> _Asked:
-        room = max(1, self.context_length - len(prompt))
-        how = DecodingOptions(
-            temperature=_number(body, "temperature", 1.0, 0.0, 100.0),
-            top_p=_number(body, "top_p", 1.0, 1e-6, 1.0),
-            max_new_tokens=min(room, int(_number(body, "max_tokens", min(room, usual), 1, 2**31))),
-            seed=int(_number(body, "seed", 0, 0, 2**63)),
-            draft_length=self.draft_length,
-        )
+    def _asked(self, request: Request, field: str, prompt: list[int], usual: int) -> _Asked:
+        """Raises InputError or Refused for a prompt that cannot be answered."""
+        how = request.options(self.context_length - len(prompt), usual, self.draft_length)
         how = how if self.pair.draft is not None else plain(how)
-        score = body.get("logprobs")
-        if score is not None and not (type(score) is int and 0 <= score <= MAX_LOGPROBS):
-            raise Refused(400, f"logprobs must be a number from 0 to {MAX_LOGPROBS}")
-        check_prompt(self.pair.target, self.pair.draft, prompt, how)
-        flags = ("echo", "return_token_ids", "return_tokens_as_token_ids")
-        return _Asked(prompt, how, score, *(bool(body.get(name)) for name in flags))
+        try:
+            check_prompt(self.pair.target, self.pair.draft, prompt, how)
+        except InputError as error:
+            if len(prompt) < self.context_length:
+                raise
+            raise Refused(400, str(error), field, "context_length_exceeded") from error
+        return _Asked(request, field, prompt, how)
 
-    def _pieces(self, asked: _Asked) -> Iterator[tuple[tuple[int, ...], str]]:
-        """(tokens, why it ended or '') block by block."""
+    @contextmanager
+    def _turn(self, watch: Watch) -> Iterator[None]:
+        """Both models for one request."""
+        models = [model for model in (self.pair.target, self.pair.draft) if model is not None]
+        with self.turns.one(watch):
+            try:
+                for model in models:
+                    model.before_pass = watch
+                yield
+            finally:
+                for model in models:
+                    model.before_pass = None
+
+    def _blocks(self, asked: _Asked) -> Generator[Block, None, None]:
         schedule = self.schedules.of(asked.how)
         stop, counts = self.pair.tokenizer.stop_ids, RawCounts()
-        target, draft = self.pair.target, self.pair.draft
-        for block in decode(target, draft, asked.prompt, asked.how, stop, counts, schedule):
-            yield block.tokens, block.finish
+        return decode(self.pair.target, self.pair.draft, asked.prompt, asked.how, stop, counts, schedule)
 
-    def _answer(self, asked: _Asked) -> tuple[str, list[int], str, dict[str, Any] | None]:
-        with self.lock:
+    def _answer(self, asked: _Asked, watch: Watch) -> tuple[str, list[int], str, dict[str, Any] | None]:
+        request = asked.request
+        with self._turn(watch):
             reply: list[int] = []
             finish = ""
-            for tokens, ending in self._pieces(asked):
-                reply += tokens
-                finish = ending
+            with closing(self._blocks(asked)) as blocks:
+                for block in blocks:
+                    reply += block.tokens
+                    finish = block.finish
             scores = None
-            if asked.score is not None:
-                first = 0 if asked.echo else len(asked.prompt)
-                scores = self._scores([*asked.prompt, *reply], first, asked.score, as_ids=asked.as_ids)
-        text = self.pair.tokenizer.decode([*asked.prompt, *reply] if asked.echo else reply)
+            if request.score is not None:
+                first = 0 if request.echo else len(asked.prompt)
+                scores = self._scores([*asked.prompt, *reply], first, request.score, as_ids=request.as_ids)
+        text = self.pair.tokenizer.decode([*asked.prompt, *reply] if request.echo else reply)
         return text, reply, REASONS[finish], scores
 
-    def _events(self, asked: _Asked, kind: str, part: Callable[[str], dict[str, Any]]) -> Events:
+    def _events(
+        self,
+        asked: _Asked,
+        watch: Watch,
+        envelope: _Envelope,
+        kind: str,
+        part: Callable[[str], dict[str, Any]],
+        opening: dict[str, Any] | None = None,
+    ) -> Events:
+        """The pieces of a streamed reply; `opening`, if any, is the first one and comes with the first block."""
+
+        def piece(words: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+            return envelope.around(kind, {"index": 0, **words, "finish_reason": finish})
+
         stream, finish, count = self.pair.tokenizer.stream(), "", 0
-        with self.lock:
-            for tokens, ending in self._pieces(asked):
-                count, finish = count + len(tokens), ending
-                if text := stream.feed(tokens):
-                    yield self._envelope(kind, [{"index": 0, **part(text), "finish_reason": None}])
-        last = {"index": 0, **part(stream.finish()), "finish_reason": REASONS[finish]}
-        yield self._envelope(kind, [last], len(asked.prompt), count)
+        with self._turn(watch), closing(self._blocks(asked)) as blocks:
+            for block in blocks:
+                if opening is not None and not count:
+                    yield piece(opening)
+                count, finish = count + len(block.tokens), block.finish
+                if text := stream.feed(block.tokens):
+                    yield piece(part(text))
+        yield piece(part(stream.finish()), REASONS[finish])
+        if asked.request.usage:
+            yield envelope.around(kind, reply=count)
 
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> dict[str, Any]:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.
@@ -170,6 +199,7 @@ class Service:
         The first token of all has no distribution: nothing came before it.
         """
         engine = self.pair.target
+        count = min(count, engine.engine.vocab_size)
         engine.rewind(0)
         own: list[float | None] = [None]
         top: list[dict[str, float] | None] = [None]
@@ -192,46 +222,14 @@ class Service:
     def _named(self, token: int, as_id: bool) -> str:
         return f"token_id:{token}" if as_id else self.pair.tokenizer.decode([token])
 
-    def _envelope(
-        self, kind: str, choices: list[dict[str, Any]], prompt: int = 0, reply: int | None = None
-    ) -> dict[str, Any]:
-        made: dict[str, Any] = {
-            "id": "edgespec",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.name,
-        }
-        made["choices"] = choices
-        if reply is not None:
-            made["usage"] = {
-                "prompt_tokens": prompt,
-                "completion_tokens": reply,
-                "total_tokens": prompt + reply,
-            }
-        return made
 
-
-def _text(value: Any, key: str) -> str:
-    found = value.get(key) if isinstance(value, dict) else None
-    if not isinstance(found, str):
-        raise Refused(400, f"{key!r} must be a text")
-    return found
-
-
-def _number(body: dict[str, Any], key: str, usual: float, least: float, most: float) -> float:
-    found = body.get(key)
-    if found is None:
-        return usual
-    if type(found) not in (int, float) or not least <= found <= most:
-        raise InputError(f"{key} is {str(found)[:80]}; a number from {least:g} to {most:g} is wanted")
-    return found  # type: ignore[no-any-return]
-
-
-Action = Callable[[Service, dict[str, Any]], dict[str, Any] | Events]
-ROUTES: dict[tuple[str, str], Action] = {
-    ("GET", "/health"): lambda service, _: {"status": "ok"},
-    ("GET", "/v1/models"): Service.models,
-    ("POST", "/v1/completions"): Service.complete,
-    ("POST", "/v1/chat/completions"): Service.chat,
-    ("POST", "/tokenize"): Service.tokenize,
+Ask = Callable[[Service, dict[str, Any], Watch], dict[str, Any] | Events]
+GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
+    "/health": lambda service: {"status": "ok"},
+    "/v1/models": Service.models,
+}
+POSTS: dict[str, Ask] = {
+    "/v1/completions": Service.complete,
+    "/v1/chat/completions": Service.chat,
+    "/tokenize": Service.tokenize,
 }

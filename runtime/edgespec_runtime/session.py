@@ -6,7 +6,7 @@ Keys that are not those of the text at its new length (rope_border.py) count as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -17,11 +17,16 @@ from edgespec_runtime.rope_border import BorderedEngine
 
 
 class CachedEngine:
-    """The tokens in an engine's KV cache, kept true to it on every path."""
+    """The tokens in an engine's KV cache, kept true to it on every path.
+
+    Attributes:
+        before_pass: called before every pass, None for nothing. What it raises stops the reply, and the cache stays as it was.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: list[int] = []
+        self.before_pass: Callable[[], None] | None = None
         self._bordered = engine if isinstance(engine, BorderedEngine) else None
         engine.rewind(0)
 
@@ -47,6 +52,8 @@ class CachedEngine:
         Raises InputError where the engine refuses the tokens (the cache is as it was), EdgespecError naming the engine where it
         fails (the cache is empty).
         """
+        if self.before_pass is not None:
+            self.before_pass()
         engine = self.engine
         if engine.n_past != len(self.tokens):  # the last pass was interrupted after it was made
             engine.rewind(len(self.tokens))

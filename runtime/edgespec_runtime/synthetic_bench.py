@@ -47,7 +47,7 @@ PRECISIONS = {LLAMACPP: ("q4_0", "q8_0", "f16"), ONNXRUNTIME: ("int4", "fp32")}
 USUAL = ((LLAMACPP, "q4_0"), (LLAMACPP, "q8_0"), (ONNXRUNTIME, "int4"))  # where nothing is asked for
 # Knobs of `bench` that say something here too; the others speak of a bundle, its prompts and who drafts.
 SHARED = frozenset(
-    {"engine", "precision", "context", "threads", "flash_attention", "temperature", "top_k", "top_p"}
+    {"engine", "precision", "context", "threads", "flash_attention", "temperature", "top_k", "top_p", "min_p"}
     | {"draft_lengths", "max_new_tokens", "seed", "seconds", "json", "markdown", "mode"}
     | {"max_draft_length"}
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts, bootstrap, median
 from edgespec.report import interval, table
 from edgespec_runtime.bench_report import Interval, Run
+from edgespec_runtime.sampling import Warp
 from edgespec_runtime.speed import dump
 from edgespec_runtime.tradeoff_arms import ENDS, LARGE, SMALL, Arm
 
@@ -239,11 +240,11 @@ def setting(study: Study) -> str:
         if share < QUIET
         else ""
     )
-    warped = f"temperature {options['temperature']:g}, top-k {options['top_k']}, top-p {options['top_p']:g}"
+    warped = Warp(**{field.name: options[field.name] for field in fields(Warp) if field.name in options})
     return (
         f"{about['pair']}, {about['engine']} {about['precision']}, {_many(about['threads'], 'thread')}: "
         f"{_many(prompts, 'prompt')}{f' x {repeats}' if repeats > 1 else ''}, up to {options['max_new_tokens']} tokens, "
-        f"γ = {options['draft_length']}, {'greedy' if study.temperature == 0 else warped}. "
+        f"γ = {options['draft_length']}, {warped.words()}. "
         f"Block of tokens against single steps: {about['block_against_single_steps']}.{beside}"
     )
 
