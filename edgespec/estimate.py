@@ -254,10 +254,19 @@ def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False)
 
 
 def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
-    """Files only: FLOPs are none to speak of, and the bundle links to the same files."""
+    """Files only: FLOPs are none to speak of."""
+    return StageCost("export", 0, 0.0, costs.weight_bytes(target), _files_bytes(recipe, target, drafter))
+
+
+def _pack(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
+    """The bundle's copies of the exported files, and of the drafter's checkpoint where no device is named."""
+    checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
+    return StageCost("pack", 0, 0.0, 0, _files_bytes(recipe, target, drafter) + checkpoint)
+
+
+def _files_bytes(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> int:
     precisions = (*recipe.export.onnx, *recipe.export.gguf, *recipe.export.npu)
-    disk = round(sum(exported_bytes(model, one) for model in (target, drafter) for one in precisions))
-    return StageCost("export", 0, 0.0, costs.weight_bytes(target), disk)
+    return round(sum(exported_bytes(model, one) for model in (target, drafter) for one in precisions))
 
 
 def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
@@ -285,6 +294,7 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
         )
     stages.append(_evaluate(recipe, target, drafter))
     stages.append(_export(recipe, target, drafter))
+    stages.append(_pack(recipe, target, drafter))
     return stages
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec import costs
 from edgespec import stage_sources as sources
 from edgespec.build import check_packages, claim
 from edgespec.build_data import held_out_of
@@ -19,16 +20,18 @@ from edgespec.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.devices_fit import weight_bytes
 from edgespec.errors import InputError, did_you_mean
 from edgespec.estimate import size
-from edgespec.files import read_json, write_text
+from edgespec.files import read_json, shares_blocks, write_text
 from edgespec.folder_lock import held
 from edgespec.free_space import free_disk
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.pipeline_export import RECIPE_FILE, ExportStages
+from edgespec.preflight_pair import check_pair
 from edgespec.read_recipe import load_recipe, resolve
 from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape
 from edgespec.stage_record import Reads
+from edgespec.targets import refuse_gguf
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,24 @@ class Export(ExportStages):
         )
         self._fitted(target, drafter, source.name)
         if not (self.out / "export" / "stage.json").exists():
-            check_disk(self.out, self.recipe.export, (target, drafter))
+            self._possible()
+            checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
+            check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
         self._exported(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
         self._packed(source.target, source.drafter, found)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
         print(f"bundle: {self.out / 'bundle'}", flush=True)
         return self.out / "bundle"
+
+    def _possible(self) -> None:
+        """What the export, its verification or the bundle would refuse, before anything is written. Raises InputError."""
+        from edgespec_export.bundle import check_same_tokenizer
+
+        source = self.source
+        for note in check_pair(source.target, source.drafter, self.recipe.export):
+            print(f"Note: {note}", flush=True)
+        check_same_tokenizer(source.target, source.drafter)
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
@@ -104,19 +118,27 @@ class Export(ExportStages):
         return measured
 
 
-def check_disk(out: Path, options: ExportOptions, shapes: Sequence[ModelShape]) -> None:
-    """Refuse an export for which the disk has no room. Raises InputError with both numbers."""
+def check_disk(
+    out: Path, options: ExportOptions, shapes: Sequence[ModelShape], *, checkpoint: int = 0
+) -> None:
+    """Refuse an export for which the disk has no room. Raises InputError with both numbers.
+
+    checkpoint: bytes of the drafter's own weights that go into the bundle.
+    """
     wanted = [(engine, one) for engine, name in FORMAT_OF.items() for one in getattr(options, name)]
-    needed = sum(weight_bytes(shape, engine, precision) for shape in shapes for engine, precision in wanted)
-    free = free_disk(out)
+    files = sum(weight_bytes(shape, engine, precision) for shape in shapes for engine, precision in wanted)
+    copies = 0 if shares_blocks(out) else files + checkpoint
+    needed, free = files + copies, free_disk(out)
     if needed > free:
         raise InputError(
-            f"the files take {size(needed)} on the disk and {out} has {size(free)} free; make room, or choose fewer --precisions"
+            f"the files and the bundle's copies of them take {size(needed)} on the disk and {out} has {size(free)} free; make "
+            "room, or choose fewer --precisions"
         )
 
 
 def _folder(path: str, what: str) -> Path:
     folder = Path(path).expanduser()
+    refuse_gguf(path)
     if not (folder / "config.json").is_file():
         raise InputError(
             f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
 import os
 import shutil
 import stat
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from edgespec.texts import check_json
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
 MAX_JSON_DEPTH = 64
+FICLONE = 0x40049409  # linux/fs.h: share all blocks of a file
 
 
 @contextmanager
@@ -220,15 +222,45 @@ def whole_file(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def link_or_copy(source: Path, destination: Path) -> None:
-    """A hard link to a file, or a copy where the file system has no hard links or is another one."""
-    destination.parent.mkdir(parents=True, exist_ok=True)
+def copy_file(source: Path, destination: Path) -> None:
+    """A copy with an inode of its own, whole or not at all; where the file system can, it shares the source's blocks.
+
+    No hard link: onnx refuses to read data files that have several.
+    """
+    with whole_file(destination) as temporary, open(source, "rb") as origin:
+        with open(temporary, "wb") as copy:
+            shared = _share_blocks(origin.fileno(), copy.fileno())
+        if not shared:
+            shutil.copyfile(source, temporary)
+
+
+def shares_blocks(folder: Path) -> bool:
+    """Whether copies take no room of their own in a folder that is or will be. Writes two small files to find out."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
     try:
-        os.link(source.resolve(), destination)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        shutil.copyfile(source, destination)
+        with (
+            tempfile.NamedTemporaryFile(dir=folder) as origin,
+            tempfile.NamedTemporaryFile(dir=folder) as copy,
+        ):
+            origin.write(bytes(65536))
+            origin.flush()
+            return _share_blocks(origin.fileno(), copy.fileno())
+    except OSError:  # not to be written to: another check says so
+        return False
+
+
+def _share_blocks(source: int, destination: int) -> bool:
+    """Have an empty file share the blocks of another until one of them is written; False where the file system cannot."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    try:
+        fcntl.ioctl(destination, FICLONE, source)
+    except OSError:  # another file system, or one that shares no blocks
+        return False
+    return True
 
 
 def _sync(path: Path) -> None:

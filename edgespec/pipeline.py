@@ -13,8 +13,10 @@ from edgespec import stage_sources as sources
 from edgespec.build_data import data_of
 from edgespec.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
+from edgespec.files import write_json
+from edgespec.model_config import read_config
 from edgespec.pipeline_export import ExportStages
+from edgespec.preflight_pair import check_pair
 from edgespec.recipe import reference_options
 from edgespec.recipe_check import context_problems
 from edgespec.report import duration, table
@@ -31,8 +33,10 @@ class Build(ExportStages):
         self._readable(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         folder = Path(found["folder"])
+        target, shape = self._planned(
+            folder
+        )  # before any training: tuning keeps the target's shape and tokenizer
         folder = self._tuned(folder)
-        target, shape = self._planned(folder)
         pretrained, drafter = self._trained(folder, shape)
         self._evaluated(folder, pretrained, drafter, cost_ratios(target, shape)["parameters"])
         self._exported(folder, drafter)
@@ -86,7 +90,7 @@ class Build(ExportStages):
 
     def _planned(self, target: Path) -> tuple[ModelShape, DrafterShape]:
         options = self.recipe.drafter
-        target_shape = ModelShape.from_config(read_json(target / "config.json"))
+        target_shape = ModelShape.from_config(read_config(target))
         if options.init == "checkpoint":
             from edgespec_recipes.initialise import checkpoint_shape
 
@@ -97,10 +101,8 @@ class Build(ExportStages):
         self._fitted(target_shape, shape, self.recipe.target)
 
         def plan(place: Path) -> dict[str, Any]:
-            from edgespec_export.possible import check_possible
-
             # what cannot be exported is said now, and not after hours of pretraining
-            for note in check_possible(target, shape, self.recipe.export):
+            for note in check_pair(target, self._drafter(target, shape), self.recipe.export):
                 print(f"Note: {note}", flush=True)
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
@@ -120,6 +122,16 @@ class Build(ExportStages):
         """The model that training starts from, where it is one of the user's."""
         checkpoint = self.recipe.drafter.checkpoint
         return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
+
+    def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
+        """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
+        if self.recipe.drafter.init != "checkpoint":
+            return shape
+        from edgespec_recipes.same_tokenizer import check_same_vocabulary
+
+        checkpoint = Path(self.recipe.drafter.checkpoint)
+        check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
+        return checkpoint
 
     def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""

@@ -20,7 +20,7 @@ from edgespec.shapes import ModelShape
 TOGETHER = ("tune", "pretrain", "generate", "store", "reference", "distill")
 """Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
-ON_HOST = ("export",)
+ON_HOST = ("export", "pack")
 """Stages that take the machine's memory and not an accelerator's."""
 SAMPLINGS = 2
 """Ways of sampling that the evaluation measures (evaluation_report.SAMPLINGS)."""
@@ -86,7 +86,7 @@ def stage_times(
         devices = processes if cost.stage in TOGETHER else 1
         computing = cost.flops / (devices * hardware.flops * mfu)
         reading = _bytes_in_turn(cost.stage, recipe, target, drafter, devices) / (hardware.bandwidth * share)
-        writing = (cost.disk + cost.memory) / DISK_RATE if cost.stage == "export" else 0.0
+        writing = (cost.disk + cost.memory) / DISK_RATE if cost.stage in ON_HOST else 0.0
         seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
         elsewhere = cost.stage in ON_HOST and not hardware.measured
         fits = elsewhere or not hardware.memory or cost.memory <= hardware.memory
@@ -137,4 +137,4 @@ class Storage:
 def storage(times: Sequence[StageTime], target: ModelShape, *, hub: bool) -> Storage:
     """What the whole build takes on disks. `hub`: the target is still to be downloaded."""
     stages = {time.cost.stage: time.cost.disk for time in times if time.cost.disk}
-    return Storage(PUBLISHED_BYTES * target.parameters * hub, stages, stages.get("export", 0))
+    return Storage(PUBLISHED_BYTES * target.parameters * hub, stages, stages.get("pack", 0))

@@ -14,6 +14,7 @@ from pathlib import Path
 from edgespec.drafter import derive
 from edgespec.errors import InputError
 from edgespec.estimate import StageCost, estimate, size
+from edgespec.files import shares_blocks
 from edgespec.free_space import free_disk, free_memory
 from edgespec.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
 from edgespec.recipe import Recipe
@@ -101,6 +102,8 @@ def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
         (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
     ):
         done.append("target")
+    if shares_blocks(out):
+        done.append("pack")  # its copies take no room
     return shortages(stages, room, out, done) + _download(recipe.target, out, target)
 
 

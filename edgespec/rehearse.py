@@ -84,12 +84,14 @@ def target_shape(options: Options) -> ModelShape:
 
 
 def needed_disk(shape: ModelShape) -> int:
-    """Bytes on the disk at the worst moment: bf16, Q4_0 and int4 files, and a slice with its export beside them."""
+    """Bytes on the disk at the worst moment: the bf16 weights, the Q4_0 and int4 files, and what lies beside them.
+
+    That is a slice with its export, or the bundle's copies of the files.
+    """
     tables = shape.embedding_parameters * (2 - shape.tied)
     slices = 2 * shape.layer_parameters + tables
-    return round(
-        (2 + 0.5625 + 0.625) * shape.parameters + 4 * shape.embedding_parameters + 9 * slices + GIB / 4
-    )
+    files = (0.5625 + 0.625) * shape.parameters + 4 * shape.embedding_parameters
+    return round(2 * shape.parameters + files + max(9 * slices, files) + GIB / 4)
 
 
 def needed_memory(shape: ModelShape, context: int) -> int:

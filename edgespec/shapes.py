@@ -11,6 +11,7 @@ from edgespec.errors import InputError
 # What a config.json leaves out where it is the family's default.
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
 _HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+_BIASED, _UNBIASED = frozenset({"qwen2"}), frozenset({"mistral", "phi3"})  # whatever attention_bias says
 _ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
 _ORIGINAL_CONTEXT = {"phi3": 4096}
 _LONGROPE = frozenset({"longrope", "su"})
@@ -107,7 +108,8 @@ class ModelShape:
             context_length=int(config.get("max_position_embeddings") or 2048),
             rope_theta=float(theta or _ROPE_THETA.get(model_type) or 10000.0),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
-            attention_bias=bool(config.get("attention_bias", model_type == "qwen2")),
+            attention_bias=model_type in _BIASED
+            or bool(config.get("attention_bias") and model_type not in _UNBIASED),
             head_norms=model_type == "qwen3",
             rope_border=_rope_border(config),
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgespec.errors import InputError, did_you_mean
 from edgespec.files import read_json
+from edgespec.preflight_weights import refuse_quantised
 from edgespec.shapes import ModelShape
 
 TINY_CHAT = "tiny-chat"
@@ -114,6 +115,16 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
 
 
+def refuse_gguf(name: str) -> None:
+    """Raises InputError for a model that is named by a GGUF file: what is trained and exported are a folder's float weights."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        raise InputError(
+            f"{name!r} is a GGUF file, and a model folder is wanted: give the folder or hub id that it was made from; "
+            f"--inference.source file --inference.file {name} has the target read from the file in a build"
+        )
+
+
 def find_shape(name: str) -> ModelShape | None:
     """The shape of a target by alias, local folder or hub id, without download or training; None where only the hub knows it.
 
@@ -124,8 +135,9 @@ def find_shape(name: str) -> ModelShape | None:
         return target.shape or (
             _made_shape(target.alias) if target.repo is None else _cached_shape(target.repo)
         )
+    refuse_gguf(name)
     if path.is_dir():
-        return _shape_in(path / "config.json")
+        return shape_in(path / "config.json")
     if is_hub_id(name):
         return _cached_shape(name)
     raise InputError(
@@ -145,12 +157,15 @@ def shape_of_target(name: str) -> ModelShape:
     return shape
 
 
-def _shape_in(file: Path) -> ModelShape:
+def shape_in(file: Path) -> ModelShape:
+    """The shape that a config.json describes. Raises InputError for another kind of model, and for quantised weights."""
     config = read_json(file)
     try:
-        return ModelShape.from_config(config)
+        shape = ModelShape.from_config(config)
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
+    refuse_quantised(config, file.parent)
+    return shape
 
 
 def _cached_shape(repo: str) -> ModelShape | None:
@@ -158,7 +173,7 @@ def _cached_shape(repo: str) -> ModelShape | None:
     from huggingface_hub import try_to_load_from_cache
 
     file = try_to_load_from_cache(repo, "config.json")
-    return _shape_in(Path(file)) if isinstance(file, str) else None
+    return shape_in(Path(file)) if isinstance(file, str) else None
 
 
 def _made_shape(alias: str) -> ModelShape:

@@ -292,12 +292,17 @@ def names(values: dict[str, Any]) -> list[str]:
 
 
 def test_stages_are_there_when_they_are_on() -> None:
-    assert names({}) == ["pretrain", "generate", "distill", "evaluate", "export"]
+    assert names({}) == ["pretrain", "generate", "distill", "evaluate", "export", "pack"]
     assert names({"tune": {"steps": 1, "conversations": "a"}})[0] == "tune"
     assert names({"distill": {"target_side": "stored"}})[2] == "store"
     assert names({"distill": {"select_fraction": 0.5}})[2] == "reference"
     assert names({"target": "tiny-chat"})[0] == "target tiny-chat, once"
-    assert names({"pretrain": {"steps": 0}, "distill": {"steps": 0}}) == ["generate", "evaluate", "export"]
+    assert names({"pretrain": {"steps": 0}, "distill": {"steps": 0}}) == [
+        "generate",
+        "evaluate",
+        "export",
+        "pack",
+    ]
 
 
 def test_what_costs_more() -> None:

@@ -153,11 +153,14 @@ def test_too_little_room_on_the_disk(
     shape = ModelShape.from_config(json.loads((models[0] / "config.json").read_text()))
     needed = 2 * (weight_bytes(shape, "onnxruntime", "fp32") + weight_bytes(shape, "llama.cpp", "q8_0"))
     options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
-    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed)
-    export_verb.check_disk(tmp_path, options, [shape, shape])
-    monkeypatch.setattr(export_verb, "free_disk", lambda place: needed - 1)
-    with pytest.raises(InputError, match="make room"):
-        export_verb.check_disk(tmp_path, options, [shape, shape])
+    for shared, copies in ((True, 0), (False, needed + 1000)):
+        monkeypatch.setattr(export_verb, "shares_blocks", lambda place, shared=shared: shared)
+        enough = needed + copies
+        monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough)
+        export_verb.check_disk(tmp_path, options, [shape, shape], checkpoint=1000)
+        monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough - 1)
+        with pytest.raises(InputError, match="make room"):
+            export_verb.check_disk(tmp_path, options, [shape, shape], checkpoint=1000)
 
 
 def chosen(**given: object) -> dict[str, list[str]]:

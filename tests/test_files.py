@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from edgespec import files
 from edgespec.errors import InputError
-from edgespec.files import read_json, read_jsonl, sha256_file, whole_folder, write_bytes, write_json, writing
+from edgespec.files import (
+    FICLONE,
+    copy_file,
+    read_json,
+    read_jsonl,
+    sha256_file,
+    shares_blocks,
+    whole_folder,
+    write_bytes,
+    write_json,
+    writing,
+)
 
 LIMITED = """
 import resource, signal, sys
@@ -73,3 +87,55 @@ def test_json_errors_name_file_and_line(tmp_path: Path) -> None:
 def test_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_file(tmp_path / "a").startswith("ba7816bf")
+
+
+def test_a_copy_is_a_file_of_its_own(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "there" / "copy"
+    source.write_bytes(b"x" * 100_000)
+    copy_file(source, copy)
+    assert copy.read_bytes() == source.read_bytes()
+    assert copy.stat().st_nlink == source.stat().st_nlink == 1
+    copy.write_bytes(b"other")
+    assert source.read_bytes() == b"x" * 100_000
+    (tmp_path / "link").symlink_to(source)
+    copy_file(tmp_path / "link", copy)  # as in the hub's cache
+    assert not copy.is_symlink()
+    assert copy.read_bytes() == source.read_bytes()
+
+
+def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.write_bytes(b"x" * 100_000)
+
+    def full(_: object, place: Path) -> None:
+        place.write_bytes(b"x" * 50)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_share_blocks", lambda *_: False)
+    monkeypatch.setattr(files.shutil, "copyfile", full)
+    with pytest.raises(InputError, match="no space left on the disk"):
+        copy_file(source, copy)
+    assert list(tmp_path.iterdir()) == [source]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="FICLONE is Linux's")
+def test_blocks_are_shared_where_the_file_system_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is asked with the right numbers; here it may well say no."""
+    asked = []
+
+    def clone(destination: int, request: int, source: int) -> int:
+        asked.append(request)
+        os.sendfile(destination, source, 0, os.fstat(source).st_size)
+        return 0
+
+    source = tmp_path / "source"
+    source.write_bytes(b"x" * 100_000)
+    truth = shares_blocks(tmp_path / "not" / "there" / "yet")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setattr(fcntl, "ioctl", clone)
+    copy_file(source, tmp_path / "copy")
+    assert asked == [FICLONE]
+    assert (tmp_path / "copy").read_bytes() == source.read_bytes()
+    assert shares_blocks(tmp_path)
+    monkeypatch.undo()
+    assert shares_blocks(tmp_path) == truth

@@ -114,3 +114,25 @@ def test_a_wrong_rope_base_is_noticed(exported: dict[str, Path], tmp_path: Path)
     config = (other / "config.json").read_text()
     (other / "config.json").write_text(config.replace("10000.0", "500.0"))
     assert checked(exported, "int4", other).engine > 1e-2
+
+
+@pytest.mark.parametrize("silent", [(0, 1), (2,), (0, 1, 2)])
+def test_layers_whose_biases_are_zero(tmp_path: Path, silent: tuple[int, ...]) -> None:
+    """The builder leaves such biases out of a slice; the layers of the whole must have all that are not zero."""
+    model = make_model_folder(tmp_path / "model", "qwen2", layers=3, head_dim=16, tied=False)
+    weights = load_file(model / "model.safetensors")
+    for layer in silent:
+        for part in "qkv":
+            weights[f"model.layers.{layer}.self_attn.{part}_proj.bias"].fill(0)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    export_by_layers(model, tmp_path / "slices")
+    shape = ModelShape.from_config(read_json(model / "config.json"))
+    found = dict(onnx_weights(tmp_path / "slices", shape))
+    biases = {name: value for name, value in weights.items() if name.endswith(".bias")}
+    for name, bias in biases.items():
+        np.testing.assert_allclose(found[name], bias, atol=1e-36, rtol=1e-7)
+    read, engine = opened(tmp_path / "slices", shape, 64)
+    assert check_streamed(read, engine, model, PROMPTS).engine < 1e-5
+    export_onnx(model, tmp_path / "whole", "int4")  # goes without them
+    read, engine = opened(tmp_path / "whole", shape, 64)
+    assert check_streamed(read, engine, model, PROMPTS).engine < 1e-5

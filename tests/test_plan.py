@@ -368,7 +368,7 @@ def test_the_walkthrough_shows_what_plan_prints(capsys: pytest.CaptureFixture[st
         ("--gpus", "1xH100"): ("13.1 days",),
         ("--gpus", "1xA100-80GB", "--pretrain.steps", "5906", "--inference.dtype", "bfloat16"): (
             "52h 47m",
-            "39.1 GiB",
+            "43.1 GiB",
         ),
     }.items():
         out = planned(capsys, *PAPER[:-2], *words, "--device", "laptop-cpu-x86")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,14 +56,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_refusals_are_told_apart(model: Path, tmp_path: Path) -> None:
-    repos = {"acme/open": model, "acme/gated": model, "acme/waiting": model}
+    packed = Path(shutil.copytree(model, tmp_path / "packed"))
+    config = json.loads((packed / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    repos = {"acme/open": model, "acme/gated": model, "acme/waiting": model, "acme/packed": packed}
     with serving(Hub(repos, gated={"acme/gated": 401, "acme/waiting": 403})) as hub:
-        opened, gated, waiting, missing = tried(
-            hub.url, tmp_path, "acme/open", "acme/gated", "acme/waiting", "acme/nothing"
+        opened, gated, waiting, missing, quantised = tried(
+            hub.url, tmp_path, "acme/open", "acme/gated", "acme/waiting", "acme/nothing", "acme/packed"
         )
         fetched = {path for path, _ in hub.ranges}
     assert opened["source"] == f"acme/open@{COMMIT}"
     assert "acme/open/model.safetensors" in fetched
+    assert "acme/packed holds quantised weights (awq)" in quantised["error"]
+    assert "acme/packed/model.safetensors" not in fetched  # nobody waits for what is of no use
     for seen, name in ((gated, "acme/gated"), (waiting, "acme/waiting")):
         assert seen["error"].startswith(
             f"{name} is gated: accept its licence at https://huggingface.co/{name}"

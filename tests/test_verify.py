@@ -273,3 +273,24 @@ def test_concierge_passes(shared: Path, tmp_path: Path) -> None:
     for check in read_json(tmp_path / "verify.json")["files"]:
         assert check["block_flips"] == 0
         assert check["engine_relative"] < (1e-5 if check["precision"] == "int4" else 0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int4"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {"head_dim": 16})],
+)
+def test_biases_that_are_zero_may_be_absent(
+    tmp_path: Path, family: str, settings: dict[str, Any], precision: str
+) -> None:
+    """The ONNX model builder leaves them out: adding them changes nothing. Any other bias must be there."""
+    model = make_model_folder(tmp_path / "model", family, **settings)
+    weights = load_file(model / "model.safetensors")
+    zero = {name: value * 0 if name.endswith(".bias") else value for name, value in weights.items()}
+    save_file(zero, model / "model.safetensors", metadata={"format": "pt"})
+    export_onnx(model, tmp_path / "onnx", precision)
+    file = ExportedFile("target", "onnxruntime", precision, tmp_path / "onnx")
+    assert check_file(file, Reference(model, PROMPTS)).broken == []
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    broken = check_file(file, Reference(model, PROMPTS)).broken
+    assert any("tensors are absent" in one and ".bias" in one for one in broken)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from edgespec_export.bundle import check_same_tokenizer, write_bundle
 from edgespec_export.export import ExportedFile, export_pair
@@ -216,3 +217,42 @@ def test_the_runtime_refuses_an_altered_bundle(made: dict[str, Path], tmp_path: 
     file.write_text(json.dumps(json.loads(file.read_text())))
     with pytest.raises(BundleError, match=r"tokenizer.json"):
         open_pair(out, LoadOptions())
+
+
+def test_onnx_reads_the_models_of_a_bundle(made: dict[str, Path], tmp_path: Path) -> None:
+    """onnx >= 1.20 refuses a data file with several hard links as a "hardlink attack"."""
+    out = tmp_path / "bundle"
+    write(out, made)
+    files = [file for file in out.rglob("*") if file.is_file()]
+    assert {file.stat().st_nlink for file in files} == {1}
+    graphs = sorted(out.rglob("onnx-fp32/model.onnx"))
+    assert len(graphs) == 2
+    for graph in graphs:
+        loaded = onnx.load(graph)
+        role = graph.parent.parent.name
+        original = onnx.load(made["export"] / role / "onnx-fp32" / "model.onnx")
+        assert loaded.SerializeToString() == original.SerializeToString()
+    data = out / "target" / "onnx-fp32" / "model.onnx.data"
+    assert not data.samefile(made["export"] / "target" / "onnx-fp32" / "model.onnx.data")
+
+
+def test_a_bundle_has_the_default_template_and_known_ids(made: dict[str, Path], tmp_path: Path) -> None:
+    target = Path(shutil.copytree(made["target"], tmp_path / "target"))
+    template = (target / "chat_template.jinja").read_text()
+    (target / "chat_template.jinja").unlink()
+    settings = read_json(target / "tokenizer_config.json")
+    settings["chat_template"] = [
+        {"name": "default", "template": template},
+        {"name": "tool_use", "template": ""},
+    ]
+    write_json(target / "tokenizer_config.json", settings)
+    generation = read_json(target / "generation_config.json")
+    write_json(
+        target / "generation_config.json", generation | {"pad_token_id": 9999, "eos_token_id": [2, 9999]}
+    )
+    write(tmp_path / "bundle", made, target=target)
+    tokenizer = tmp_path / "bundle" / "tokenizer"
+    assert (tokenizer / "chat_template.jinja").read_text() == template
+    assert read_json(tokenizer / "tokenizer_config.json")["chat_template"] == template
+    written = read_json(tokenizer / "generation_config.json")
+    assert (written["pad_token_id"], written["eos_token_id"]) == (None, [2])

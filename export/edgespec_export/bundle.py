@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from edgespec import __version__
 from edgespec.devices import Profile
 from edgespec.errors import InputError
 from edgespec.files import (
-    link_or_copy,
+    copy_file,
     read_json,
     sha256_file,
     whole_folder,
@@ -23,6 +22,7 @@ from edgespec.files import (
     write_text,
 )
 from edgespec.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.model_config import GENERATION, read_generation_config
 from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
 from edgespec.stages import versions
@@ -30,8 +30,8 @@ from edgespec_export.card import Card, CardFile
 from edgespec_export.elsewhere import runnable, write_elsewhere
 from edgespec_export.export import ROLES, ExportedFile, exported_files
 from edgespec_export.sizes import streamed_bytes
+from edgespec_export.tokenizer_copy import copy_tokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT_LIMIT = 256 * 2**20  # bytes of fp32 weights per token up to which the unrounded model is the default
 
@@ -57,8 +57,8 @@ def write_bundle(
 
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
     verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
-    note that came with the target, for the card. Exported files are hard-linked where the file system can, else copied. Beside
-    them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
+    note that came with the target, for the card. Exported files are copied (their blocks shared where the file system can).
+    Beside them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
     InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
@@ -180,24 +180,21 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
 
 
 def _place(source: Path, destination: Path) -> None:
-    """Link (or copy) a file, or every file of a folder."""
+    """Copy a file, or every file of a folder."""
     if not source.exists():
         raise InputError(f"{source} is missing; run the export again")
     if source.is_dir():
         for child in sorted(source.iterdir()):
             _place(child, destination / child.name)
         return
-    link_or_copy(source, destination)
+    copy_file(source, destination)
 
 
 def _write_tokenizer(folder: Path, target_folder: Path) -> None:
     folder.mkdir()
-    for name in TOKENIZER_FILES:
-        if (target_folder / name).exists():
-            shutil.copyfile(target_folder / name, folder / name)
-    template = read_json(folder / "tokenizer_config.json").get("chat_template")
-    if not (folder / "chat_template.jinja").exists() and isinstance(template, str):
-        write_text(folder / "chat_template.jinja", template)
+    copy_tokenizer(target_folder, folder)
+    if (target_folder / GENERATION).is_file():
+        write_json(folder / GENERATION, read_generation_config(target_folder))
 
 
 def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:

@@ -20,14 +20,14 @@ from typing import Any
 import yaml
 
 from edgespec.errors import InputError
-from edgespec.files import link_or_copy, read_json, write_json, write_text
+from edgespec.files import copy_file, read_json, write_json, write_text
 from edgespec.manifest import ROLES
+from edgespec_export.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
 
 DRAFT_LENGTH = 3  # the direct-alignment paper's γ; every engine below takes another one as an option
 GENAI_SETTINGS = "genai_config.json"
 CHECKPOINT = "drafter/checkpoint"
 VLLM_SETTINGS, SGLANG_SETTINGS = "elsewhere/vllm.yaml", "elsewhere/sglang.yaml"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHECKPOINT_FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
     *(*TOKENIZER_FILES, "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -61,9 +61,7 @@ def write_elsewhere(
     if precisions:
         genai = default if default in precisions else precisions[0]
         write_json(folder / GENAI_SETTINGS, pair_settings(folder, genai))
-        for name in TOKENIZER_FILES:
-            if (folder / "tokenizer" / name).exists():
-                link_or_copy(folder / "tokenizer" / name, folder / name)
+        copy_tokenizer(folder / "tokenizer", folder)
     if drafter_folder is not None:
         _write_checkpoint(drafter_folder, folder / CHECKPOINT)
         (folder / "elsewhere").mkdir()
@@ -152,8 +150,7 @@ def _write_checkpoint(source: Path, out: Path) -> None:
     out.mkdir(parents=True)
     for pattern in CHECKPOINT_FILES:
         for file in sorted(source.glob(pattern)):
-            link_or_copy(file, out / file.name)
+            copy_file(file, out / file.name)
     settings = out / "generation_config.json"
     known = read_json(settings) if settings.exists() else {}
-    settings.unlink(missing_ok=True)  # a link to the drafter's own file, which must stay as it is
     write_json(settings, known | ASSISTANT)

@@ -47,15 +47,23 @@ class Family:
     full_width_heads: bool = False  # heads * head_dim must be the hidden size
     large_scale_layers: int = 0  # with as many layers the attention's scale is that of hidden / heads
     nope_period: int = 0  # every period-th layer has no RoPE; 0: all have it
+    biases: frozenset[str] = frozenset()  # matrices whose bias llama.cpp reads
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LLAMA = Family(MODEL_ARCH.LLAMA, "llama", permute_qk=True, rope_types=(*_EVERYWHERE, "llama3", "yarn"))
+_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+_LLAMA = Family(
+    MODEL_ARCH.LLAMA,
+    "llama",
+    permute_qk=True,
+    rope_types=(*_EVERYWHERE, "llama3", "yarn"),
+    biases=_QKV | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"},
+)
 _GEMMA_DEFAULTS = {"hidden_activation": GELU}
 FAMILIES = {
     "llama": _LLAMA,  # also TinyLlama and SmolLM
     "mistral": _LLAMA,
-    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2", rope_types=(*_EVERYWHERE, "yarn")),
+    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2", rope_types=(*_EVERYWHERE, "yarn"), biases=_QKV),
     "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3", rope_types=(*_EVERYWHERE, "yarn")),
     "smollm3": Family(
         MODEL_ARCH.SMOLLM3,

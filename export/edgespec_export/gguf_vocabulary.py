@@ -21,6 +21,7 @@ from gguf import GGUFWriter
 from gguf.constants import TokenType
 from tokenizers import Tokenizer
 
+from edgespec.chat_template import chat_template_of
 from edgespec.errors import InputError
 from edgespec.files import read_json
 
@@ -351,8 +352,4 @@ def _add_roles(
             index = index[0]
         if index is not None and 0 <= index < len(vocabulary.tokens):
             vocabulary.special_ids[role] = int(index)
-    template_file = model_folder / "chat_template.jinja"
-    template = (
-        template_file.read_text(encoding="utf-8") if template_file.exists() else settings.get("chat_template")
-    )
-    vocabulary.chat_template = template if isinstance(template, str) else None
+    vocabulary.chat_template = chat_template_of(model_folder, settings)

@@ -19,6 +19,7 @@ import numpy as np
 
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, whole_folder, write_json
+from edgespec.model_config import read_config
 from edgespec.progress import progress
 from edgespec.shapes import ModelShape
 from edgespec_export.synthetic_onnx import (
@@ -32,10 +33,14 @@ from edgespec_export.synthetic_onnx import (
     repeat_nodes,
 )
 from edgespec_export.to_gguf import Checkpoint
-from edgespec_export.to_onnx import TOKENIZER_FILES, export_onnx, write_fast_graph
+from edgespec_export.to_onnx import export_onnx, write_fast_graph
+from edgespec_export.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
 
 PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
+NEXT_TO_ZERO = np.float32(
+    1e-37
+)  # in place of biases that are zero: the builder leaves those out, and all slices need one graph
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # every layer is like the others
 
 
@@ -45,7 +50,7 @@ def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
     Memory: one slice's weights and what the builder makes of them. Raises InputError for a family whose layers differ, and what
     `export_onnx` raises.
     """
-    config = read_json(model_folder / "config.json")
+    config = read_config(model_folder)
     shape = ModelShape.from_config(config)
     if config.get("model_type") not in FAMILIES:
         raise InputError(
@@ -111,6 +116,8 @@ def _write_slice(
             continue
         placed = name if number is None else moved(name, slots[number] - number)
         tensors[placed] = np.concatenate(list(pieces))
+        if name.endswith(".bias") and not tensors[placed].any():
+            tensors[placed].fill(NEXT_TO_ZERO)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -136,9 +143,7 @@ def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: P
                 shutil.rmtree(part)
         onnx.save(graph_file, folder / "model.onnx")
         write_json(folder / "genai_config.json", written)
-        for name in TOKENIZER_FILES:
-            if (model / name).exists():
-                shutil.copyfile(model / name, folder / name)
+        copy_tokenizer(model, folder)
         write_fast_graph(folder)
     shutil.rmtree(template, ignore_errors=True)
 

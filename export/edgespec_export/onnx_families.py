@@ -19,6 +19,7 @@ import numpy as np
 from edgespec_runtime.engine_onnxruntime import ROPE_BORDER
 
 from edgespec.errors import EdgespecError, InputError
+from edgespec.model_config import corrected_ids
 from edgespec.shapes import ModelShape
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +29,11 @@ _SETS = {
     "short": "small",
     "long": "large",
 }  # of LongRoPE's tables: ours, and the ending of the builder's names
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")  # one table each, torch's own
+ACTIVATIONS = frozenset(  # of the builder, each held against torch
+    {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
+)
+LONGROPE = ("longrope", "su")
 
 
 @dataclass(frozen=True)
@@ -35,22 +41,28 @@ class Family:
     """How one Hugging Face model_type is handed to the builder.
 
     `tables`: the graph's names for the cosines and sines of each kind of layer, "cos_" and "sin_" left out; the kind is "" where
-    all layers share one. `scaled_embedding`: embeddings are multiplied by √hidden.
+    all layers share one. `scaled_embedding`: embeddings are multiplied by √hidden. `soft_caps`: the graph has them.
+    `longrope`: it has two tables and a choice between them. `partial_rotary`: torch rotates a part of a head where the config
+    says so. `window`: torch slides in all layers where the config has a window and says nothing of single layers.
     """
 
     tables: Mapping[str, str]
     scaled_embedding: bool = False
+    soft_caps: bool = False
+    longrope: bool = False
+    partial_rotary: bool = False
+    window: bool = False
 
 
 _PLAIN = Family({"": "cache"})
 FAMILIES = {
     "llama": _PLAIN,  # also TinyLlama and SmolLM
-    "mistral": _PLAIN,
+    "mistral": Family({"": "cache"}, window=True),
     "qwen2": _PLAIN,
     "qwen3": _PLAIN,
     "smollm3": _PLAIN,
-    "phi3": _PLAIN,
-    "gemma2": Family({"": "cache"}, scaled_embedding=True),
+    "phi3": Family({"": "cache"}, longrope=True, partial_rotary=True, window=True),
+    "gemma2": Family({"": "cache"}, scaled_embedding=True, soft_caps=True),
     "gemma3_text": Family({FULL: "cache_global", SLIDING: "cache_local"}, scaled_embedding=True),
 }
 
@@ -66,12 +78,53 @@ def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
     return FAMILIES[kind]
 
 
+def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The family of a config.json whose every setting the graph can express. Raises InputError naming the one that it cannot."""
+    family = family_of(config, where)
+
+    def refuse(what: str, wanted: str) -> None:
+        raise InputError(
+            f"{where} has {what}, and the ONNX graph of a {config['model_type']!r} model has {wanted}; leave ONNX out with "
+            "--export.onnx ''"
+        )
+
+    known = (*ROPE_TYPES, *(LONGROPE if family.longrope else ()))
+    for kind in rope_types(config):
+        if kind not in known:
+            refuse(f"RoPE of type {kind!r}", ", ".join(known))
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        refuse(f"the activation {activation!r}", ", ".join(sorted(ACTIVATIONS)))
+    kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING}
+    if kinds:
+        refuse(f"layers of the type {', '.join(map(str, kinds))}", f"{FULL} and {SLIDING}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name) and not family.soft_caps:
+            refuse(f"{name} {config[name]}", "none")
+    if config.get("use_bidirectional_attention"):
+        refuse("attention in both directions", "causal attention")
+    return family
+
+
+def rope_types(config: Mapping[str, Any]) -> list[str]:
+    """The types of RoPE in a config.json, one for each kind of layer, in the old spelling (rope_scaling) and the new."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = config.get("rope_parameters") or {}
+    kinds = [nested[kind] for kind in (FULL, SLIDING) if isinstance(nested.get(kind), Mapping)] or [rope]
+    return [str(one.get("rope_type") or one.get("type") or "default") for one in kinds]
+
+
 def prepare(config: Any) -> None:
     """Change a transformers config, in memory, into what the builder reads; `finish` puts the real RoPE in place."""
+    family = family_of(config.to_dict(), "the model")
+    if not family.partial_rotary:  # as torch, which does not read it
+        config.partial_rotary_factor = 1.0
     rope = dict(getattr(config, "rope_parameters", None) or {})
     local = rope.get(SLIDING)
     if isinstance(rope.get(FULL), Mapping):
         rope = dict(rope[FULL])
+    if not family.partial_rotary:
+        rope.pop("partial_rotary_factor", None)
     if _border(config):  # two sets of tables and a choice between them: the builder's own
         rope["type"] = "longrope"
         config.rope_parameters = rope
@@ -86,9 +139,11 @@ def prepare(config: Any) -> None:
         config.architectures = ["LlamaForCausalLM"]
     if local is not None:
         config.rope_local_base_freq = local["rope_theta"]
-    window = getattr(config, "sliding_window", None)
-    if window and not getattr(config, "layer_types", None):  # Mistral: the builder would attend in full
-        config.layer_types = [SLIDING] * config.num_hidden_layers
+    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+        if family.window:  # the builder would attend in full
+            config.layer_types = [SLIDING] * config.num_hidden_layers
+        else:
+            config.sliding_window = None
 
 
 def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
@@ -138,7 +193,7 @@ def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model_folder)
+    config = AutoConfig.from_pretrained(model_folder, **corrected_ids(model_folder))
     with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
         skeleton = AutoModelForCausalLM.from_config(config)
     rotary = type(skeleton.model.rotary_emb)(config=config)

@@ -1,6 +1,6 @@
 """The values of one tensor of an ONNX graph, from the graph or from the data file beside it. Knows no graphs.
 
-The onnx package refuses data files with several hard links, and those of a bundle share theirs with the export they come from.
+The onnx package refuses data files with several hard links, and bundles of earlier versions have such.
 """
 
 from __future__ import annotations

@@ -17,11 +17,11 @@ from typing import Any
 from edgespec.errors import CheckFailed, InputError, MissingExtra
 from edgespec.files import read_json, whole_folder
 from edgespec.options import from_mapping, knob
+from edgespec_export.tokenizer_copy import copy_tokenizer
 
 TASK = "text-generation-with-past"
 LOGITS_BOUND = 1e-4  # largest difference of a logit to torch, both float32
 READS_HEAD_DIM = frozenset({"gemma", "gemma3_text"})  # in optimum-onnx 0.1.0
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,7 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
                 trust_remote_code=False,
                 do_validation=False,  # check() does more: cached steps and greedy text
             )
-            for name in TOKENIZER_FILES:  # the model's own, not a copy rewritten by this transformers version
-                if (model / name).is_file():
-                    (folder / name).write_bytes((model / name).read_bytes())
+            copy_tokenizer(model, folder)
             return check(model, folder, new_tokens)
 
 

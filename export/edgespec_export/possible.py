@@ -1,39 +1,35 @@
-"""What an export would refuse, said before anything is trained. Knows configs, tokenizers and shapes; reads no weights."""
+"""What an export would refuse, said before anything is trained: the exporters themselves are asked. Reads no weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from gguf import GGUFWriter
-
 from edgespec.errors import InputError
-from edgespec.files import read_json
+from edgespec.model_config import read_config
 from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
-from edgespec_export.gguf_families import completed, family_of, write_hyperparameters
-from edgespec_export.gguf_vocabulary import read_vocabulary
 from edgespec_export.quantize import K_BLOCK, PRECISIONS
+from edgespec_export.to_gguf import check_gguf_possible
+from edgespec_export.to_npu import check_exportable
 from edgespec_export.to_onnx import BLOCK_SIZE, check_config, check_shape
 
 WHOLE_BLOCKS = frozenset({"int8"})  # ONNX precisions whose rows have to be whole blocks
 
 
-def check_possible(target: Path, drafter: ModelShape, options: ExportOptions) -> list[str]:
-    """Whether the target's folder and a Llama-style drafter of this shape can be had in every precision asked for.
+def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:
+    """Whether two models can be had in every precision asked for.
 
-    Returns notes on matrices that will have another type than asked for. Raises InputError naming what stands against it: family,
-    RoPE, activation, tokenizer, head sizes, rows that are no whole blocks.
+    `drafter`: the folder it is in, or the shape of a Llama that is still to be made. Returns notes on matrices that will have
+    another type than asked for. Raises InputError naming what stands against it: family, RoPE, activation, windows, biases,
+    tokenizer, head sizes, rows that are no whole blocks.
     """
-    config = read_json(target / "config.json")
-    shapes = {"the target": ModelShape.from_config(config), "the drafter": drafter}
-    if options.onnx:
-        check_config(config, target)
-        check_shape(drafter, "the drafter")
-    if options.gguf:
-        family = family_of(config, target)
-        config = completed(config, family)
-        write_hyperparameters(GGUFWriter(None, family.name), family, shapes["the target"], config, [])
-        read_vocabulary(target, config)
+    shapes = {"the target": _check_folder(target, options)}
+    if isinstance(drafter, Path):
+        shapes["the drafter"] = _check_folder(drafter, options)
+    else:
+        shapes["the drafter"] = drafter
+        if options.onnx:
+            check_shape(drafter, "the drafter")
     notes = []
     border = shapes["the target"].rope_border
     if border is not None:
@@ -59,3 +55,16 @@ def check_possible(target: Path, drafter: ModelShape, options: ExportOptions) ->
                     "have another type"
                 )
     return notes
+
+
+def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
+    """Ask every exporter that is wanted whether it can express the model in a folder; its shape."""
+    config = read_config(folder)
+    shape = ModelShape.from_config(config)
+    if options.onnx:
+        check_config(config, folder)
+    if options.npu:
+        check_exportable(config, folder, min(options.npu_length, shape.context_length))
+    if options.gguf:
+        check_gguf_possible(folder, config)
+    return shape

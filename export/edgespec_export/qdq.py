@@ -15,7 +15,6 @@ smallest score a token may look at: what is masked saturates there, and its shar
 from __future__ import annotations
 
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from edgespec.errors import InputError, did_you_mean
 from edgespec.files import whole_folder, write_json
 from edgespec.progress import progress
 from edgespec_export.to_npu_weights import DATA, DataFile
+from edgespec_export.tokenizer_copy import copy_tokenizer
 
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]
@@ -77,9 +77,7 @@ def export_qdq(
             folder / "calibration.json",
             {"rows": calibration.rows, "tokens": calibration.tokens, "ranges": calibration.ranges},
         )
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (float_folder / name).exists():
-                shutil.copyfile(float_folder / name, folder / name)
+        copy_tokenizer(float_folder, folder)
     size = sum(file.stat().st_size for file in out_folder.iterdir())
     return {"bytes": size, "notes": [f"calibrated on {calibration.tokens} tokens of {calibration.rows} rows"]}
 

@@ -103,7 +103,7 @@ def streamed_logits(weights: Weights, model_folder: Path, prompts: Sequence[list
     inner, last_norm = model.model, model.model.norm
     inner.norm = torch.nn.Identity()
     wanted = set(inner.layers[0].state_dict())
-    waiting: dict[int, dict[str, Tensor]] = {}
+    waiting = _zero_biases(model_folder)
     rest: dict[str, Tensor] = {}
     states: list[Tensor] = []
     done = 0
@@ -124,6 +124,18 @@ def streamed_logits(weights: Weights, model_folder: Path, prompts: Sequence[list
     last_norm.load_state_dict({"weight": rest["model.norm.weight"]}, assign=True)
     head = rest.get("lm_head.weight", rest["model.embed_tokens.weight"])
     return [torch.nn.functional.linear(last_norm(state), head)[0].numpy() for state in states]
+
+
+def _zero_biases(model_folder: Path) -> dict[int, dict[str, Tensor]]:
+    """The biases of each layer that are zero, which an ONNX file goes without."""
+    checkpoint = Checkpoint(model_folder)
+    found: dict[int, dict[str, Tensor]] = {}
+    for name in checkpoint:
+        layer = layer_of(name) if name.endswith(".bias") else None
+        if layer is not None and not any(piece.any() for piece in checkpoint.pieces(name)):
+            bias = torch.zeros(checkpoint.shape(name))
+            found.setdefault(layer, {})[name.partition(f"layers.{layer}.")[2]] = bias
+    return found
 
 
 def _one_layer(model_folder: Path) -> tuple[Any, int]:

@@ -6,7 +6,6 @@ matrix, a shard or the model. (Mapped files would count against the memory of th
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -20,7 +19,9 @@ from gguf.constants import GGML_QUANT_VERSION
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.errors import InputError, did_you_mean
-from edgespec.files import read_json, whole_file
+from edgespec.files import whole_file
+from edgespec.model_config import read_config
+from edgespec.safetensors_files import read_tensors
 from edgespec.shapes import ModelShape
 from edgespec_export.gguf_families import Family, completed, family_of, write_hyperparameters
 from edgespec_export.gguf_vocabulary import read_vocabulary
@@ -31,7 +32,6 @@ logging.getLogger("gguf").setLevel(logging.WARNING)
 Array = np.ndarray[Any, Any]
 PIECE = 2**22  # weights converted at once: 16 MiB as float32
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-_LARGEST_HEADER = 2**27  # bytes; a header of a hundred thousand tensors is a tenth of it
 
 
 def permute_qk(weight: Array, heads: int) -> Array:
@@ -40,31 +40,23 @@ def permute_qk(weight: Array, heads: int) -> Array:
     return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(weight.shape)
 
 
-@dataclass(frozen=True)
-class _Stored:
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int  # of the tensor's bytes in the file
-
-
 class Checkpoint:
     """The safetensors files of a model folder: names and shapes at once, rows when asked for.
 
-    Raises InputError where there are none, or where a header is no safetensors header.
+    Raises InputError where there are none, where they are not whole, and for a tensor of a type that is not read.
     """
 
     def __init__(self, folder: Path) -> None:
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if single.exists():
-            files = [single]
-        elif index.exists():
-            files = sorted({folder / name for name in read_json(index)["weight_map"].values()})
-        else:
-            raise InputError(
-                f"{folder} has no model.safetensors; save the model with save_pretrained (pickle files are not read)"
-            )
-        self._stored = {name: tensor for file in files for name, tensor in _header(file)}
+        self._stored = {
+            name: tensor
+            for name, tensor in read_tensors(folder).items()
+            if not (name.endswith("rotary_emb.inv_freq") and tensor.dtype not in _DTYPES)
+        }
+        for name, tensor in self._stored.items():
+            if tensor.dtype not in _DTYPES:
+                raise InputError(
+                    f"{tensor.file}: tensor {name} is {tensor.dtype}; GGUF export reads {', '.join(_DTYPES)}"
+                )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -93,28 +85,6 @@ class Checkpoint:
                 yield floats.reshape(count, *stored.shape[1:])
 
 
-def _header(file: Path) -> Iterator[tuple[str, _Stored]]:
-    """Names and places of a safetensors file: 8 bytes of header length, the header in JSON, the data."""
-    if not file.is_file():
-        raise InputError(f"{file} is missing, but the index names it; fetch the model again")
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        text = stream.read(length) if length <= _LARGEST_HEADER else b""
-    try:
-        table = json.loads(text)
-        table.pop("__metadata__", None)
-        for name, entry in table.items():
-            if entry["dtype"] in _DTYPES:
-                start = 8 + length + int(entry["data_offsets"][0])
-                yield name, _Stored(file, entry["dtype"], tuple(entry["shape"]), start)
-            elif not name.endswith("rotary_emb.inv_freq"):
-                raise InputError(
-                    f"{file}: tensor {name} is {entry['dtype']}; GGUF export reads {', '.join(_DTYPES)}"
-                )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{file} is no safetensors file ({error}); fetch the model again") from error
-
-
 def export_gguf(model_folder: Path, out_file: Path, precision: str) -> dict[str, Any]:
     """Write `out_file` (whole or not at all) and return {"bytes", "notes"}.
 
@@ -140,8 +110,21 @@ def export_gguf(model_folder: Path, out_file: Path, precision: str) -> dict[str,
     return {"bytes": out_file.stat().st_size, "notes": notes}
 
 
+def check_gguf_possible(model_folder: Path, config: dict[str, Any]) -> None:
+    """Whether a folder can become a GGUF file, without reading weights: what `export_gguf` would refuse. Raises InputError.
+
+    `config`: its config.json, as model_config reads it.
+    """
+    family = family_of(config, model_folder)
+    config = completed(config, family)
+    shape = ModelShape.from_config(config)
+    write_hyperparameters(GGUFWriter(None, family.name), family, shape, config, [])
+    read_vocabulary(model_folder, config)
+    _plan(Checkpoint(model_folder), family, shape, PRECISIONS["f16"], model_folder)
+
+
 def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]) -> None:
-    config = read_json(model_folder / "config.json")
+    config = read_config(model_folder)
     family = family_of(config, model_folder)
     config = completed(config, family)
     shape = ModelShape.from_config(config)
@@ -231,6 +214,12 @@ def _plan(
         if name is None:
             raise InputError(
                 f"{folder}: tensor {source} has no name in the GGUF architecture {family.name!r}"
+            )
+        part, _, kind_of_tensor = name.removeprefix("blk.").partition(".")[2].rpartition(".")
+        if kind_of_tensor == "bias" and part not in family.biases:
+            raise InputError(
+                f"{folder} has the bias {source}, and llama.cpp's {family.name!r} has no place for it; leave GGUF out with "
+                "--export.gguf ''"
             )
         size = checkpoint.shape(source)
         kind = kind_of(size, precision, head=name == head)

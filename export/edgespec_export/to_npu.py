@@ -10,7 +10,6 @@ compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/test_npu
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +19,20 @@ from edgespec_runtime.engine_static_settings import SETTINGS, StaticSettings
 from edgespec_runtime.vocabulary import vocabulary_of
 
 from edgespec.errors import InputError, did_you_mean
-from edgespec.files import read_json, whole_folder, write_json
+from edgespec.files import whole_folder, write_json
+from edgespec.model_config import read_config
 from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
+from edgespec_export.onnx_families import rope_types
 from edgespec_export.to_npu_graph import MASKED, decoder
 from edgespec_export.to_npu_weights import DATA, DataFile, write_weights
+from edgespec_export.tokenizer_copy import copy_tokenizer
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FLOAT_PRECISION = "fp32"
+FIXED_ROPE = frozenset(
+    {"default", "linear", "llama3", "yarn"}
+)  # angles that do not depend on how much was read
 
 
 def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | None = None) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
     Raises InputError for a family, an activation, a window of attention or a RoPE that the graph does not compute.
     """
     options = options or ExportOptions()
-    config = read_json(model_folder / "config.json")
+    config = read_config(model_folder)
     shape = ModelShape.from_config(config)
     length = min(options.npu_length, shape.context_length)
     check_exportable(config, model_folder, length)
@@ -62,9 +67,7 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
             blocks=blocks,
         )
         write_json(folder / SETTINGS, settings.plain())
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            if (model_folder / name).exists():
-                shutil.copyfile(model_folder / name, folder / name)
+        copy_tokenizer(model_folder, folder)
     size = sum(file.stat().st_size for file in out_folder.iterdir())
     return {"bytes": size, "notes": []}
 
@@ -78,6 +81,11 @@ def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise InputError(f"{folder} has the activation {config['hidden_act']!r}; the static graph has 'silu'")
+    for rope in rope_types(config):
+        if rope not in FIXED_ROPE:
+            raise InputError(
+                f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(sorted(FIXED_ROPE))}"
+            )
     window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
     if window is not None and window < length:
         raise InputError(

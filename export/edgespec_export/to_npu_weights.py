@@ -19,9 +19,6 @@ from edgespec_export.to_gguf import Checkpoint
 Array = np.ndarray[Any, Any]
 DATA = "weights.data"
 ALIGNED = 4096  # bytes; offsets are multiples, so that a tensor can be mapped
-FIXED_ROPE = frozenset(
-    {"default", "linear", "llama3", "yarn"}
-)  # angles that do not depend on how much was read
 _WHOLE = {
     "model.embed_tokens.weight": "embed_tokens",
     "model.norm.weight": "norm",
@@ -105,21 +102,11 @@ def _wanted(shape: ModelShape) -> set[str]:
 
 
 def rope_tables(folder: Path, shape: ModelShape, length: int) -> dict[str, Array]:
-    """Cosines and sines [length, d/2] float32 as the model's own code in transformers computes them.
-
-    Raises InputError for a RoPE whose angles depend on the length of the text.
-    """
+    """Cosines and sines [length, d/2] float32 as the model's own code in transformers computes them."""
     import torch
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in FIXED_ROPE:
-        raise InputError(
-            f"{folder} has RoPE of type {kind!r}, whose angles depend on the length of the text; a static graph has fixed "
-            f"tables: {', '.join(sorted(FIXED_ROPE))}"
-        )
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     embedding = next(
         value

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import cache
@@ -24,9 +23,11 @@ from typing import Any
 
 from edgespec.errors import EdgespecError, InputError, MissingExtra, did_you_mean
 from edgespec.files import read_json, whole_file, whole_folder
+from edgespec.model_config import corrected_folder, read_config
 from edgespec.shapes import ModelShape
-from edgespec_export.onnx_families import family_of, finish, prepare
+from edgespec_export.onnx_families import check_settings, finish, prepare
 from edgespec_export.to_onnx_stored import share_int8_table, store_halves, widen_int8
+from edgespec_export.tokenizer_copy import copy_tokenizer
 
 ACCURACY_LEVEL = 1  # float activations
 FAST_ACCURACY_LEVEL = 4  # int8 activations
@@ -43,7 +44,6 @@ PRECISIONS: dict[str, list[str]] = {
 BUILT_AS = {"fp16": "fp32"}  # the builder's own fp16 is for GPUs; on a CPU it has no GroupQueryAttention
 FAST = frozenset({"int8", "int4"})  # with a graph that rounds activations
 COMMON = ["hf_token=false", "windowed_kv_cache=false"]  # a ring of keys and values could not be rolled back
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 @cache
@@ -73,12 +73,12 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
     """
     if precision not in PRECISIONS:
         raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
-    config = read_json(model_folder / "config.json")
+    config = read_config(model_folder)
     check_config(config, model_folder)
     builder = _builder()
     with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
-        with tempfile.TemporaryDirectory() as scratch:
-            where = (None, str(model_folder), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
+        with tempfile.TemporaryDirectory() as scratch, corrected_folder(model_folder) as readable:
+            where = (None, str(readable), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
             try:
                 options = builder.parse_extra_options(*where, [*COMMON, *PRECISIONS[precision]])
                 prepare(options["hf_details"]["hf_config"])
@@ -87,9 +87,7 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
                 raise EdgespecError(
                     f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
                 ) from error
-        for name in TOKENIZER_FILES:  # the model's own, not a copy rewritten by this transformers version
-            if (model_folder / name).exists():
-                shutil.copyfile(model_folder / name, folder / name)
+        copy_tokenizer(model_folder, folder)
         _check_config(folder / "genai_config.json", config)
         finish(folder, model_folder, config)
         if precision == "int8" and ModelShape.from_config(config).tied:
@@ -131,11 +129,12 @@ def write_fast_graph(folder: Path) -> None:
 
 def check_config(config: dict[str, Any], model_folder: Path) -> None:
     """Refuse what the graph would compute wrongly or ONNX Runtime would refuse at the first token. Raises InputError."""
-    family_of(config, model_folder)
+    family = check_settings(config, model_folder)
     shape = ModelShape.from_config(config)
     check_shape(shape, str(model_folder))
     rope = config.get("rope_parameters") or {}
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    partial = partial if family.partial_rotary else 1.0
     rotated = int(shape.head_dim * partial)
     if rotated % HEAD_STEP:
         raise InputError(

@@ -17,6 +17,7 @@ from edgespec_runtime.safe_gguf import check_gguf
 from edgespec_runtime.tokenizer import MAX_TOKENIZER_BYTES
 from tokenizers import Tokenizer
 
+from edgespec.chat_template import read_chat_template
 from edgespec.errors import BundleError, InputError
 from edgespec.files import read_bounded
 
@@ -97,6 +98,7 @@ class FolderTokenizer(JsonTokenizer):
             )
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
+        self.whole.chat_template = read_chat_template(folder)
         self._set(self.whole.backend_tokenizer.to_str(), folder)
 
     def encode(self, text: str, *, special: bool) -> list[int]:

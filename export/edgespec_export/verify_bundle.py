@@ -16,6 +16,7 @@ from edgespec.errors import BundleError, CheckFailed, InputError
 from edgespec.files import read_json, sha256_file, write_json
 from edgespec.manifest import ROLES, Manifest, open_manifest
 from edgespec.options import from_mapping, knob, with_default
+from edgespec.preflight_model import check_model
 from edgespec.recipe import ExportOptions
 from edgespec.shapes import ModelShape
 
@@ -55,10 +56,7 @@ def models_of(options: Options) -> dict[str, Path] | None:
             )
         found = dict(zip(ROLES, (Path(name).expanduser() for name in options.models), strict=True))
         for role, folder in found.items():
-            if not (folder / "config.json").is_file():
-                raise InputError(
-                    f"the {role} {str(folder)!r} has no config.json; give a model folder in Hugging Face layout"
-                )
+            check_model(folder, f"the {role}")
         return found
     build = Path(options.bundle).resolve().parent
     stage, drafter = build / "target" / "stage.json", build / "distill" / "model"

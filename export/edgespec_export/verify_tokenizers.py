@@ -18,8 +18,10 @@ from edgespec_runtime.engine_llamacpp import is_available
 from edgespec_runtime.lookalikes import PLAIN_CHATS
 from edgespec_runtime.tokenizer import ChatTokenizer
 
+from edgespec.chat_template import read_chat_template
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json
+from edgespec.model_config import read_generation_config
 from edgespec.report import table
 from edgespec_export.export import ExportedFile
 from edgespec_export.gguf_vocabulary import read_vocabulary
@@ -97,11 +99,11 @@ def check_folder(where: str, folder: Path, source: Source, reference: JsonTokeni
 
 def stop_ids_of(source: Source, reference: JsonTokenizer) -> frozenset[int]:
     """Every eos id of the generation config, else the tokenizer's eos token: what ends a reply of the model."""
-    generation = source.folder / "generation_config.json"
-    ids = read_json(generation).get("eos_token_id") if generation.exists() else None
+    ids = read_generation_config(source.folder, source.config["vocab_size"]).get("eos_token_id")
     if ids is None and isinstance(reference, FolderTokenizer):
         ids = reference.whole.eos_token_id
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return frozenset(token for token in found if reference.special.id_to_token(token) is not None)
 
 
 def closing_id(chat: ChatTokenizer, tokenizer: JsonTokenizer) -> int | None:
@@ -146,11 +148,9 @@ def check_onnx(file: ExportedFile, source: Source, reference: JsonTokenizer) -> 
     check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
     own = JsonTokenizer(file.path / "tokenizer.json")
     _take(check, compare(reference, own, torture_set(reference.specials())))
-    template = file.path / "chat_template.jinja"
-    if (source.folder / template.name).exists():
-        seen = template.read_text(encoding="utf-8") if template.exists() else None
-        if seen != (source.folder / template.name).read_text(encoding="utf-8"):
-            check.broken.append(f"chat template is not that of {source.name}")
+    template = read_chat_template(source.folder)
+    if template is not None and read_chat_template(file.path) != template:
+        check.broken.append(f"chat template is not that of {source.name}")
     genai = file.path / "genai_config.json"
     settings = read_json(genai).get("model", {}) if genai.exists() else {}
     for role in ("bos", "eos", "pad"):
@@ -166,8 +166,8 @@ def check_onnx(file: ExportedFile, source: Source, reference: JsonTokenizer) -> 
 def _ids_of(source: Source, role: str) -> list[set[int]]:
     """What the model's files give as the ids of a role; more than one where they disagree."""
     found = []
-    generation = source.folder / "generation_config.json"
-    for settings in (source.config, read_json(generation) if generation.exists() else {}):
+    generation = read_generation_config(source.folder, source.config["vocab_size"])
+    for settings in (source.config, generation):
         ids = settings.get(f"{role}_token_id")
         if ids is not None:
             found.append(set(ids) if isinstance(ids, list) else {ids})

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from edgespec_runtime.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from edgespec.chat_template import read_chat_template
 from edgespec.errors import EdgespecError, InputError
 from edgespec.files import read_json, whole_folder, write_json, write_text
-from edgespec.preflight_weights import check_weights
+from edgespec.model_config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
+from edgespec.preflight_model import check_chat, check_model
 from edgespec.shapes import ModelShape
 from edgespec_recipes.vocabulary import plain_config, plain_weights, wrap
 
@@ -51,34 +53,50 @@ def shape_of(model: Any) -> ModelShape:
 
 
 def check_model_folder(folder: Path) -> ModelShape:
-    """Hold a folder against what a target must be; return its shape. Raises InputError."""
-    if not (folder / "config.json").is_file():
+    """Hold a folder against what a target must be; return its shape.
+
+    Raises InputError where `check_model` does, where there is no chat template, and for a tokenizer that does not fit.
+    """
+    shape = check_model(folder)
+    check_chat(folder)
+    check_class(folder)
+    tokenizer = load_tokenizer(folder)
+    last = max(tokenizer.get_vocab().values())
+    if last >= shape.vocab_size:
         raise InputError(
-            f"{folder} has no config.json; give a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"
+            f"the tokenizer in {folder} has token ids up to {last} and config.json a vocabulary of {shape.vocab_size}; take both "
+            "from the same model"
         )
-    shape = ModelShape.from_config(read_json(folder / "config.json"))
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(f"{folder} has no *.safetensors file; only safetensors weights are read")
-    if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if tokenizer.eos_token_id is None:
         raise InputError(
-            f"{folder} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it"
+            f"the tokenizer in {folder} has no end-of-sequence token; set eos_token in tokenizer_config.json"
         )
-    check_weights(folder, shape)
-    if not load_tokenizer(folder).chat_template:
-        raise InputError(
-            f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, "
-            "or add chat_template to tokenizer_config.json"
-        )
+    stop_ids_of(folder, tokenizer)
     return shape
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The fast tokenizer of a model folder. Raises InputError where its files cannot be read."""
+def check_class(folder: Path) -> None:
+    """Whether transformers can make the model that config.json describes, without its weights. Raises InputError."""
     quiet()
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
+        )
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of a validator, a class or a module: transformers has no error of its own
+        raise InputError(f"transformers cannot make the model in {folder}: {first_line(error)}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder, with its default chat template. Raises InputError where its files cannot be read."""
+    quiet()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    tokenizer.chat_template = read_chat_template(folder)
+    return tokenizer
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: Any) -> Any:
@@ -100,10 +118,14 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: An
                 trust_remote_code=False,
                 use_safetensors=True,
                 local_files_only=True,
+                **corrected_ids(folder),
                 **placement,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+    for name, value in read_generation_config(folder).items():
+        if name in TOKEN_IDS:
+            setattr(model.generation_config, name, value)
     return (wrap(model, vocabulary) if vocabulary else model).eval()
 
 
@@ -113,8 +135,8 @@ def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
     Weights are not read. Raises InputError where there is none.
     """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        ids = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+    for settings in (read_generation_config(folder), read_config(folder)):
+        ids = settings.get("eos_token_id")
         if ids is not None:
             found |= {int(token) for token in (ids if isinstance(ids, list) else [ids])}
             break
@@ -122,7 +144,7 @@ def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
         found.add(int(tokenizer.eos_token_id))
     if not found:
         raise InputError(
-            f"{folder} names no token that ends a response; set eos_token_id in its generation_config.json"
+            f"{folder} names no token of its vocabulary that ends a response; set eos_token_id in its generation_config.json"
         )
     return sorted(found)
 
@@ -157,10 +179,10 @@ def copy_tokenizer(source: Path, out: Path) -> None:
             f"{source} has no tokenizer_config.json; copy the model's tokenizer files into it"
         )
     config = read_json(out / "tokenizer_config.json")
-    if (out / "chat_template.jinja").is_file():
-        config.setdefault("chat_template", (out / "chat_template.jinja").read_text(encoding="utf-8"))
-    elif isinstance(config.get("chat_template"), str):
-        write_text(out / "chat_template.jinja", config["chat_template"])
+    template = read_chat_template(source)
+    if template is not None:
+        config["chat_template"] = template
+        write_text(out / "chat_template.jinja", template)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(out / "tokenizer_config.json", config)

@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from edgespec.errors import InputError, MissingExtra
+from edgespec.model_config import corrected_ids
 from edgespec.recipe import InferenceOptions
 from edgespec_recipes.loading import load_model, quiet
 
@@ -105,7 +106,9 @@ def device_map(
     from accelerate import init_empty_weights
 
     quiet()
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
+    )
     with init_empty_weights():
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     skeleton.tie_weights()

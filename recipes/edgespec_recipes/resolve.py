@@ -8,8 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgespec.chat_template import MORE_TEMPLATES
 from edgespec.errors import InputError, did_you_mean
-from edgespec.targets import TARGETS, TINY_CHAT, is_hub_id
+from edgespec.files import read_json
+from edgespec.preflight_weights import refuse_quantised
+from edgespec.targets import TARGETS, TINY_CHAT, is_hub_id, refuse_gguf
 from edgespec_recipes import processes
 from edgespec_recipes.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.tiny_chat import build_tiny_chat
@@ -20,6 +23,7 @@ HUB_FILES = (
     "generation_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
+    f"{MORE_TEMPLATES}/*.jinja",
     "LICENSE*",
 )
 
@@ -43,6 +47,7 @@ def resolve_target(name: str) -> ResolvedTarget:
     quiet()
     path = Path(name).expanduser()
     target = TARGETS.get(name)
+    refuse_gguf(name)
     if target is not None and target.repo is None:
         if processes.world() > 1:
             _make_alone()
@@ -86,6 +91,9 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
 
     local = "or give a local folder in Hugging Face layout as --target"
     try:
+        config = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
+        if config.is_file():  # quantised weights are refused before they are fetched
+            refuse_quantised(read_json(config), repo)
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
     except errors.GatedRepoError as error:
         raise InputError(

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from edgespec.errors import InputError
-from edgespec.files import read_json
+from edgespec.model_config import TOKEN_IDS, read_config, read_generation_config
 
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COUNTED_TOKENS = 100_000_000  # of a longer text, so many in rows at equal distances
 
 
@@ -49,9 +48,8 @@ def token_counts(blocks: Blocks, vocab_size: int) -> np.ndarray:
 def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:
     """Ids that every subset has: special and added tokens, and whatever ends a response."""
     found = {int(token) for token in (*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values())}
-    for name in ("config.json", "generation_config.json"):
-        config = read_json(target_folder / name) if (target_folder / name).exists() else {}
-        for role in SPECIAL_IDS:
+    for config in (read_config(target_folder), read_generation_config(target_folder)):
+        for role in TOKEN_IDS:
             found.update(_listed(config.get(role)))
     return found
 
@@ -228,7 +226,7 @@ def _listed(value: Any) -> list[int]:
 
 def _renumber(config: Any, number: Callable[[int], int | None]) -> None:
     """Special token ids of a config in another numbering; a token that has no number there is dropped."""
-    for role in SPECIAL_IDS:
+    for role in TOKEN_IDS:
         value = getattr(config, role, None)
         numbers = [new for token in _listed(value) if (new := number(token)) is not None]
         setattr(config, role, numbers if isinstance(value, list) and numbers else next(iter(numbers), None))

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from edgespec.chat_template import chat_template_of
 from edgespec.errors import BundleError, InputError
 from edgespec.files import read_bounded, read_json
 from edgespec_runtime.lookalikes import PLAIN_CHATS, Lookalikes
@@ -45,15 +46,8 @@ class ChatTokenizer:
         except BaseException as error:
             raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
         config = _object(folder / "tokenizer_config.json")
-        template_file = folder / "chat_template.jinja"
-        template = config.get("chat_template")
-        if template_file.exists():
-            raw = read_bounded(template_file, error=BundleError, limit=4 * MAX_TEMPLATE_CHARACTERS)
-            try:
-                template = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise BundleError(f"{template_file} is not UTF-8 text ({error}); {AGAIN}") from error
-        if not isinstance(template, str) or not template:
+        template = chat_template_of(folder, config, error=BundleError)
+        if not template:
             raise InputError(
                 f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json"
             )
@@ -79,13 +73,13 @@ class ChatTokenizer:
                 if self._special["eos_token"]
                 else None
             )
-        found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
         for token in found:
             if type(token) is not int or not 0 <= token < MAX_VOCAB_SIZE:
                 raise BundleError(
                     f"{where} has the eos_token_id {str(token)[:80]!r}; a token id is wanted: {AGAIN}"
                 )
-        return frozenset(found)
+        return frozenset(token for token in found if self._tokenizer.id_to_token(token) is not None)
 
     @property
     def vocab_size(self) -> int:
