@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from conftest import REPOSITORY
 from edgespec_recipes import data, token_shards
 from edgespec_recipes.loading import load_tokenizer
@@ -270,8 +269,3 @@ def test_long_conversations_are_cut_and_longer_prompts_left_out() -> None:
     assert packed["input_ids"].tolist() == [[1] * 6 + [2] * 2]
     with pytest.raises(InputError, match="raise the context"):
         data.pack_conversations([([3] * 8, [4])], 8)
-
-
-def test_attention_mask_is_causal_within_documents() -> None:
-    mask = data.attention_mask(torch.tensor([[0, 0, 1, 1, data.PADDING]]))[0, 0].int().tolist()
-    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]

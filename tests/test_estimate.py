@@ -18,6 +18,7 @@ from edgespec_recipes import head_loss, stored, top_k
 from edgespec_recipes.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.mixing import TARGET
 from edgespec_recipes.objective import Objective
+from edgespec_recipes.packing import packing_of
 from edgespec_recipes.pretrain import next_token_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -266,6 +267,9 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
         seed=0,
         reference=reference.requires_grad_(False) if selects else None,
     )
+    packing_of(
+        {"target": target, "drafter": draft, "reference": reference}
+    )  # as the stage does, before it trains
     rows, micro = all_compared(4, 128, 512), recipe.distill.micro_batch_size or 4
     batches = [{name: values[at : at + micro] for name, values in rows.items()} for at in range(0, 4, micro)]
 

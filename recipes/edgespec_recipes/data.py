@@ -155,9 +155,14 @@ def text_blocks(
 
 
 def pack_conversations(
-    rows: Sequence[tuple[Sequence[int], Sequence[int]]], context: int, padding_id: int = 0
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    context: int,
+    padding_id: int = 0,
+    together: bool = True,
 ) -> dict[str, np.ndarray]:
     """Whole conversations (prompt_ids, response_ids) side by side in rows of `context` tokens, best fit, longest first.
+
+    Without `together` each has a row of its own.
 
     Returns arrays [n, context]: input_ids (int64), position_ids (int64, from 0 in each conversation), document_ids (int32,
     from 0 in each row, PADDING beyond), loss_mask (bool, True on response tokens: the tokens to be predicted). A conversation
@@ -173,7 +178,7 @@ def pack_conversations(
     bins: list[list[tuple[list[int], list[int]]]] = []
     for prompt, response in usable:
         size = len(prompt) + len(response)
-        room = next((k for k in range(size, context + 1) if free[k]), None)
+        room = next((k for k in range(size, context + 1) if free[k]), None) if together else None
         if room is None:
             bins.append([])
             index, room = len(bins) - 1, context
@@ -199,21 +204,8 @@ def pack_conversations(
     return packed
 
 
-def attention_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """[B, T] document ids -> bool [B, 1, T, T], True where query i may look at key j: same document, j <= i.
-
-    Padding looks at padding, so that no row of the softmax is empty.
-    """
-    length = document_ids.shape[1]
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return (same & causal)[:, None]
-
-
 def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a model is given of packed rows: every conversation sees itself only."""
-    return {
-        "input_ids": batch["input_ids"],
-        "position_ids": batch["position_ids"],
-        "attention_mask": attention_mask(batch["document_ids"]),
-    }
+    """What a model is told of packed rows. Positions start anew in every conversation; packing.py gives them to the model so that
+    each conversation sees itself only.
+    """
+    return {name: batch[name] for name in ("input_ids", "position_ids")}

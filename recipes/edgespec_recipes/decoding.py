@@ -1,8 +1,8 @@
 """Decode a batch of rows that grow unevenly with one KV cache, and sample from warped distributions. In torch.
 
-Knows nothing of drafting, files or prompts. A row never loses cache slots: a token that is taken back stays in the cache and
-is masked out, and positions are given explicitly, so any Hugging Face decoder with a DynamicCache can run here. (A decoder
-with sliding-window attention counts slots, not positions: there the total of slots must stay within the window.)
+Knows nothing of drafting, files or prompts. Rows end together: before a pass the valid slots of each row are moved to the end of
+the cache, where tokens were taken back. Models count slots, not positions, for their windows and chunks, so a slot without a
+token in the middle would cost a row a token of its window. Any Hugging Face decoder with a DynamicCache can run here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
+
+from edgespec.errors import InputError
+from edgespec_recipes.packing import fitted
 
 NUCLEUS_GUESS = 128  # tokens searched for the nucleus before a whole row is sorted
 
@@ -122,11 +125,12 @@ def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
     asks for are dropped before it. `model` may be wrapped (DDP): the hook sits on the inner module.
     """
     inner = getattr(model, "module", model)
+    given = fitted(inner, inputs)
     if inner.get_output_embeddings() is None:
-        full: Tensor = model(**inputs, use_cache=False).logits
+        full: Tensor = model(**given, use_cache=False).logits
         return full[keep]
     with _head_sees(inner, keep):
-        logits: Tensor = model(**inputs, use_cache=False).logits
+        logits: Tensor = model(**given, use_cache=False).logits
     return logits
 
 
@@ -144,6 +148,8 @@ def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
     """The keys and values of one layer in buffers with room to grow: DynamicLayer copies everything for every token."""
 
+    is_initialized: bool
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -152,8 +158,8 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
         if not self.is_initialized:
             # what lazy_initialization sets, whose arguments are others in transformers 4
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.is_initialized: bool = True
             self._room: list[Tensor] = []
+            self.is_initialized = True
         if not self._room or self._room[0].shape[-2] < total:
             room = 2 * total
             old, self._room = self._room, []
@@ -171,6 +177,15 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self._room = [buffer[indices] for buffer in self._room]
         self.keys, self.values = (buffer[..., :past, :] for buffer in self._room)
 
+    def reorder(self, slots: Tensor) -> None:
+        """Keep these slots [B, S] of each row (indices), in this order."""
+        index = slots.to(self.device)[:, None, :, None]
+        self._room = [
+            states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (self.keys, self.values)
+        ]
+        self.keys, self.values = self._room
+
 
 class BatchDecoder:
     """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row."""
@@ -180,36 +195,55 @@ class BatchDecoder:
         self.cache = Cache(layer_class_to_replicate=_RoomyLayer)
         self.mask: Tensor | None = None
         self.lengths = torch.zeros(0, dtype=torch.long)
-        self._trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        if getattr(model, "_is_stateful", False) or kinds & {"conv", "linear_attention"}:
+            raise InputError(
+                f"a {model.config.model_type} model has recurrent or convolution layers, which forget no token; decoding in "
+                "torch needs attention in every layer. Run it from a file: --inference.source file --inference.file FILE.gguf"
+            )
+        self._takes = inspect.signature(model.forward).parameters
 
     def forward(self, tokens: Tensor, valid: Tensor | None = None, keep: int | None = None) -> Tensor:
         """Append tokens [B, n]; float32 logits [B, keep, V] of the last `keep` (all by default).
 
-        Slots that are not `valid` fill a rectangle: no row ever sees them and they take no position.
+        Slots that are not `valid` fill a rectangle: no row ever sees them and they take no position. They come before the
+        valid ones of their row.
         """
         tokens = tokens.to(self.device)
         valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid.to(self.device)
         if self.mask is None:
             self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
             self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
+        self._close_gaps(self.mask)
         positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
         self.mask = torch.cat([self.mask, valid], 1)
         self.lengths = self.lengths + valid.sum(1)
         keep = keep or tokens.shape[1]
+        more = {"position_ids": positions, "logits_to_keep": keep}
         with torch.inference_mode():
             output = self.model(
                 input_ids=tokens,
                 attention_mask=self.mask.long(),
-                position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
-                **({"logits_to_keep": keep} if self._trims else {}),
+                **{name: value for name, value in more.items() if name in self._takes},
             )
             logits: Tensor = output.logits[:, -keep:].float()
         return logits
 
+    def _close_gaps(self, mask: Tensor) -> None:
+        """Move the valid slots of every row to the end of the cache, where one has others behind or between them."""
+        slots = torch.arange(mask.shape[1], device=self.device)
+        if torch.equal(mask, slots >= mask.shape[1] - self.lengths[:, None]):
+            return
+        longest = int(self.lengths.max())
+        order = mask.long().argsort(dim=1, stable=True)[:, mask.shape[1] - longest :]
+        for layer in self.cache.layers:
+            layer.reorder(order)
+        self.mask = mask.gather(1, order)
+
     def take_back(self, counts: Tensor) -> None:
-        """Forget the last `counts` [B] slots of every row; the slots must have been valid."""
+        """Forget the last `counts` [B] slots of every row; the slots must have been valid in the pass before."""
         assert self.mask is not None
         slots = self.mask.shape[1]
         self.mask = self.mask & (torch.arange(slots, device=self.device) < (slots - counts)[:, None])

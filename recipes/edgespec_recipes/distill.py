@@ -33,6 +33,7 @@ from edgespec_recipes.mixing import (
     shares,
 )
 from edgespec_recipes.objective import Objective
+from edgespec_recipes.packing import Packing, packing_of
 from edgespec_recipes.replies import read_replies
 from edgespec_recipes.same_tokenizer import check_same_vocabulary
 from edgespec_recipes.stored import StoredTargets, store_error, store_targets
@@ -60,10 +61,10 @@ class DistillInputs:
     inference: InferenceOptions = InferenceOptions()
 
 
-def responses_of(folder: Path, context: int) -> Rows:
-    """The generate stage's responses packed into rows of `context` tokens; the same rows for the same folder and context."""
+def responses_of(folder: Path, context: int, together: bool = True) -> Rows:
+    """The generate stage's responses packed into rows of `context` tokens; the same rows for the same arguments and responses."""
     return response_rows(
-        [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context
+        [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context, together
     )
 
 
@@ -71,16 +72,46 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     """Store the target's distributions at every position of the responses that `distill` will compare.
 
     The counts say what the recipe's divergence loses by it on the first rows, against the live target where that is in torch.
+    Rows hold several responses where the target and the drafter can both read such rows.
     """
-    rows = responses_of(inputs.responses, options.context)
-    counts = store_targets(out, inputs.target, rows, options.stored_top_k, inference=inputs.inference)
-    if inputs.inference.source != "torch":
+    device = processes.device()
+    draft = load_model(inputs.drafter).to(device)
+    target = (
+        load_target(inputs.target, inputs.inference, device) if inputs.inference.source == "torch" else None
+    )
+    packing = packing_of(_named(target=target, drafter=draft))
+    rows = responses_of(inputs.responses, options.context, packing.together)
+    counts = {
+        **store_targets(
+            out, inputs.target, rows, options.stored_top_k, inference=inputs.inference, model=target
+        ),
+        **packing.record(),
+    }
+    if target is None:
         return counts
-    target = load_target(inputs.target, inputs.inference, processes.device())
-    draft = load_model(inputs.drafter).to(processes.device())
     measured = range(min(MEASURED_ROWS, len(rows)))
     functions = {options.divergence: divergence(options)}
     return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
+
+
+def _named(**models: Any | None) -> dict[str, Any]:
+    """The models that there are, with their names in messages."""
+    return {f"the {name}": model for name, model in models.items() if model is not None}
+
+
+def _packing(models: dict[str, Any], store: StoredTargets | None) -> Packing:
+    """What rows may hold: what all the models read, and no more than the stored rows do.
+
+    Raises InputError where the stored rows hold several texts and a model cannot read such rows.
+    """
+    packing = packing_of(models)
+    if store is None or store.packed == packing.together:
+        return packing
+    if packing.together:
+        return Packing(False, f"rows hold one text each, as those in {store.folder} do")
+    raise InputError(
+        f"{store.folder} was stored from rows of several texts, and {packing.reason}; delete {store.folder} and store again"
+    )
 
 
 def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
@@ -121,11 +152,16 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     reference = None
     if options.select_fraction < 1 and inputs.reference is not None:
         reference = load_model(inputs.reference).to(device).requires_grad_(False)
+    parts = shares(options)
+    store = StoredTargets(inputs.store) if options.target_side == "stored" and inputs.store else None
+    asked = store is None or set(parts) != {TARGET}
+    target = load_target(inputs.target, inputs.inference, device) if asked else None
+    packing = _packing(_named(target=target, drafter=draft, reference=reference), store)
+    together = packing.together
 
     stops = stop_ids_of(inputs.target, tokenizer)
-    responses = responses_of(inputs.responses, options.context)
+    responses = responses_of(inputs.responses, options.context, together)
     learnt, held_out = _held_out(responses, options.watch_rows if options.watch_steps else 0)
-    parts = shares(options)
     sources: dict[int, Any] = {TARGET: learnt}
     if TEXT in parts:
         length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
@@ -134,21 +170,14 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
             text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
         )
     if FIXED in parts:
-        sources[FIXED] = response_rows(read_replies(options.fixed, tokenizer, stops), options.context)
+        sources[FIXED] = response_rows(
+            read_replies(options.fixed, tokenizer, stops), options.context, together
+        )
     if STUDENT in parts:
         prompts = [row["prompt_ids"] for row in read_responses(inputs.responses)]
-        sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context)
+        sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context, together)
 
-    stored = options.target_side == "stored" and inputs.store is not None
-    asked = not stored or set(parts) != {TARGET}
-    objective = Objective(
-        load_target(inputs.target, inputs.inference, device) if asked else None,
-        options,
-        stops=stops,
-        seed=seed,
-        store=StoredTargets(inputs.store) if stored and inputs.store else None,
-        reference=reference,
-    )
+    objective = Objective(target, options, stops=stops, seed=seed, store=store, reference=reference)
     watched = []
     if held_out is not None:
         batch = collate([{**held_out[row], "kind": TARGET} for row in range(len(held_out))])  # type: ignore[dict-item]
@@ -171,6 +200,7 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     finish(draft, inputs.target, out)
     return {
         **counts,
+        **packing.record(),
         "divergence": options.divergence,
         "shares": {
             name: round(parts[kind], 4)

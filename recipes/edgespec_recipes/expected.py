@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgespec_recipes.decoding import left_pad, logits_at, warp
+from edgespec_recipes.decoding import logits_at, warp
 from edgespec_recipes.evaluation_report import Sampling
 
 ROWS = 8  # responses scored together: [8 x response tokens, V] probabilities of the target and of one draft are alive at once
@@ -81,24 +81,24 @@ def agreement(
     for at in range(0, len(order), ROWS):
         rows = order[at : at + ROWS]
         answers = [responses[row] for row in rows]
-        tokens, valid = left_pad([[*prompts[row], *responses[row]] for row in rows])
-        keep = torch.zeros_like(valid)
-        for row, answer in enumerate(answers):
-            keep[row, -len(answer) - 1 : -1] = True  # the positions that predict the response
+        texts = [[*prompts[row], *responses[row]] for row in rows]
+        # one text in a row and padding behind it, which no causal model reads: right for every family
+        tokens = torch.zeros(len(rows), max(map(len, texts)), dtype=torch.long)
+        keep = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+            tokens[row, : len(text)] = torch.tensor(text)
+            keep[row, len(text) - len(answer) - 1 : len(text) - 1] = (
+                True  # the positions that predict the response
+            )
         written = torch.tensor([token for answer in answers for token in answer], device=target.device)[
             :, None
         ]
-        inputs = {
-            "input_ids": tokens.to(target.device),
-            "attention_mask": valid.long().to(target.device),
-            "position_ids": (valid.cumsum(-1) - 1).clamp_min(0).to(target.device),
-        }
-        keep = keep.to(target.device)
+        tokens, keep = tokens.to(target.device), keep.to(target.device)
         ends = np.cumsum([len(answer) for answer in answers])[:-1]
         with torch.inference_mode():
-            p = warp(logits_at(target, keep, **inputs), sampling.temperature, sampling.top_p)
+            p = warp(logits_at(target, keep, input_ids=tokens), sampling.temperature, sampling.top_p)
             for name, draft in drafters.items():
-                q = warp(logits_at(draft, keep, **inputs), sampling.temperature, sampling.top_p)
+                q = warp(logits_at(draft, keep, input_ids=tokens), sampling.temperature, sampling.top_p)
                 passing = passing_chance(p.gather(-1, written), q.gather(-1, written))[:, 0]
                 overlap = torch.minimum(p, q).sum(-1, dtype=torch.float64).clamp_max(1.0)
                 top = p.gather(-1, q.argmax(-1, keepdim=True))[:, 0].double()

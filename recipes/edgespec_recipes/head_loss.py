@@ -21,6 +21,7 @@ from torch.nn.functional import linear, pad
 
 from edgespec.errors import InputError
 from edgespec_recipes.losses import Divergence
+from edgespec_recipes.packing import fitted
 
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
 
@@ -54,8 +55,9 @@ def in_head(
         computed.append(compute(hidden[keep], head))
         return computed[0]
 
+    given = fitted(inner, inputs)
     with forward_replaced(head, forward):
-        result: Tensor = model(**inputs, use_cache=False).logits
+        result: Tensor = model(**given, use_cache=False).logits
     if result.requires_grad and result is not computed[0] and not _equal(result, computed[0]):
         raise InputError(
             f"{type(inner).__name__} changes its logits after the output layer (soft-capping or scaling), which training "

@@ -91,16 +91,21 @@ def _before(written: np.ndarray) -> np.ndarray:
     return np.concatenate([written[:, 1:], np.zeros_like(written[:, :1])], axis=1)
 
 
-def response_rows(conversations: Sequence[tuple[Sequence[int], Sequence[int]]], context: int) -> Rows:
-    """(prompt ids, response ids) packed into rows; `compared` is true where the next token is one of a response."""
-    packed = pack_conversations(conversations, context)
+def response_rows(
+    conversations: Sequence[tuple[Sequence[int], Sequence[int]]], context: int, together: bool = True
+) -> Rows:
+    """(prompt ids, response ids) packed into rows; `compared` is true where the next token is one of a response.
+
+    Without `together` (packing.py) a row holds one conversation.
+    """
+    packed = pack_conversations(conversations, context, together=together)
     written = packed.pop("loss_mask")
     return _with_ids({**packed, "compared": _before(written), "room": np.zeros_like(written)})
 
 
-def prompt_rows(prompts: Sequence[Sequence[int]], longest: int, context: int) -> Rows:
+def prompt_rows(prompts: Sequence[Sequence[int]], longest: int, context: int, together: bool = True) -> Rows:
     """Prompts packed into rows, each with `room` for a response of `longest` tokens (less where the context ends)."""
-    packed = pack_conversations([(prompt, [0] * longest) for prompt in prompts], context)
+    packed = pack_conversations([(prompt, [0] * longest) for prompt in prompts], context, together=together)
     room = packed.pop("loss_mask")
     return _with_ids({**packed, "compared": np.zeros_like(room), "room": room})
 

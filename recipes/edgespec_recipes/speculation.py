@@ -70,26 +70,24 @@ def speculate(
     rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch answers
     last = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # emitted, in no cache yet
     room = torch.full_like(rows, max_new_tokens)
-    unread = torch.zeros_like(
-        last
-    )  # the draft's own last token, which it has not read after a fully accepted block
-    behind = torch.zeros_like(rows, dtype=torch.bool)
-    active = torch.ones_like(behind)
+    # the token before `last`: after a fully accepted block the draft has not read it yet, so it always reads both
+    before = torch.tensor([prompt[-2] for prompt in prompts], device=device)
+    draft_side.take_back(torch.ones_like(rows))
+    active = torch.ones_like(rows, dtype=torch.bool)
     while active.any():
         if active.sum() * 2 <= len(active):
             left = active.nonzero()[:, 0]
             for model in models:
                 model.select(left)
-            rows, last, room, unread, behind, active = (
-                x[left] for x in (rows, last, room, unread, behind, active)
-            )
+            rows, before, last, room, active = (x[left] for x in (rows, before, last, room, active))
         alive = active[:, None]
-        tokens, valid = torch.stack([unread, last], 1), torch.stack([behind & active, active], 1)
+        tokens = torch.stack([before, last], 1)
         drafted, q = [], []
         for _ in range(draft_length):
+            valid = alive.expand_as(tokens)
             q.append(warp(draft_side.forward(tokens, valid, keep=1)[:, -1], temperature, top_p))
             drafted.append(draw(q[-1], generator))
-            tokens, valid = drafted[-1][:, None], alive
+            tokens = drafted[-1][:, None]
         block = torch.stack(drafted, 1)  # [B, γ]
         read = torch.cat([last[:, None], block], 1)
         p = warp(target_side.forward(read, alive.expand_as(read)), temperature, top_p)
@@ -102,9 +100,9 @@ def speculate(
         stopped = (accepted > 0) & stopping.gather(1, (accepted - 1).clamp_min(0)[:, None])[:, 0]
         emitted = accepted + (~stopped).long()
 
-        target_side.take_back((draft_length - accepted) * active)
-        draft_side.take_back((draft_length - 1 - accepted).clamp_min(0) * active)
-        behind, unread = accepted == draft_length, block[:, -1]
+        for model in models:  # the draft read one token less of the block, and reads `before` again
+            model.take_back((draft_length - accepted) * active)
+        before = read.gather(1, accepted[:, None])[:, 0]
         _record(responses, counts, rows, active, block, added, limits, accepted, stopped)
         room = room - emitted
         last = added

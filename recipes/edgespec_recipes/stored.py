@@ -80,6 +80,7 @@ class StoredTargets:
         index = read_json(folder / INDEX)
         self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
+        self.packed: bool = index.get("packed", True)  # whether a row holds several texts
         self._known: dict[
             int, list[int]
         ] = {}  # shard -> first position of each row, once its checksum was seen
@@ -151,7 +152,7 @@ class _TorchTarget:
             yield _records(self.model, self.precision, batch, top_k), len(batch["input_ids"])
 
 
-def _open_target(folder: Path, inference: InferenceOptions) -> Distributions:
+def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
     if inference.source == "file":
         from edgespec_recipes.file_target import FileTarget
 
@@ -161,7 +162,9 @@ def _open_target(folder: Path, inference: InferenceOptions) -> Distributions:
 
         return ServerTarget(inference, folder, load_tokenizer(folder))
     device = processes.device()
-    return _TorchTarget(load_target(folder, inference, device), choose_precision(device), device)
+    return _TorchTarget(
+        load_target(folder, inference, device) if model is None else model, choose_precision(device), device
+    )
 
 
 def _identity(folder: Path, inference: InferenceOptions) -> str:
@@ -185,13 +188,14 @@ def store_targets(
     top_k: int,
     shard_rows: int = SHARD_ROWS,
     inference: InferenceOptions | None = None,
+    model: Any | None = None,
 ) -> dict[str, Any]:
     """Write `out`/shard-00000.npy ..., and `store.json` when all are there; whole shards of the same rows and target are kept.
 
     `rows[i]` has input_ids, position_ids, document_ids and compared [T], as mixing.response_rows makes them; its row id is i.
     Process r makes the shards r, r + world, ... A corrupt shard is named in the log and in the counts, and made again. A shard
     made for something else is no accident of the disk but maybe hours of another target's work: refused, not overwritten.
-    `inference` says where the target runs (default: in torch, float32).
+    `inference` says where the target runs (default: in torch, float32); `model` is the target where it is loaded already.
 
     Raises InputError: shards of something else, top_k above the vocabulary, more processes than shards.
     """
@@ -220,7 +224,7 @@ def store_targets(
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
     start, tokens = time.monotonic(), 0
     if missing:  # else the target is not even loaded
-        target = _open_target(target_folder, inference)
+        target = _open_target(target_folder, inference, model)
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         with progress(
@@ -238,7 +242,9 @@ def store_targets(
     seconds = time.monotonic() - start
     processes.wait()
     if not processes.rank():
-        write_json(out / INDEX, {"shards": len(parts), "stored_rows": len(rows), **made_for})
+        packed = any(rows[row]["document_ids"].max() > 0 for row in range(len(rows)))
+        about = {"shards": len(parts), "stored_rows": len(rows), "packed": packed}
+        write_json(out / INDEX, {**about, **made_for})
     processes.wait()
     shards = [read_json(about_path(out, number)) for number in range(len(parts))]
     total = sum(sum(shard["positions"]) for shard in shards)

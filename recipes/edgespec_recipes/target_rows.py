@@ -13,6 +13,7 @@ from torch import Tensor
 
 from edgespec_recipes.head_loss import Rows, TargetRows, forward_replaced
 from edgespec_recipes.head_loss import live_rows as head_rows
+from edgespec_recipes.packing import fitted
 
 
 def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
@@ -38,8 +39,9 @@ def hidden_at(model: Any, keep: Tensor, inputs: dict[str, Tensor]) -> tuple[Tens
         found.append(hidden[keep])
         return hidden[:, :1]  # nobody looks at the logits
 
+    given = fitted(model, inputs)
     with torch.no_grad(), forward_replaced(head, note):
-        model(**inputs, use_cache=False)
+        model(**given, use_cache=False)
     return found[0], head
 
 

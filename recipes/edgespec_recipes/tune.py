@@ -16,6 +16,7 @@ from edgespec_recipes.decoding import stop_ids
 from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.mixing import FIXED, Mixture, response_rows
 from edgespec_recipes.objective import Objective
+from edgespec_recipes.packing import packing_of
 from edgespec_recipes.replies import read_replies
 from edgespec_recipes.same_tokenizer import check_same_vocabulary
 from edgespec_recipes.trainer import finish, train
@@ -36,13 +37,14 @@ def tune_target(
     tokenizer, target = load_tokenizer(target_folder), load_model(target_folder)
     stops = sorted({*stop_ids(target), tokenizer.eos_token_id})
     models = [target] if teacher_folder is None else [target, _teacher(teacher_folder, target)]
+    packing = packing_of(dict(zip(("the target", "the teacher"), models, strict=False)))
     shortest = min(map(shape_of, models), key=lambda shape: shape.one_rope_length)
     if options.context > shortest.one_rope_length:
         raise InputError(
             f"tune.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
         )
     replies = read_replies(options.conversations, tokenizer, stops)
-    rows = response_rows(replies, options.context)
+    rows = response_rows(replies, options.context, packing.together)
     labels = "hard" if teacher_folder is None else "soft"
     objective = Objective(models[-1], DistillOptions(divergence="fkl", labels=labels), stops=stops, seed=seed)
     counts = train(
@@ -58,6 +60,7 @@ def tune_target(
     finish(target, target_folder, out)
     return {
         **counts,
+        **packing.record(),
         "loss": "nll" if teacher_folder is None else "fkl",
         "parameters": target.num_parameters(),
         "conversations": len(replies),
