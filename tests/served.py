@@ -20,6 +20,7 @@ from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.serve import Server
 from edgespec_runtime.serve_api import Service
 
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 12}
 Spoil = Callable[[str, int, bytes], tuple[int, bytes] | None]
 """(path, number of this request, the honest answer) -> (status, body), or None to hang up."""
 

@@ -21,7 +21,8 @@ WARPS = {
     "T=0.6": Warp(temperature=0.6),
     "top-k": Warp(temperature=1.0, top_k=2),
     "top-p": Warp(temperature=0.8, top_p=0.7),
-    "both": Warp(temperature=1.3, top_k=4, top_p=0.8),
+    "min-p": Warp(temperature=1.0, min_p=0.4),
+    "all": Warp(temperature=1.3, top_k=4, top_p=0.8, min_p=0.1),
     "greedy": Warp(),
 }
 

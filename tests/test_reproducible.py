@@ -27,7 +27,12 @@ from edgespec.metrics import RawCounts
 
 V, SAMPLES = 12, 1500
 ERROR_RATE = 1e-4  # of one test, with the seeds below
-WARPS = [{"temperature": 1.0}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.3, "top_k": 4}]
+WARPS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6, "top_p": 0.8},
+    {"temperature": 1.3, "top_k": 4},
+    {"temperature": 1.0, "min_p": 0.2},
+]
 
 
 @pytest.mark.parametrize("how", WARPS)

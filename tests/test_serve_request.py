@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from edgespec_runtime.rules import BLOCK, LOSSLESS, REPRODUCIBLE
 from edgespec_runtime.serve_request import (
     NEUTRAL,
     Refused,
@@ -71,6 +72,14 @@ def test_without_a_seed_every_reply_has_another() -> None:
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
     given = read_chat({"seed": 4}, MODEL)
     assert {given.options(9, 9, None).seed for _ in range(5)} == {4}
+
+
+def test_a_seed_that_was_given_means_one_text_and_a_drawn_one_the_faster_rule() -> None:
+    assert read_chat({"seed": 4}, MODEL).options(9, 9, None).rule_name == REPRODUCIBLE
+    drawn = read_chat({}, MODEL).options(9, 9, None)
+    assert drawn.seed is not None
+    assert drawn.rule_name == BLOCK
+    assert read_chat({"temperature": 0, "seed": 4}, MODEL).options(9, 9, None).rule_name == LOSSLESS
 
 
 def test_either_name_of_the_longest_reply() -> None:

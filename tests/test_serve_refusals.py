@@ -1,0 +1,263 @@
+"""edgespec serve over real sockets: addresses, and requests that are turned away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from edgespec_runtime import serve
+from edgespec_runtime.serve import MAX_BODY
+from served import CHAT, ask, listening, served
+
+from edgespec.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def url(bundle: Path) -> Iterator[str]:
+    with served(bundle, "--waiting", "1") as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("/v1/nothing", {}, 404, "there is no POST"),
+        ("/v1/completions", b"[]", 400, "no JSON object"),
+        ("/v1/completions", b"{", 400, "not valid JSON"),
+        ("/v1/completions", b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
+        ("/v1/completions", b'{"temperature": NaN}', 400, "NaN"),
+        (
+            "/v1/completions",
+            {"prompt": 5},
+            400,
+            "prompt is 5; it must be a text or a list of token ids below 512",
+        ),
+        ("/v1/completions", {"prompt": [512]}, 400, "token ids below 512"),
+        ("/v1/completions", {"prompt": [True]}, 400, "token ids"),
+        ("/v1/completions", {"prompt": []}, 400, "the prompt is empty"),
+        ("/v1/completions", {"prompt": [5] * 300}, 400, "the context holds 256"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "temperature": -1},
+            400,
+            "temperature is -1; a number from 0 to 100",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "max_tokens": "many"},
+            400,
+            'max_tokens is "many"; a whole number',
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "logprobs": 10**6},
+            400,
+            "logprobs is 1000000; a whole number from 0 to 256",
+        ),
+        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is 2; it is not supported"),
+        ("/v1/completions", {"prompt": "a", "stop": ["x"]}, 400, 'stop is ["x"]; it is not supported'),
+        (
+            "/v1/completions",
+            {"prompt": "a", "model": "other"},
+            404,
+            'there is no model "other"; this is "target"',
+        ),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list of 1 to 4096"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user"}]},
+            400,
+            "messages[0].content is missing; it must be a text",
+        ),
+    ],
+)
+def test_bad_requests_get_words(url: str, path: str, body: object, status: int, words: str) -> None:
+    seen, answer = ask(url, path, body)
+    assert seen == status
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}  # OpenAI's form
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    assert "\n" not in error["message"]
+    assert ask(url, "/health")[0] == 200
+
+
+def test_errors_name_the_field_and_the_code(url: str) -> None:
+    body = {**CHAT, "messages": [{"role": "user", "content": "a" * 2000}]}
+    error = ask(url, "/v1/chat/completions", body)[1]["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    error = ask(url, "/v1/chat/completions", {**CHAT, "model": "other"})[1]["error"]
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    error = ask(url, "/v1/chat/completions", {**CHAT, "n": 2})[1]["error"]
+    assert (error["param"], error["code"]) == ("n", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "cut \ud83d"}]}'),
+        ("/v1/chat/completions", rb'{"messages": [{"role": "\ud83d", "content": "a"}]}'),
+        ("/v1/completions", rb'{"prompt": "cut \ud83d"}'),
+        ("/v1/completions", rb'{"prompt": "a", "model": "\udfff"}'),
+        ("/v1/completions", rb'{"prompt": "a", "temperature": "\ud83d"}'),
+        ("/v1/completions", rb'{"prompt": "a", "\ud83d": 1}'),
+        ("/tokenize", rb'{"prompt": "cut \ud83d"}'),
+    ],
+)
+def test_half_a_character_is_refused(url: str, path: str, body: bytes) -> None:
+    status, answer = ask(url, path, body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "half a character" in answer["error"]["message"]
+    assert "ud" in answer["error"]["message"]
+
+
+def test_a_whole_character_of_two_halves_is_fine(url: str) -> None:
+    status, answer = ask(url, "/tokenize", rb'{"prompt": "\ud83d\ude42"}')
+    assert (status, answer["count"]) == (200, ask(url, "/tokenize", {"prompt": "🙂"})[1]["count"])
+
+
+def test_strangers_are_turned_away(url: str) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    assert ask(url, "/v1/completions", body, Host="evil.example")[0] == 403
+    assert ask(url, "/v1/models", None, Host="evil.example:80")[0] == 403
+    assert (
+        ask(url, "/v1/completions", body, Content_Type="text/plain")[0] == 415
+    )  # what a page may send without asking
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:80"):
+        assert ask(url, "/v1/completions", body, Host=host)[0] == 200
+    for host in ("", "[::1", "[::2]", "::1.evil.example", "127.0.0.1.evil.example", "10.0.0.1"):
+        assert ask(url, "/v1/completions", body, Host=host)[0] == 403
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]", "::", "localhost", "127.0.0.1", ""])
+def test_addresses_of_both_kinds(bundle: Path, host: str) -> None:
+    """The address that is printed answers; `::` and '' answer to everybody's name."""
+    if ":" in host and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with listening(bundle, host) as server:
+        assert server.url.startswith("http://[" if ":" in host else "http://")
+        address = server.url.replace("[::]", "[::1]").replace("0.0.0.0", "127.0.0.1")
+        assert ask(address, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        stranger = ask(address, "/v1/models", None, Host="evil.example")[0]
+        assert stranger == (200 if host in ("::", "") else 403)
+        if host == "::":
+            assert ask(f"http://127.0.0.1:{server.server_address[1]}", "/health")[0] == 200
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as tried:
+            tried.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "300.1.1.1", "a" * 100, "fe80::zz"])
+def test_an_address_that_is_none(bundle: Path, host: str) -> None:
+    with pytest.raises(InputError, match=r"cannot listen on .* port 0: .*give another --port or --host"):
+        serve.run({"bundle": str(bundle), "host": host, "port": 0})
+
+
+def _raw(url: str, head: str) -> str:
+    """The first line of the answer to a request written by hand."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as connection:
+        connection.sendall(head.encode())
+        connection.shutdown(socket.SHUT_WR)
+        return connection.recv(4096).decode().partition("\r\n")[0]
+
+
+def test_sizes_are_bounded_before_they_are_read(url: str) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    assert " 413 " in _raw(url, f"{head}Content-Length: {MAX_BODY + 1}\r\n\r\n")
+    assert " 413 " in _raw(url, f"{head}Content-Length: {'9' * 5000}\r\n\r\n")  # more digits than int() takes
+    assert " 411 " in _raw(url, f"{head}\r\n")
+    assert " 411 " in _raw(url, f"{head}Content-Length: -5\r\n\r\n")
+    assert " 400 " in _raw(url, f'{head}Content-Length: 50\r\n\r\n{{"prompt": "a"')
+    assert ask(url, "/health")[0] == 200
+
+
+def test_a_client_that_leaves_frees_the_next(url: str) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 200, "temperature": 1, "stream": True}).encode()
+    parts = urlsplit(url)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    for _ in range(4):
+        with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as connection:
+            connection.sendall(head.encode() + body)
+            connection.recv(64)
+    for _ in range(100):
+        status, _ = ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        if status == 200:
+            break
+    assert status == 200
+
+
+@pytest.mark.parametrize("good_passes", [0, 4])
+def test_an_engine_that_fails_is_said(
+    bundle: Path, good_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first piece as a status, in the middle of a stream as an event that is no piece; never as half an answer."""
+    with listening(bundle) as server:
+        engine = server.service.pair.target.engine
+        forward, left = engine.forward, [good_passes]
+
+        def failing(tokens: list[int]) -> object:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("out of memory")
+            return forward(tokens)
+
+        monkeypatch.setattr(engine, "forward", failing)
+        status, text = _text(
+            server.url, {**CHAT, "stream": True, "max_tokens": 60, "seed": 1, "temperature": 9}
+        )
+        assert status == (200 if good_passes else 500)
+        last = [line for line in text.split("\n") if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["type"] == "server_error"
+        assert "out of memory" in error["message"]
+        assert "HTTP/1.1" not in text
+        left[0] = 10_000
+        assert ask(server.url, "/v1/chat/completions", CHAT)[0] == 200
+
+
+def _text(url: str, body: object) -> tuple[int, str]:
+    """Status and body as they come."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_too_many_at_once_are_told_to_come_back(bundle: Path) -> None:
+    """Two inside, one that computes and one that waits: the third hears 503. Who asks for no reply is answered."""
+    with listening(bundle, waiting=1) as server, ThreadPoolExecutor(4) as pool:
+        body = {"prompt": "a", "max_tokens": 2}
+        with server.service.turns.one(lambda: None):
+            waiting = [pool.submit(ask, server.url, "/v1/completions", body) for _ in range(2)]
+            while server.turns._value:
+                time.sleep(0.01)
+            status, answer = ask(server.url, "/v1/completions", body)
+            assert (status, answer["error"]["type"]) == (503, "server_error")
+            assert ask(server.url, "/health")[0] == ask(server.url, "/v1/models")[0] == 200
+        assert [future.result()[0] for future in waiting] == [200, 200]
+
+
+def test_a_port_that_is_taken(bundle: Path, url: str) -> None:
+    with pytest.raises(InputError, match=r"cannot listen on 127.0.0.1 port \d+: .*give another --port"):
+        serve.run({"bundle": str(bundle), "port": urlsplit(url).port})
