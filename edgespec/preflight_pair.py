@@ -35,6 +35,11 @@ def _check_runtime(target: Path) -> None:
     from edgespec_runtime.lookalikes import PLAIN_CHATS
     from edgespec_runtime.tokenizer import ChatTokenizer
 
+    if not (target / "tokenizer.json").is_file():
+        raise InputError(
+            f"{target} has no tokenizer.json, which chat reads; write one with "
+            f"AutoTokenizer.from_pretrained({str(target)!r}).save_pretrained({str(target)!r})"
+        )
     tokenizer = ChatTokenizer(target)
     refusals = []
     for chat in PLAIN_CHATS:

@@ -50,7 +50,7 @@ def beyond(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_every_reader_goes_without_them(beyond: Path, families: dict[str, Path], tmp_path: Path) -> None:
-    """Today's transformers ends with an AssertionError at such a padding id."""
+    """Left alone, transformers ends with an AssertionError at such a padding id."""
     loading.check_model_folder(beyond)
     model, tokenizer = loading.load_model(beyond), loading.load_tokenizer(beyond)
     with torch.inference_mode():
@@ -63,7 +63,7 @@ def test_every_reader_goes_without_them(beyond: Path, families: dict[str, Path],
     assert ChatTokenizer(beyond).stop_ids == {2}
     assert read_vocabulary(beyond, read_config(beyond)).special_ids["pad"] == 3  # the tokenizer's own
     loading.save_model(model, beyond, tmp_path / "saved")
-    assert read_json(tmp_path / "saved" / "config.json")["pad_token_id"] is None
+    assert read_json(tmp_path / "saved" / "config.json").get("pad_token_id") is None
     assert read_generation_config(tmp_path / "saved").get("pad_token_id") is None
 
 

@@ -12,7 +12,7 @@ import pytest
 from edgespec_recipes.loading import check_model_folder
 from tiny_models import make_model_folder
 
-from edgespec import free_space
+from edgespec import free_space, preflight
 from edgespec.cli import main
 from edgespec.errors import InputError
 from edgespec.estimate import StageCost, estimate
@@ -137,7 +137,10 @@ def test_a_build_is_refused_before_it_starts(
     assert "gone.jsonl" in capsys.readouterr().err
 
 
-def test_a_build_that_goes_on_counts_what_is_left(target: Path, tmp_path: Path) -> None:
+def test_a_build_that_goes_on_counts_what_is_left(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "shares_blocks", lambda place: False)
     recipe = resolve({"target": str(target)}, {})
     stages = {stage.stage: stage for stage in estimate(recipe, *shapes(target))}
     room = Room(sum(stage.disk for stage in stages.values()) - stages["pretrain"].disk, None)
@@ -146,6 +149,18 @@ def test_a_build_that_goes_on_counts_what_is_left(target: Path, tmp_path: Path) 
     (tmp_path / "pretrain").mkdir()
     (tmp_path / "pretrain" / "stage.json").write_text("{}")
     assert check(recipe, tmp_path, room) == []
+
+
+def test_a_bundle_takes_no_room_where_copies_share_their_blocks(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = resolve({"target": str(target)}, {})
+    stages = estimate(recipe, *shapes(target))
+    files = next(stage.disk for stage in stages if stage.stage == "pack")
+    room = Room(sum(stage.disk for stage in stages) - files, None)
+    for shared, lacking in ((True, 0), (False, 1)):
+        monkeypatch.setattr(preflight, "shares_blocks", lambda place, shared=shared: shared)
+        assert len(check(recipe, tmp_path, room)) == lacking
 
 
 def shapes(target: Path) -> tuple[ModelShape, Any]:

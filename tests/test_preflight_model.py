@@ -117,11 +117,16 @@ def test_a_tokenizer_beyond_the_vocabulary(spoilt: Path) -> None:
         check_model_folder(spoilt)
 
 
+def in_both_spellings(rope: dict[str, Any]) -> dict[str, Any]:
+    """As transformers 5 reads RoPE, and as 4 does."""
+    return {"rope_parameters": rope, "rope_scaling": rope}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-        {"rope_parameters": {"rope_type": "unheard", "rope_theta": 1e4}},
+        in_both_spellings({"rope_type": "longrope", "rope_theta": 1e4}),
+        in_both_spellings({"rope_type": "unheard", "rope_theta": 1e4}),
         {"hidden_act": "unheard"},
     ],
 )

@@ -96,7 +96,7 @@ class FolderTokenizer(JsonTokenizer):
             self.whole: Any = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # the tokenizers library raises nothing narrower
             raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
         self.whole.chat_template = read_chat_template(folder)
         self._set(self.whole.backend_tokenizer.to_str(), folder)

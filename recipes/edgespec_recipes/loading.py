@@ -93,7 +93,7 @@ def load_tokenizer(folder: Path) -> Any:
     quiet()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
     tokenizer.chat_template = read_chat_template(folder)
     return tokenizer
