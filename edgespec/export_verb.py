@@ -85,8 +85,8 @@ class Export(ExportStages):
             for folder in (source.target, source.drafter)
         )
         self._fitted(target, drafter, source.name)
+        self._possible()
         if not (self.out / "export" / "stage.json").exists():
-            self._possible()
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
             check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
         self._exported(source.target, source.drafter)

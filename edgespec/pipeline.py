@@ -33,9 +33,7 @@ class Build(ExportStages):
         self._readable(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         folder = Path(found["folder"])
-        target, shape = self._planned(
-            folder
-        )  # before any training: tuning keeps the target's shape and tokenizer
+        target, shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
         folder = self._tuned(folder)
         pretrained, drafter = self._trained(folder, shape)
         self._evaluated(folder, pretrained, drafter, cost_ratios(target, shape)["parameters"])
@@ -114,7 +112,7 @@ class Build(ExportStages):
             write_json(place / "drafter.json", found)
             return found
 
-        reads = self._model("target", target, weights=False) | self._checkpoint()
+        reads = self._model("target", target) | self._checkpoint()
         self.stage("plan", "the drafter's shape", options, plan, reads=reads)
         return target_shape, shape
 

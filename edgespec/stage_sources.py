@@ -8,12 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgespec.chat_template import MORE_TEMPLATES
 from edgespec.errors import InputError
 from edgespec.manifest import MANIFEST
 from edgespec.recipe import PYTHON_STDLIB, InferenceOptions
 from edgespec.stage_record import Reads, Source
 
-SETTINGS = ("*.json", "*.model", "*.jinja", "*.txt")  # of a model folder: config, tokenizer, chat template
+SETTINGS = (
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    f"{MORE_TEMPLATES}/*.jinja",
+)  # config, tokenizer, chat templates
 WEIGHTS = "*.safetensors"
 
 

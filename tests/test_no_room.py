@@ -110,23 +110,26 @@ def test_the_message_is_any_processes(
         assert len(capfd.readouterr().err.splitlines()) == lines
 
 
-@pytest.mark.parametrize(("stage", "limit"), [("pretrain", 60_000), ("distill", 60_000), ("export", 60_000)])
+@pytest.mark.parametrize(
+    ("stage", "place"),
+    [("pretrain", "pretrain"), ("distill", "distill"), ("export", "export"), ("pack", ".bundle.")],
+)
 def test_a_build_that_meets_it_is_one_line_and_goes_on(
-    small_build: Path, tmp_path: Path, stage: str, limit: int
+    small_build: Path, tmp_path: Path, stage: str, place: str
 ) -> None:
     out = shutil.copytree(small_build / "out", tmp_path / "out")
     shutil.rmtree(out / stage)
     words = [*command(small_build), "--out", str(out)]
-    done = run(BUILD, limit, *words)
+    done = run(BUILD, 60_000, *words)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("edgespec:")]
     assert len(said) == 1
-    assert f"cannot write {out / stage}" in said[0]
+    assert f"cannot write {out / place}" in said[0]
     assert "MiB free in" in said[0]
     assert "run the same command again" in said[0]
     assert "the build still takes about" in said[0]
     assert not (out / stage / "stage.json").exists()
-    if stage == "export":
+    if stage == "pack":
         assert main(words) == 0
         assert (out / "bundle" / "manifest.json").exists()

@@ -177,12 +177,13 @@ def test_a_file_can_be_the_whole_result(tmp_path: Path, file: Path) -> None:
 
 def test_a_model_folder_is_its_config_tokenizer_and_weights(tmp_path: Path) -> None:
     model, out = tmp_path / "target", tmp_path / "out"
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "README.md", "pytorch_model.bin"):
+    template, weights = "additional_chat_templates/tool_use.jinja", "model.safetensors"
+    for name in ("config.json", "tokenizer.json", template, weights, "README.md", "pytorch_model.bin"):
         write_text(model / name, name)
     whole = stage_sources.model("target", model, out).files["target"]
-    assert sorted(whole.names()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(whole.names()) == [template, "config.json", weights, "tokenizer.json"]
     without = stage_sources.model("target", model, out, weights=False).files["target"]
-    assert sorted(without.names()) == ["config.json", "tokenizer.json"]
+    assert sorted(without.names()) == [template, "config.json", "tokenizer.json"]
     inside = stage_sources.model("drafter", out / "distill" / "model", out)
     assert (inside.files, inside.stages) == ({}, {"distill": out / "distill"})
 
