@@ -171,9 +171,11 @@ def test_a_build_stops_at_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     folder = changed(make_model_folder(tmp_path / "model"), hidden_act="gelu")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n' * 4)
+    text = tmp_path / "text.txt"
+    text.write_text("Some words. " * 50)
     command = ["build-drafter", "--target", str(folder), "--out", str(tmp_path / "out")]
     command += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
-    command += ["--pretrain.text", str(prompts), "--export.onnx", "", "--export.gguf", "q8_0"]
+    command += ["--pretrain.text", str(text), "--export.onnx", "", "--export.gguf", "q8_0"]
     assert main(command) == 2
     assert "activation 'gelu'" in capsys.readouterr().err
     assert not (tmp_path / "out" / "pretrain").exists()
