@@ -197,7 +197,9 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text('{"prompt": "Hello"}\n' * 4)
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    file.write_text(f"{json.dumps({'messages': turns})}\n" * 4)
+    (file.parent / "text.txt").write_text("Some words. " * 50)
     return file
 
 
@@ -212,12 +214,20 @@ def test_a_build_is_refused_before_it_trains(
 ) -> None:
     spoil(spoilt)
     out = tmp_path / "out"
-    words = ["build-drafter", "--target", str(spoilt), "--out", str(out), "--pretrain.text", str(prompts)]
+    words = [
+        "build-drafter",
+        "--target",
+        str(spoilt),
+        "--out",
+        str(out),
+        "--pretrain.text",
+        str(prompts.parent / "text.txt"),
+    ]
     words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
     assert main([*words, "--export.onnx", "fp32", "--export.gguf", ""]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error
-    assert len(error.splitlines()) == 1
+    error = capsys.readouterr().err.strip()  # behind the progress of reading the data
+    assert message in error.splitlines()[-1]
+    assert "Traceback" not in error
     assert not (out / "pretrain").exists()
 
 
@@ -263,7 +273,15 @@ def test_the_drafters_checkpoint_is_looked_at_too(
     checkpoint = disturbed(whole, tmp_path / "checkpoint", 0.1)
     cut(checkpoint)
     out = tmp_path / "out"
-    words = ["build-drafter", "--target", str(whole), "--out", str(out), "--pretrain.text", str(prompts)]
+    words = [
+        "build-drafter",
+        "--target",
+        str(whole),
+        "--out",
+        str(out),
+        "--pretrain.text",
+        str(prompts.parent / "text.txt"),
+    ]
     words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
     words += [
         "--drafter.init",

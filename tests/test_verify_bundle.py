@@ -200,7 +200,7 @@ def test_an_altered_byte(copy: Path, capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "words"),
     [
         (("--models", "one"), "--models has 1 folders; give two"),
-        (("--models", "one,two"), "the target 'one' has no config.json"),
+        (("--models", "one,two"), "the target one has no config.json"),
         (("--prompts", "none.jsonl"), "none.jsonl"),
         (("--draft-length", "0"), "draft_length is 0"),
     ],
