@@ -242,7 +242,7 @@ DRAFTER_LIMITS = [
 @pytest.mark.parametrize("text", LOSSLESS_LIMITS)
 def test_limits_that_are_lossless(text: str) -> None:
     rule = one_pass(text)
-    for place, s in [*places(WARPS["T=1"])[:30], *places(WARPS["both"])[:30]]:
+    for place, s in [*places(WARPS["T=1"])[:30], *places(WARPS["all"])[:30]]:
         if s.tv < 1e-6:
             continue
         for token in np.flatnonzero(s.q):
@@ -259,7 +259,7 @@ def test_limits_that_are_lossless(text: str) -> None:
 def test_limits_that_are_the_drafter(text: str) -> None:
     """And the target's distribution is not even computed."""
     rule = one_pass(text)
-    for place, s in places(WARPS["both"]):
+    for place, s in places(WARPS["all"]):
         assert all(rule.accept(place, int(token)) == 1.0 for token in np.flatnonzero(s.q))
         if "opt" not in text and "token" not in text:
             assert "p" not in vars(place)
