@@ -24,10 +24,9 @@ from edgespec.files import write_text
 from edgespec.folder_lock import held, is_empty
 from edgespec.options import as_flags, check, from_mapping, knob, to_mapping
 from edgespec.pipeline import Build
-from edgespec.pipeline_export import RECIPE_FILE, dump_recipe
 from edgespec.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.preflight import check as shortages_of
-from edgespec.read_recipe import load_recipe, resolve
+from edgespec.read_recipe import RECIPE_FILE, dump_recipe, load_recipe, resolve
 from edgespec.recipe import Recipe
 from edgespec.shipped import recipe_file, shipped_recipes
 from edgespec.stages import Crew

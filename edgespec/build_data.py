@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from pathlib import Path
-from typing import Any
 
-from edgespec import stage_sources as sources
+from edgespec.data_sources import BuildData
 from edgespec.recipe import PYTHON_STDLIB, Recipe
-from edgespec.stage_record import DONE, Reads
+from edgespec.stage_record import DONE
 
 _LAST_READER = {
     "pretrain.text": "pretrain",
@@ -20,33 +16,6 @@ _LAST_READER = {
     "distill.fixed": "distill",
     "tune.conversations": "tune",
 }
-
-
-@dataclass(frozen=True)
-class BuildData:
-    """Sources by the name of their knob: plain text, conversations to answer, conversations with responses to learn."""
-
-    texts: Mapping[str, str] = field(default_factory=dict)
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    replies: Mapping[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything that does not come with Python."""
-        return any(
-            source != PYTHON_STDLIB for source in {**self.texts, **self.prompts, **self.replies}.values()
-        )
-
-    @property
-    def reads(self) -> Reads:
-        texts = [sources.text(name, source) for name, source in self.texts.items()]
-        rows = {**self.prompts, **self.replies}
-        return reduce(or_, [*texts, *(sources.conversations(name, rows[name]) for name in rows)], Reads())
-
-    def check(self, strict: bool) -> dict[str, Any]:
-        """Read all of it once; how much each source holds. Raises InputError naming file and row, MissingExtra."""
-        from edgespec_recipes.data_check import check_data
-
-        return check_data(self.texts, self.prompts, self.replies, strict)
 
 
 def data_of(recipe: Recipe, out: Path) -> BuildData:

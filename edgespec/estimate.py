@@ -15,7 +15,14 @@ from edgespec import costs
 from edgespec.drafter import DrafterShape, derive, describe
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
-from edgespec.recipe import DistillOptions, InferenceOptions, Recipe, TrainingOptions, reference_options
+from edgespec.recipe import (
+    SAMPLINGS,
+    DistillOptions,
+    InferenceOptions,
+    Recipe,
+    TrainingOptions,
+    reference_options,
+)
 from edgespec.report import count, duration, table
 from edgespec.shapes import ModelShape
 from edgespec.shipped import made_target
@@ -225,8 +232,6 @@ def _distill(
 
 def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
     """Plain decoding, teacher forcing, and speculation at every draft length γ: γ draft steps and γ + 1 positions a token."""
-    from edgespec_recipes.evaluation_report import SAMPLINGS
-
     options = recipe.evaluate
     length, prompts = PROMPT_TOKENS + options.max_new_tokens, options.prompts
     new = prompts * options.max_new_tokens

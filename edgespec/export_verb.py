@@ -24,9 +24,9 @@ from edgespec.files import read_json, shares_blocks, write_text
 from edgespec.folder_lock import held
 from edgespec.free_space import free_disk
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
-from edgespec.pipeline_export import RECIPE_FILE, ExportStages
+from edgespec.pipeline_export import ExportStages
 from edgespec.preflight_pair import check_pair
-from edgespec.read_recipe import load_recipe, resolve
+from edgespec.read_recipe import RECIPE_FILE, load_recipe, resolve
 from edgespec.recipe import EvaluateOptions, ExportOptions, Recipe
 from edgespec.report import duration, table
 from edgespec.shapes import ModelShape

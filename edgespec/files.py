@@ -271,3 +271,15 @@ def _sync(path: Path) -> None:
 def sha256_file(path: Path) -> str:
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def compact_json(results: dict[str, Any]) -> str:
+    """JSON with a line for each entry of a list and of a mapping at the top: small, and readable in a diff."""
+    parts = []
+    for key, value in results.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in value)
+            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -10,27 +10,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from edgespec import stage_sources as sources
-from edgespec.build_data import BuildData
+from edgespec.data_sources import BuildData
 from edgespec.devices import device_of
 from edgespec.devices_fit import check_fit, fit
 from edgespec.files import read_json, write_text
 from edgespec.options import to_mapping
+from edgespec.read_recipe import RECIPE_FILE, dump_recipe
 from edgespec.recipe import Recipe
 from edgespec.shapes import ModelShape
 from edgespec.stage_record import DONE, Reads, settle
 from edgespec.stages import Body, Crew, run_stage
 
 Damaged = Callable[[Path], list[str]]
-
-RECIPE_FILE = "recipe.resolved.yaml"
-
-
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as YAML: every knob with the value it had."""
-    return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
 
 
 def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +34,13 @@ def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
         for setting in evaluation["settings"]
     ]
     return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
+
+
+def _read_all(data: BuildData, strict: bool) -> dict[str, Any]:
+    """Read all of it once; how much each source holds. Raises InputError naming file and row, MissingExtra."""
+    from edgespec_recipes.data_check import check_data
+
+    return check_data(data, strict)
 
 
 @dataclass
@@ -98,8 +97,8 @@ class ExportStages:
                 "data",
                 "every row of text, instructions and prompts can be read",
                 {"strict": self.recipe.data.strict},
-                lambda place: data.check(self.recipe.data.strict),
-                reads=data.reads,
+                lambda place: _read_all(data, self.recipe.data.strict),
+                reads=sources.everything(data),
             )
 
     def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:

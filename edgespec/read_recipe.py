@@ -7,8 +7,10 @@ from typing import Any
 
 from edgespec.devices import profile
 from edgespec.errors import InputError
-from edgespec.options import from_mapping, merge
+from edgespec.options import from_mapping, merge, to_mapping
 from edgespec.recipe import PRESETS, DistillOptions, InferenceOptions, Recipe
+
+RECIPE_FILE = "recipe.resolved.yaml"
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
@@ -37,6 +39,13 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     recipe = from_mapping(Recipe, values)
     _check_together(recipe)
     return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every knob with the value it had."""
+    import yaml
+
+    return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
 
 
 def _with_device(file_values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.data_sources import HUB, parse_hub
 from edgespec.drafter import derive
 from edgespec.errors import InputError
 from edgespec.options import from_mapping
@@ -82,9 +83,7 @@ def _file_problems(recipe: Recipe) -> list[str]:
 def _source_problem(source: str) -> str:
     if source in ("", PYTHON_STDLIB):
         return ""
-    if source.startswith("hub:"):
-        from edgespec_recipes.sources import parse_hub
-
+    if source.startswith(HUB):
         try:
             parse_hub(source)
         except InputError as error:

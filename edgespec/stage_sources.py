@@ -6,9 +6,12 @@ A model folder or responses inside the build are known by the stage that made th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 from edgespec.chat_template import MORE_TEMPLATES
+from edgespec.data_sources import HUB, ROW_FILES, TEXT_FILES, BuildData, hub_revision, parse_hub, source_files
 from edgespec.errors import InputError
 from edgespec.manifest import MANIFEST
 from edgespec.recipe import PYTHON_STDLIB, InferenceOptions
@@ -57,22 +60,23 @@ def _files(purpose: str, root: Path, files: Sequence[Path]) -> Reads:
 
 def text(purpose: str, source: str) -> Reads:
     """Plain text as `documents.read_documents` reads it."""
-    from edgespec_recipes.documents import SUFFIXES
-
-    return _data(purpose, source, SUFFIXES)
+    return _data(purpose, source, TEXT_FILES)
 
 
 def conversations(purpose: str, source: str) -> Reads:
     """Instructions or prompts as `instructions.read_conversations` reads them."""
-    from edgespec_recipes.sources import ROW_FILES
-
     return _data(purpose, source, ROW_FILES)
+
+
+def everything(data: BuildData) -> Reads:
+    """All that a build or a study names."""
+    texts = [text(name, source) for name, source in data.texts.items()]
+    rows = {**data.prompts, **data.replies}
+    return reduce(or_, [*texts, *(conversations(name, rows[name]) for name in rows)], Reads())
 
 
 def _data(purpose: str, source: str, suffixes: Sequence[str]) -> Reads:
     """Files, or a hub dataset's revision; nothing for what comes with Python. What is wrong with them their reader says."""
-    from edgespec_recipes.sources import HUB, hub_revision, parse_hub, source_files
-
     if source in ("", PYTHON_STDLIB):
         return Reads()
     root = Path(source).expanduser()

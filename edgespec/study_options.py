@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.build_data import BuildData
+from edgespec.data_sources import BuildData
 from edgespec.errors import InputError, did_you_mean
 from edgespec.options import from_mapping, knob, merge, to_mapping
 from edgespec.read_recipe import resolve

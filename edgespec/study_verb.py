@@ -6,7 +6,6 @@ command: what is complete is skipped, what was under way goes on.
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.errors import InputError, MissingExtra, did_you_mean
-from edgespec.files import read_json, write_text
+from edgespec.files import compact_json, read_json, write_text
 from edgespec.folder_lock import held, is_empty
 from edgespec.options import as_flags, from_mapping, knob
 from edgespec.read_recipe import load_recipe
@@ -131,19 +130,7 @@ def _make(study: Study, out: Path, results_file: Path, command: str, check: bool
         rows = numbers.check_rows(winner, runs.checked(winner, numbers.gammas[0]))
         checked = {"arm": winner, "rows": rows}
     found = results(numbers, {"command": command, "date": now(), **about}, checked)
-    write_text(results_file, compact(found))
-
-
-def compact(results: dict[str, Any]) -> str:
-    """JSON with a line for each entry of a list and of a mapping at the top: small, and readable in a diff."""
-    parts = []
-    for key, value in results.items():
-        if isinstance(value, list) and value:
-            rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in value)
-            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
-        else:
-            parts.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
-    return "{\n" + ",\n".join(parts) + "\n}\n"
+    write_text(results_file, compact_json(found))
 
 
 def write_report(report: Path) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 from edgespec_recipes import documents
 from edgespec_recipes.documents import fingerprint, read_documents, text_files
-from edgespec_recipes.sources import HubSource, parse_hub
 from pyarrow import parquet
 
+from edgespec.data_sources import HubSource, parse_hub
 from edgespec.errors import InputError, MissingExtra
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes import evaluation
-from edgespec_recipes.decoding import warp
+from edgespec_recipes.distributions import warp
 from edgespec_recipes.evaluation import evaluate, held_out_prompts, teacher_forced
 from edgespec_recipes.evaluation_report import Sampling, evaluation_table
 from test_decoding import PROMPTS, greedy, small_llama

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.decoding import sample_responses, warp
+from edgespec_recipes.decoding import sample_responses
+from edgespec_recipes.distributions import warp
 from edgespec_recipes.evaluation_report import Sampling
 from edgespec_recipes.expected import agreement, expected_blocks, expected_counts, passing_chance
 from edgespec_recipes.speculation import speculate

@@ -116,7 +116,7 @@ def test_how_many_devices_can_share_the_batches() -> None:
 
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:
-    from edgespec_recipes.evaluation_report import SAMPLINGS as measured_ways
+    from edgespec.recipe import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
     pipeline = (REPOSITORY / "edgespec" / "pipeline.py").read_text(encoding="utf-8")

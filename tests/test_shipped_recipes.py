@@ -9,10 +9,10 @@ from typing import Any
 import edgespec_recipes
 import pytest
 import yaml
-from edgespec_recipes.sources import parse_hub
 
 from edgespec.build import OPTIONS
 from edgespec.cli import VERBS
+from edgespec.data_sources import parse_hub
 from edgespec.drafter import derive
 from edgespec.estimate import estimate, summary
 from edgespec.options import add_flags, given

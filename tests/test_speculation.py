@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes.decoding import warp
+from edgespec_recipes.distributions import warp
 from edgespec_recipes.speculation import speculate
 from scipy.stats import chisquare
 from test_decoding import PROMPTS, greedy, small_llama

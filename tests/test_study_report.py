@@ -25,8 +25,9 @@ from edgespec_recipes.study_plot import plot_study
 from edgespec_recipes.study_report import Report
 
 from edgespec.errors import InputError
+from edgespec.files import compact_json as compact
 from edgespec.study_options import ClaimOptions, Study, read_study
-from edgespec.study_verb import compact, write_report
+from edgespec.study_verb import write_report
 
 SAMPLINGS = ["0", "0.6/0.9"]
 ARMS = ("pretrained", "fkl", "tvd", "tvd-k0.5")

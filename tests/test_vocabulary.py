@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.decoding import warp as torch_warp
+from edgespec_recipes.distributions import warp as torch_warp
 from edgespec_recipes.evaluation import teacher_forced
-from edgespec_recipes.evaluation_report import SAMPLINGS
 from edgespec_recipes.loading import load_model, load_tokenizer, save_model
 from edgespec_recipes.vocabulary import choose_vocabulary, restrict, special_tokens, token_counts
 from edgespec_runtime.sampling import Warp, warp
@@ -26,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
+from edgespec.recipe import SAMPLINGS
 
 FULL = 512
 KEPT = 160

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from edgespec.data_sources import HUB
 from edgespec.errors import InputError
 from edgespec_recipes import processes
 from edgespec_recipes.documents import fingerprint, read_documents
-from edgespec_recipes.sources import HUB
 from edgespec_recipes.token_shards import TokenShards, write_tokens
 
 PADDING = -1  # document id of padding

@@ -5,35 +5,29 @@ A text of gigabytes takes minutes here; tokenising it takes longer. Text on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from edgespec.data_sources import HUB, BuildData
 from edgespec.progress import progress
 from edgespec.recipe import PYTHON_STDLIB
 from edgespec_recipes.documents import read_documents
 from edgespec_recipes.instructions import read_conversations
 from edgespec_recipes.replies import read_answered
-from edgespec_recipes.sources import HUB
 
 
-def check_data(
-    texts: Mapping[str, str],
-    prompts: Mapping[str, str],
-    replies: Mapping[str, str],
-    strict: bool = False,
-) -> dict[str, Any]:
-    """Read sources, each under the name of its knob: plain text, conversations, conversations that must have responses.
+def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
+    """Read every source once.
 
     Returns how many documents and conversations each holds. Raises InputError (and MissingExtra) as their readers do; with
     `strict` for a conversation with turns of tools too.
     """
     counts: dict[str, Any] = {}
-    for name, source in prompts.items():
+    for name, source in data.prompts.items():
         if source != PYTHON_STDLIB:
             counts[name] = {"conversations": len(read_conversations(source, strict))}
-    for name, source in replies.items():
+    for name, source in data.replies.items():
         counts[name] = {"conversations": len(read_answered(source, strict))}
-    for name, source in texts.items():
+    for name, source in data.texts.items():
         if source != PYTHON_STDLIB and not source.startswith(HUB):
             counts[name] = {"documents": _documents(source)}
     return counts

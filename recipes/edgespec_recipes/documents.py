@@ -10,21 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from edgespec.data_sources import HUB, HUB_FORM, TEXT_FILES, parse_hub, source_files
 from edgespec.errors import InputError
 from edgespec.recipe import PYTHON_STDLIB
 from edgespec_recipes.sources import (
-    HUB,
-    HUB_FORM,
     Numbered,
     hub_rows,
     json_rows,
     parquet_rows,
-    parse_hub,
-    source_files,
     text_stream,
 )
 
-SUFFIXES = (".txt", ".txt.gz", ".jsonl", ".jsonl.gz", ".parquet")
 SEPARATOR = "<|endoftext|>"
 LONGEST = 2**22  # characters; a longer document is cut at a line end into several
 _LONGEST_LINE = 16 * LONGEST  # of .jsonl
@@ -40,7 +36,7 @@ def text_files(source: str) -> list[Path]:
         from edgespec_recipes.corpus import stdlib_corpus
 
         return [stdlib_corpus() / "text.jsonl"]
-    return source_files(source, SUFFIXES)
+    return source_files(source, TEXT_FILES)
 
 
 def fingerprint(source: str) -> list[Any]:

@@ -16,9 +16,9 @@ import torch
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json
 from edgespec.progress import progress
-from edgespec.recipe import EvaluateOptions, InferenceOptions
+from edgespec.recipe import SAMPLINGS, EvaluateOptions, InferenceOptions, Sampling
 from edgespec_recipes.decoding import sample_responses, stop_ids
-from edgespec_recipes.evaluation_report import SAMPLINGS, Sampling, label_of, summarise
+from edgespec_recipes.evaluation_report import label_of, summarise
 from edgespec_recipes.expected import agreement
 from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.low_memory import load_target

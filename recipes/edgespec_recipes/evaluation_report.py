@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.files import read_json
 from edgespec.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
+from edgespec.recipe import Sampling
 from edgespec.report import interval, table
 
 SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How both models' logits are warped."""
-
-    temperature: float
-    top_p: float
-
-    @property
-    def label(self) -> str:
-        return f"T={self.temperature:g}" + (f" top-p {self.top_p:g}" if self.top_p < 1 else "")
-
-    @property
-    def key(self) -> str:
-        return f"t{self.temperature:g}-p{self.top_p:g}"
-
-
-SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
-"""Greedy, and the paper's open-ended generation (direct alignment, section 3)."""
 
 
 def label_of(setting: dict[str, Any]) -> str:

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from edgespec_recipes.decoding import logits_at, warp
-from edgespec_recipes.evaluation_report import Sampling
+from edgespec.recipe import Sampling
+from edgespec_recipes.decoding import logits_at
+from edgespec_recipes.distributions import warp
 
 ROWS = 8  # responses scored together: [8 x response tokens, V] probabilities of the target and of one draft are alive at once
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from edgespec.recipe import DistillOptions
-from edgespec_recipes.decoding import token_at
+from edgespec_recipes.distributions import token_at
 
 SMALLEST = torch.finfo(torch.float32).tiny  # 1.2e-38
 LOG_SMALLEST = -87.336544  # its logarithm

@@ -10,73 +10,20 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from edgespec.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
 from edgespec.errors import InputError, MissingExtra
 from edgespec.files import MAX_JSON_BYTES, read_json
 from edgespec.texts import check_json, check_text
 
-HUB = "hub:"
-HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
-ROW_FILES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 _PARQUET_BATCH = 256
-_HUB_SECONDS = 10.0
 
 Numbered = Iterator[tuple[str, dict[str, Any]]]
 """Rows with where each is from, for messages: `file:3`, or `hub:NAME row 3`."""
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A dataset of the hub, or a local folder in the form of one."""
-
-    name: str
-    configuration: str | None
-    split: str
-    field: str
-
-    @property
-    def folder(self) -> Path | None:
-        path = Path(self.name).expanduser()
-        return path if path.is_dir() else None
-
-
-def parse_hub(source: str) -> HubSource:
-    """hub:NAME[:SPLIT[:FIELD]] with split `train` and field `text` by default; NAME is a folder, OWNER/NAME or
-    OWNER/NAME/CONFIGURATION. Raises InputError.
-    """
-    name, *rest = source.removeprefix(HUB).split(":")
-    if not name or len(rest) > 2 or not all(rest):
-        raise InputError(f"the source {source!r} is not of the form {HUB_FORM}")
-    split, field = [*rest, *("train", "text")[len(rest) :]]
-    configuration = None
-    if not Path(name).expanduser().is_dir() and name.count("/") == 2 and not name.startswith((".", "/", "~")):
-        name, _, configuration = name.rpartition("/")
-    return HubSource(name, configuration, split, field)
-
-
-def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
-    """The files a hub folder, a folder or a file stands for, sorted; none for a dataset on the hub. Raises InputError."""
-    path = Path(source).expanduser()
-    if source.startswith(HUB):
-        folder = parse_hub(source).folder
-        return sorted(file for file in folder.rglob("*") if file.is_file()) if folder else []
-    if path.is_dir():
-        files = sorted(
-            file for file in path.rglob("*") if file.name.endswith(tuple(suffixes)) and file.is_file()
-        )
-        if not files:
-            raise InputError(f"the folder {path} holds no {', '.join(suffixes)} file")
-        return files
-    if not path.is_file():
-        raise InputError(f"{source!r} does not exist; give a {', '.join(suffixes)} file or {HUB_FORM}")
-    if not path.name.endswith(tuple(suffixes)):
-        raise InputError(f"{path} is none of {', '.join(suffixes)}; convert it to one of them")
-    return [path]
 
 
 @contextmanager
@@ -231,17 +178,6 @@ def hub_rows(source: str) -> Numbered:
             f"{source} cannot be read{after}: {_one_line(error)}; the form is {HUB_FORM}, a NAME with configurations is "
             "OWNER/NAME/CONFIGURATION"
         ) from error
-
-
-def hub_revision(source: str) -> str | None:
-    """The commit that a hub dataset is at now; None where the hub cannot be asked (its reader then says why)."""
-    try:
-        from huggingface_hub import HfApi
-
-        found: str | None = HfApi().dataset_info(parse_hub(source).name, timeout=_HUB_SECONDS).sha
-        return found
-    except Exception:  # of the hub's library, of the HTTP client's, of the network
-        return None
 
 
 def _one_line(error: BaseException) -> str:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from edgespec.metrics import RawCounts
-from edgespec_recipes.decoding import BatchDecoder, draw, left_pad, warp
+from edgespec_recipes.decoding import BatchDecoder, left_pad
+from edgespec_recipes.distributions import draw, warp
 
 
 def accept(

@@ -33,18 +33,19 @@ import torch
 from edgespec_runtime.engine import default_threads
 
 from edgespec import stage_sources as sources
-from edgespec.build_data import BuildData
+from edgespec.data_sources import BuildData
 from edgespec.drafter import DrafterShape, cost_ratios, derive
 from edgespec.errors import InputError
 from edgespec.files import read_json, write_json, write_jsonl, write_text
 from edgespec.options import to_mapping
-from edgespec.pipeline_export import RECIPE_FILE, dump_recipe
+from edgespec.read_recipe import RECIPE_FILE, dump_recipe
 from edgespec.recipe import Recipe, reference_options
 from edgespec.report import duration
 from edgespec.shapes import ModelShape
 from edgespec.stage_record import Reads, settle
 from edgespec.stages import run_stage
 from edgespec.study_options import Arm, Study, TaskOptions
+from edgespec_recipes.data_check import check_data
 from edgespec_recipes.datagen import generate
 from edgespec_recipes.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.pretrain import pretrain
@@ -130,7 +131,13 @@ class Runs:
             print("▸ every row of text, instructions and prompts can be read", flush=True)
             folder = self.out / "data" / digest(data, base.data)  # other arms may read other files
             options = {"strict": base.data.strict}
-            self.stage(folder, options, lambda place: data.check(base.data.strict), base, data.reads)
+            self.stage(
+                folder,
+                options,
+                lambda place: check_data(data, base.data.strict),
+                base,
+                sources.everything(data),
+            )
 
     def prepared(self) -> None:
         """The target, its held-out texts, its responses."""
@@ -152,7 +159,7 @@ class Runs:
             {**named, **to_mapping(options), "tasks": plain, "samplings": samplings, "seed": base.seed},
             lambda place: sample_texts(place, self.target, tasks, samplings, options, base.seed),
             base,
-            self._model(self.target) | BuildData(prompts=held_out).reads,
+            self._model(self.target) | sources.everything(BuildData(prompts=held_out)),
         )
         print("▸ the target's responses to the seed instructions", flush=True)
         answered = [task.instructions for task in tasks.values() if task.domain == "in"]
@@ -167,7 +174,7 @@ class Runs:
             {**named, **to_mapping(base.generate), "instructions": answered, "seed": base.seed},
             answer,
             base,
-            self._model(self.target) | BuildData(prompts=asked).reads,
+            self._model(self.target) | sources.everything(BuildData(prompts=asked)),
         )
 
     def shape(self, arm: Arm) -> DrafterShape:

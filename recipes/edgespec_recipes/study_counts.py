@@ -15,11 +15,10 @@ import torch
 
 from edgespec.files import read_json, write_json
 from edgespec.progress import progress
-from edgespec.recipe import EvaluateOptions
+from edgespec.recipe import EvaluateOptions, Sampling
 from edgespec.study_options import TaskOptions, parse_sampling
 from edgespec_recipes.decoding import sample_responses, stop_ids
 from edgespec_recipes.evaluation import held_out_prompts
-from edgespec_recipes.evaluation_report import Sampling
 from edgespec_recipes.expected import Agreement, agreement, expected_counts
 from edgespec_recipes.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.speculation import speculate

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from edgespec.recipe import Sampling
 from edgespec.report import count, duration, interval, table
 from edgespec.study_options import parse_sampling
-from edgespec_recipes.evaluation_report import Sampling
 
 Row = Mapping[str, Any]
 

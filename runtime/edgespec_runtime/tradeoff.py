@@ -18,10 +18,9 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.errors import InputError
-from edgespec.files import read_json, read_jsonl, write_text
+from edgespec.files import compact_json, read_json, read_jsonl, write_text
 from edgespec.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.progress import progress
-from edgespec.study_verb import compact
 from edgespec_runtime.bench import LEAST_PROMPTS, measure
 from edgespec_runtime.bench_report import PLAIN, Run
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
@@ -291,7 +290,7 @@ def run(given: dict[str, Any]) -> int:
     for study, summaries in found:
         print(text(study, summaries), end="\n\n", flush=True)
     if options.json and not options.render:
-        write_text(Path(options.json), compact(as_json(*found[0])))
+        write_text(Path(options.json), compact_json(as_json(*found[0])))
         print(f"wrote {options.json}", file=sys.stderr)
     _write(options, found)
     return 0
