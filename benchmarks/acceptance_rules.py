@@ -15,15 +15,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgespec_runtime.bench import measure
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.rules import BLOCK, LOSSLESS, REPRODUCIBLE
-from edgespec_runtime.speed import shuffled
+from edgespec_runtime.bench.bench import measure
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
 
-from edgespec.metrics import RawCounts, bootstrap
-from edgespec.progress import progress
-from edgespec.report import table
+from edgespec.core.metrics import RawCounts, bootstrap
+from edgespec.core.progress import progress
+from edgespec.core.table import table
 
 RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
 

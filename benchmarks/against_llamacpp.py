@@ -33,21 +33,21 @@ from time import perf_counter
 from typing import Any
 
 import llama_cpp
-from edgespec_runtime.bundle import LLAMACPP, LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.decoding import LOOKUP, DecodingOptions
-from edgespec_runtime.engine import default_threads
-from edgespec_runtime.engine_llamacpp import load_library
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_schedule import Schedules
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.speed import shuffled
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import LOOKUP, DecodingOptions
+from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.engines.llamacpp import load_library
+from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from edgespec.files import write_json
-from edgespec.metrics import RawCounts, bootstrap, median, predicted_speedup, ratio_of_sums
-from edgespec.progress import progress
-from edgespec.report import interval, table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts, bootstrap, median, predicted_speedup, ratio_of_sums
+from edgespec.core.progress import progress
+from edgespec.core.table import interval, table
 
 PLAIN, LOOP, AGAIN, CHOSEN = "edgespec plain", "llama.cpp loop", "the same again", "edgespec γ chosen"
 RULES = ("lossless", "match-greedy", "match-sampled")

@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from edgespec.files import write_jsonl
+from edgespec.core.files import write_jsonl
 
 
 def dialogues(path: Path) -> list[list[dict[str, str]]]:

@@ -26,23 +26,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from edgespec_recipes.data import inputs_of
-from edgespec_recipes.datagen import read_responses
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.mixing import TARGET, TEXT, TextRows, response_rows
-from edgespec_recipes.objective import Objective
-from edgespec_recipes.precision import Precision, choose_precision
-from edgespec_recipes.processes import device
-from edgespec_recipes.target_rows import labels_of
-from edgespec_recipes.trainer import collate
+from edgespec_recipes.data.mixing import TARGET, TEXT, TextRows, response_rows
+from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.generating.datagen import read_responses
+from edgespec_recipes.losses.target_rows import labels_of
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.parallel.processes import device
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.files import write_json
-from edgespec.metrics import bootstrap, median
-from edgespec.recipe import DistillOptions
-from edgespec.report import interval, table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import bootstrap, median
+from edgespec.core.table import interval, table
+from edgespec.recipe.schema import DistillOptions
 
 BAR, SAME = 1.3, 1e-4
 CHECKED = 3  # batches whose losses are compared

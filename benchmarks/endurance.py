@@ -25,19 +25,19 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.acceptance import Rule
-from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_schedule import Schedules
-from edgespec_runtime.rules import RULES, rule_of
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
+from edgespec_runtime.rules.acceptance import Rule
+from edgespec_runtime.rules.table import RULES, rule_of
 
-from edgespec.errors import InputError
-from edgespec.files import write_json
-from edgespec.manifest import open_manifest
-from edgespec.metrics import RawCounts, median
-from edgespec.progress import progress
-from edgespec.report import table
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
+from edgespec.core.manifest import open_manifest
+from edgespec.core.metrics import RawCounts, median
+from edgespec.core.progress import progress
+from edgespec.core.table import table
 
 BAR_BYTES_A_TOKEN = 20.0  # of growth; one number kept for every token is 32, one row of logits 16 KiB or more
 JUDGED_FROM = 1800.0  # seconds: the tokenizer's word cache and the allocators' pools fill for minutes

@@ -21,13 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgespec_export.synthetic_checkpoint import write_checkpoint
+from edgespec_export.synthetic.checkpoint import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json, write_text
-from edgespec.report import table
-from edgespec.targets import shape_of_target
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json, write_text
+from edgespec.core.table import table
+from edgespec.recipe.targets import shape_of_target
 
 GIB = 2**30
 ONNX = "onnx-"
@@ -38,9 +38,9 @@ from pathlib import Path
 model, out, precision, onnx = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "onnx"
 start = time.monotonic()
 if onnx:
-    from edgespec_export.to_onnx import export_onnx as export
+    from edgespec_export.onnx.to_onnx import export_onnx as export
 else:
-    from edgespec_export.to_gguf import export_gguf as export
+    from edgespec_export.gguf.to_gguf import export_gguf as export
 result = export(model, out, precision)
 seconds = time.monotonic() - start
 peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
@@ -52,9 +52,9 @@ import sys
 from pathlib import Path
 import numpy as np
 if sys.argv[2] == "onnx":
-    from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine as Engine
+    from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine as Engine
 else:
-    from edgespec_runtime.engine_llamacpp import LlamaCppEngine as Engine
+    from edgespec_runtime.engines.llamacpp import LlamaCppEngine as Engine
 engine = Engine(Path(sys.argv[1]), 64)
 logits = np.array(engine.forward([1, 2, 3, 4]))
 assert np.isfinite(logits).all() and logits.std() > 0.01, logits

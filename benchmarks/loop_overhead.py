@@ -17,14 +17,14 @@ from pathlib import Path
 from time import process_time
 
 import numpy as np
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
 from numpy.typing import NDArray
 
-from edgespec.files import write_json
-from edgespec.metrics import RawCounts, median
-from edgespec.report import table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts, median
+from edgespec.core.table import table
 
 BARS_MS = {4096: 0.15, 32000: 0.6}
 DRAFT_LENGTHS = (0, 3, 5)

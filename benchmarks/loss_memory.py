@@ -28,14 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edgespec_recipes.decoding import logits_at
-from edgespec_recipes.head_loss import CHUNK, head_loss, head_values, in_head, live_rows
-from edgespec_recipes.losses import divergence, rewarded
+from edgespec_recipes.generating.decoding import logits_at
+from edgespec_recipes.losses.head_loss import CHUNK, head_loss, head_values, in_head, live_rows
+from edgespec_recipes.losses.losses import divergence, rewarded
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.files import write_json
-from edgespec.recipe import DIVERGENCES, DistillOptions
-from edgespec.report import table
+from edgespec.core.files import write_json
+from edgespec.core.table import table
+from edgespec.recipe.schema import DIVERGENCES, DistillOptions
 
 BAR = 0.25
 CONTEXT = 512

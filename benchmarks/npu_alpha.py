@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_export.qdq import BITS, calibrate, export_qdq
-from edgespec_export.qdq_rows import written_rows
-from edgespec_export.to_npu import FLOAT_PRECISION, export_npu
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.engine_static import ONNXRUNTIME, StaticEngine
-from edgespec_runtime.loop import decode
-from edgespec_runtime.prompts import read_chats
-from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
+from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.static import ONNXRUNTIME, StaticEngine
+from edgespec_runtime.text.prompts import read_chats
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-from edgespec.files import write_json
-from edgespec.metrics import RawCounts, bootstrap
-from edgespec.progress import progress
-from edgespec.recipe import ExportOptions
-from edgespec.report import interval, table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts, bootstrap
+from edgespec.core.progress import progress
+from edgespec.core.table import interval, table
+from edgespec.recipe.schema import ExportOptions
 
 GAMMA = 3
 PRECISIONS = (FLOAT_PRECISION, *BITS)

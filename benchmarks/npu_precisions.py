@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 import onnx
-from edgespec_export.qdq import BITS, calibrate, export_qdq
-from edgespec_export.qdq_rows import written_rows
-from edgespec_export.to_npu import FLOAT_PRECISION, export_npu
-from edgespec_export.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
-from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
-from edgespec_runtime.engine_static import ONNXRUNTIME, OPENVINO, StaticEngine
-from edgespec_runtime.engine_static_openvino import is_available
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
+from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static_openvino import is_available
 
-from edgespec.recipe import ExportOptions
-from edgespec.report import table
+from edgespec.core.table import table
+from edgespec.recipe.schema import ExportOptions
 
 COUNTS = (1, 4, 64)
 LENGTH = 512

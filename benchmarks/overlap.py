@@ -23,14 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
-from edgespec_export.synthetic import build
-from edgespec_runtime.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
-from edgespec_runtime.engine import Engine, default_threads
+from edgespec_export.synthetic.pair import build
+from edgespec_runtime.engines.engine import Engine, default_threads
+from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 
-from edgespec.files import write_json
-from edgespec.metrics import bootstrap, median
-from edgespec.progress import progress
-from edgespec.report import interval, table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import bootstrap, median
+from edgespec.core.progress import progress
+from edgespec.core.table import interval, table
 
 CONTEXT, CACHED = 256, 64  # tokens
 RATES = (0.5, 0.7, 0.9)

@@ -20,12 +20,12 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.schedule import Fixed, Schedule
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from schedule_floor import least_seconds
 
-from edgespec.progress import progress
-from edgespec.report import table
+from edgespec.core.progress import progress
+from edgespec.core.table import table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from simulated_machine import DEAR, FLAT, MEASURED, SAW, TINY, Machine, Padded, blocks_of, costs_of

@@ -16,19 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import QUICK
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.engine import default_threads
-from edgespec_runtime.evaluated import expected_rate
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_costs import costs_of
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.calibrate import QUICK
+from edgespec_runtime.chooser.expected_acceptance import expected_rate
+from edgespec_runtime.chooser.pair_costs import costs_of
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
 
-from edgespec.metrics import RawCounts, median
-from edgespec.progress import progress
-from edgespec.report import table
+from edgespec.core.metrics import RawCounts, median
+from edgespec.core.progress import progress
+from edgespec.core.table import table
 
 NEW_TOKENS = 64
 

@@ -25,22 +25,22 @@ from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
-from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.engine import default_threads
-from edgespec_runtime.evaluated import expected_rate
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.prompts import read_chats
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.expected_acceptance import expected_rate
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
+from edgespec_runtime.text.prompts import read_chats
 from schedule_floor import least_seconds
 
-from edgespec.files import write_json
-from edgespec.metrics import RawCounts, median
-from edgespec.progress import progress
-from edgespec.report import table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts, median
+from edgespec.core.progress import progress
+from edgespec.core.table import table
 
 MOST = 8  # longest draft
 REPEATS = 5  # a pause of the machine falls into the schedule's own work too: medians

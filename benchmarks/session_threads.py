@@ -19,19 +19,19 @@ from unittest import mock
 
 import numpy as np
 import onnxruntime as ort
-from edgespec_export.synthetic import build
-from edgespec_runtime.bundle import ONNXRUNTIME, load_engine
-from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.device import free_share
-from edgespec_runtime.engine import default_threads
-from edgespec_runtime.loop import decode
-from edgespec_runtime.schedule import Fixed
-from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.synthetic_bench import Replay, SyntheticPair
+from edgespec_export.synthetic.pair import build
+from edgespec_runtime.bench.synthetic import Replay, SyntheticPair
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.engines.device import free_share
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import ONNXRUNTIME, load_engine
 
-from edgespec.files import write_json
-from edgespec.metrics import RawCounts, bootstrap, median
-from edgespec.report import interval, table
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts, bootstrap, median
+from edgespec.core.table import interval, table
 
 CONTEXT, PROMPT, NEW = 256, 64, 48
 RATE, DRAFT_LENGTH = 0.7, 3

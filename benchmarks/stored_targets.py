@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edgespec_recipes.data import Rows
-from edgespec_recipes.decoding import sample_responses, stop_ids
-from edgespec_recipes.loading import load_model, load_tokenizer
-from edgespec_recipes.losses import fkl, jsd, tvd, tvdpp
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.prompts import encode_prompt, read_prompts
-from edgespec_recipes.stored import record_type, target_logits
-from edgespec_recipes.top_k import compress, divergence_errors, expand
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.data.prompts import encode_prompt, read_prompts
+from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.generating.decoding import sample_responses, stop_ids
+from edgespec_recipes.generating.stored import record_type, target_logits
+from edgespec_recipes.generating.top_k import compress, divergence_errors, expand
+from edgespec_recipes.losses.losses import fkl, jsd, tvd, tvdpp
+from edgespec_recipes.models.loading import load_model, load_tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.progress import progress
-from edgespec.recipe import GenerateOptions
-from edgespec.report import table
+from edgespec.core.progress import progress
+from edgespec.core.table import table
+from edgespec.recipe.schema import GenerateOptions
 
 CONTEXT, LONGEST, ROWS, TOP_K = 256, 160, 4, (16, 64, 256)
 FUNCTIONS = {"FKL": fkl, "TVD": tvd, "JSD": jsd, "TVD++": tvdpp}

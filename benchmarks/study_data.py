@@ -24,7 +24,7 @@ from typing import Any
 
 from dialogue_data import dialogues, given_paths, prompts
 
-from edgespec.files import read_jsonl, write_jsonl
+from edgespec.core.files import read_jsonl, write_jsonl
 
 SEEDS = 2000
 HELD_OUT = 200

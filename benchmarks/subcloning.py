@@ -22,19 +22,19 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from edgespec_recipes import subcloning
-from edgespec_recipes.data import Rows
-from edgespec_recipes.initialise import initial_drafter
-from edgespec_recipes.instructions import read_conversations
-from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.pretrain import next_token_losses
-from edgespec_recipes.trainer import train
+from edgespec_recipes.data.instructions import read_conversations
+from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.models import subcloning
+from edgespec_recipes.models.initialise import initial_drafter
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.training.pretrain import next_token_losses
+from edgespec_recipes.training.trainer import train
 
-from edgespec.drafter import DrafterShape, derive
-from edgespec.files import read_json
-from edgespec.recipe import DrafterOptions, PretrainOptions
-from edgespec.report import table
-from edgespec.shapes import ModelShape
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import table
+from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 
 CONTEXT, BATCH, HELD_OUT_ROWS = 128, 16, 64
 SHAPES = ((64, 1), (128, 1), (128, 2))  # hidden, layers

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dialogue_data import dialogues, given_paths, prompts
 from study_data import HELD_OUT, answered, solved
 
-from edgespec.files import read_jsonl, write_jsonl
+from edgespec.core.files import read_jsonl, write_jsonl
 
 
 def main() -> None:

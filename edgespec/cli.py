@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from edgespec import __version__
-from edgespec.errors import EdgespecError, InputError, MissingExtra, NoRoom, did_you_mean
-from edgespec.no_room import place_of, write_error
-from edgespec.options import add_flags, given, usage
-from edgespec.texts import forgive_streams
+from edgespec.core.errors import EdgespecError, InputError, MissingExtra, NoRoom, did_you_mean
+from edgespec.core.no_room import place_of, write_error
+from edgespec.core.options import add_flags, given, usage
+from edgespec.core.texts import forgive_streams
 
 
 @dataclass(frozen=True)
@@ -29,50 +29,57 @@ class Verb:
 
 VERBS = {
     "targets": Verb(
-        "edgespec.targets_verb", "list the targets edgespec knows, or show where made ones are kept"
+        "edgespec.verbs.targets", "list the targets edgespec knows, or show where made ones are kept"
     ),
-    "recipes": Verb("edgespec.recipes_verb", "list, show, copy or check the recipes that come with edgespec"),
-    "plan": Verb("edgespec.plan", "what a drafter for a target costs and what it would give, before you pay"),
+    "recipes": Verb(
+        "edgespec.verbs.recipes", "list, show, copy or check the recipes that come with edgespec"
+    ),
+    "plan": Verb(
+        "edgespec.planning.plan", "what a drafter for a target costs and what it would give, before you pay"
+    ),
     "build-drafter": Verb(
-        "edgespec.build", "make a drafter for a target, export the pair, verify and bundle it"
+        "edgespec.verbs.build", "make a drafter for a target, export the pair, verify and bundle it"
     ),
     "rehearse": Verb(
-        "edgespec.rehearse",
+        "edgespec.building.rehearse",
         "run every stage of a build at a target's true size, with random weights",
         resumes=True,
     ),
-    "devices": Verb("edgespec.devices_verb", "list the devices edgespec has a profile of, or show one"),
+    "devices": Verb("edgespec.verbs.devices", "list the devices edgespec has a profile of, or show one"),
     "export": Verb(
-        "edgespec.export_verb", "export two model folders, or a build, for a device: files, checks, bundle"
+        "edgespec.verbs.export", "export two model folders, or a build, for a device: files, checks, bundle"
     ),
-    "push": Verb("edgespec.publish_push", "send a bundle to a hub repository (shows it first)", resumes=True),
-    "pull": Verb("edgespec.publish_pull", "fetch a bundle from a hub repository, checked", resumes=True),
+    "push": Verb("edgespec.hub.push", "send a bundle to a hub repository (shows it first)", resumes=True),
+    "pull": Verb("edgespec.hub.pull", "fetch a bundle from a hub repository, checked", resumes=True),
     "study": Verb(
-        "edgespec.study_verb",
+        "edgespec.verbs.study",
         "compare losses, data, token selection and initialisations, and write docs",
     ),
-    "chat": Verb("edgespec_runtime.chat", "talk to a bundle"),
-    "generate": Verb("edgespec_runtime.generate", "answer one prompt with a bundle"),
-    "serve": Verb("edgespec_runtime.serve", "serve a bundle to programs that speak OpenAI's protocol"),
-    "bench": Verb("edgespec.bench_verb", "plain against speculative decoding, side by side"),
+    "chat": Verb("edgespec_runtime.chat.chat", "talk to a bundle"),
+    "generate": Verb("edgespec_runtime.chat.generate", "answer one prompt with a bundle"),
+    "serve": Verb(
+        "edgespec_runtime.serving.serve", "serve a bundle to programs that speak OpenAI's protocol"
+    ),
+    "bench": Verb("edgespec.verbs.bench", "plain against speculative decoding, side by side"),
     "tradeoff": Verb(
-        "edgespec_runtime.tradeoff",
+        "edgespec_runtime.tradeoff.tradeoff",
         "quality against latency for acceptance rules that give up some for speed",
     ),
     "export-optimum": Verb(
-        "edgespec_export.optimum_graph",
+        "edgespec_export.onnx.optimum_graph",
         "write a model as optimum-onnx's graph (in an environment of its own: make.py optimum)",
     ),
     "verify": Verb(
-        "edgespec_export.verify_bundle",
+        "edgespec_export.verify.bundle",
         "hold a bundle's files against their models, and measure the exported pair",
     ),
     "elsewhere": Verb(
-        "edgespec_export.elsewhere_check",
+        "edgespec_export.other_engines.check",
         "run a bundle's pair in other engines: the same text, and as much accepted?",
     ),
     "doctor": Verb(
-        "edgespec_runtime.doctor", "measure what speculation costs on this device, and say whether it pays"
+        "edgespec_runtime.doctor.doctor",
+        "measure what speculation costs on this device, and say whether it pays",
     ),
 }
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.bundle import LoadOptions, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-from edgespec.errors import BundleError
-from edgespec.files import read_json, sha256_file, write_json
+from edgespec.core.errors import BundleError
+from edgespec.core.files import read_json, sha256_file, write_json
 
 OPTIONS = LoadOptions(threads=1)
 LLAMACPP = LoadOptions(engine="llama.cpp", threads=1)

@@ -20,7 +20,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other program runs: what is measured is kept, also where tests run beside others."""
-    from edgespec_runtime import pair_costs
+    from edgespec_runtime.chooser import pair_costs
 
     monkeypatch.setattr(pair_costs, "free_share", lambda threads: 1.0)
 
@@ -28,7 +28,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def steady(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the machine's own speed change: kept costs go on to hold."""
-    from edgespec_runtime import pair_costs
+    from edgespec_runtime.chooser import pair_costs
 
     monkeypatch.setattr(pair_costs, "STALE", math.inf)
 
@@ -45,7 +45,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of a small random target and a noisy copy of it as drafter, ONNX fp32. Read-only."""
-    from edgespec_export.to_onnx import export_onnx
+    from edgespec_export.onnx.to_onnx import export_onnx
     from tiny_bundle import disturbed, make_bundle
     from tiny_models import make_model_folder
 
@@ -107,7 +107,7 @@ SMALL_BUILD = [
 @pytest.fixture(scope="session")
 def trained_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The command that built `trained`: every stage for real, each for seconds instead of minutes."""
-    from edgespec_recipes.tiny_chat import TinyChatOptions, build_tiny_chat
+    from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions, build_tiny_chat
 
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:

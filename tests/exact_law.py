@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from edgespec_runtime import cascade_loops, loop, sampling
-from edgespec_runtime.sampling import Categorical, Warp, warp
+from edgespec_runtime.decoding import cascade_loops, loop
+from edgespec_runtime.rules import sampling
+from edgespec_runtime.rules.sampling import Categorical, Warp, warp
 from toy_engine import LogitsOf
 
 Law = dict[tuple[int, ...], float]

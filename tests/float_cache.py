@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine, load_library
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine, load_library
 
 F32_CACHE = 0  # ggml_type
 

@@ -13,11 +13,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import transformers
-from edgespec_export.optimum_graph import LOGITS_BOUND, check, export_optimum
+from edgespec_export.onnx.optimum_graph import LOGITS_BOUND, check, export_optimum
 from onnx import numpy_helper
 from tiny_models import make_model_folder
 
-from edgespec.errors import CheckFailed
+from edgespec.core.errors import CheckFailed
 
 FAMILIES = {
     "llama": {"theta": 50000.0, "head_dim": 16},

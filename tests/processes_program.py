@@ -17,18 +17,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from edgespec_recipes import processes, trainer
-from edgespec_recipes.data import Rows
-from edgespec_recipes.datagen import write_shard
-from edgespec_recipes.distill import DistillInputs, distill
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.precision import Precision
-from edgespec_recipes.pretrain import next_token_losses
-from edgespec_recipes.sharding import sharded
+from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.parallel.sharding import sharded
+from edgespec_recipes.training import trainer
+from edgespec_recipes.training.distill import DistillInputs, distill
+from edgespec_recipes.training.pretrain import next_token_losses
 from tiny_models import make_model_folder
 
-from edgespec.files import write_json
-from edgespec.recipe import DistillOptions, TrainingOptions
+from edgespec.core.files import write_json
+from edgespec.recipe.schema import DistillOptions, TrainingOptions
 
 VOCABULARY = 511  # odd, so that the processes' parts of the embedding differ
 STEPS = 12

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from edgespec_runtime.sampling import Warp, warp
+from edgespec_runtime.rules.sampling import Warp, warp
 from scipy.optimize import brentq
 from test_acceptance import Model, V
 from test_acceptance import model as fresh_model

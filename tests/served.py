@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from conftest import REPOSITORY
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.serve import Server
-from edgespec_runtime.serve_api import Service
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.serving.api import Service
+from edgespec_runtime.serving.serve import Server
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 12}
 Spoil = Callable[[str, int, bytes], tuple[int, bytes] | None]

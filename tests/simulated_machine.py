@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.chooser.adaptive import FIRST_STEPS, Adaptive
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 
 STEP = 0.02  # seconds of a plain step
 SLOW = 1.5  # times that a machine with other work to do takes

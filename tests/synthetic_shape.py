@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgespec.shapes import ModelShape
+from edgespec.core.shapes import ModelShape
 
 SMALL: dict[str, Any] = {
     "model_type": "llama",

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, TokenRule, accept_ratio
-from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
+from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Place, TokenRule, accept_ratio
+from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 
 V = 5
 Model = Callable[[tuple[int, ...]], np.ndarray]

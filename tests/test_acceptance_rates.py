@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance_rates import DOUBT_TESTS, FADING, LONG_RUN_TESTS, AcceptanceRates
+from edgespec_runtime.chooser.acceptance_rates import DOUBT_TESTS, FADING, LONG_RUN_TESTS, AcceptanceRates
 
 POSITIONS = 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.account import (
+from edgespec_runtime.chooser.account import (
     ADDED_STEPS,
     ASKED,
     CREDIT_SHARE,

@@ -6,9 +6,9 @@ Seconds are simulated, so nothing here depends on this machine; every random num
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.adaptive import Adaptive
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 from schedule_floor import least_seconds
 from simulated_machine import (
     FLAT,

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance_rates import AcceptanceRates
-from edgespec_runtime.adaptive import HELD, Adaptive
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.chooser.acceptance_rates import AcceptanceRates
+from edgespec_runtime.chooser.adaptive import HELD, Adaptive
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 from simulated_machine import FLAT, STEEP, STEP, Machine, after_plain_steps, costs_of
 
 

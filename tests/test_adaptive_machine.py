@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_runtime.adaptive import CHECKING_STEPS, HELD, Adaptive
-from edgespec_runtime.schedule import Fixed, Outcome
+from edgespec_runtime.chooser.adaptive import CHECKING_STEPS, HELD, Adaptive
+from edgespec_runtime.decoding.schedule import Fixed, Outcome
 from simulated_machine import (
     DEAR,
     FLAT,

@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.bench import MOST_REPEATS, Options, runs_of
-from edgespec_runtime.bench_report import (
+from edgespec_runtime.bench.bench import MOST_REPEATS, Options, runs_of
+from edgespec_runtime.bench.plot import plot_bench
+from edgespec_runtime.bench.report import (
     AUTO,
     PLAIN,
     Run,
@@ -20,13 +21,12 @@ from edgespec_runtime.bench_report import (
     summarise,
     verdict,
 )
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.plot import plot_bench
-from edgespec_runtime.speed import metrics_of, shuffled
+from edgespec_runtime.decoding.speed import metrics_of, shuffled
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts, predicted_speedup
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts, predicted_speedup
 
 
 def known_run(

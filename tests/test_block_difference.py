@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from edgespec_runtime.block_difference import block_difference
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.doctor.block_difference import block_difference
+from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime import device, engine_llamacpp
-from edgespec_runtime.block_kernels import BF16, VERIFIED, BlockKernels, kernels_for
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_runtime.engines import device
+from edgespec_runtime.engines import llamacpp as engine_llamacpp
+from edgespec_runtime.engines.block_kernels import BF16, VERIFIED, BlockKernels, kernels_for
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 320).tolist()
 Q4_0, Q8_0, Q4_K, Q6_K = 2, 8, 12, 14  # ggml_type

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule
-from edgespec_runtime.block_verification import BlockRule
-from edgespec_runtime.decoding import LOOKUP, DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.sampling import Warp, warp
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import LOOKUP, DecodingOptions
+from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule
+from edgespec_runtime.rules.block_verification import BlockRule
+from edgespec_runtime.rules.sampling import Warp, warp
 from exact_law import Explorer, Law, distance, law_of, target_law
 from rule_laws import model
 from test_acceptance import WARPS, Model, V
 from test_loop import Setup
 from toy_engine import random_model
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 BLOCK = BlockRule()
 SMALL, PROMPT = 3, [0, 1, 0]
@@ -34,7 +34,9 @@ def kept_law(
     proposed = Draft(list(drafted), [warp(draft(drafted[:place]), how) for place in range(gamma)])
     explorer, law = Explorer(), defaultdict[int, float](float)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgespec_runtime.sampling._invert", lambda weights, _: (int(weights.argmax()), 1.0))
+        patch.setattr(
+            "edgespec_runtime.rules.sampling._invert", lambda weights, _: (int(weights.argmax()), 1.0)
+        )
         while True:
             kept, _ = rule.verify(rows, proposed, how, explorer, 0)
             law[kept] += explorer.mass

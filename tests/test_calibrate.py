@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from edgespec_runtime import calibrate as calibrate_module
-from edgespec_runtime import pair_costs
-from edgespec_runtime.calibrate import QUICK, CalibrateOptions, calibrate
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.chooser import calibrate as calibrate_module
+from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser.calibrate import QUICK, CalibrateOptions, calibrate
+from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
-from edgespec.errors import EdgespecError, InputError
+from edgespec.core.errors import EdgespecError, InputError
 
 
 class ClockEngine(ToyEngine):

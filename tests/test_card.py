@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from edgespec_export.card import MAX_TEXT, Card, CardFile, hub_id, licence_of, plain, rates_of
-from edgespec_export.elsewhere import Elsewhere
-from edgespec_export.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
-from edgespec_runtime.vocabulary import Vocabulary
+from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, hub_id, licence_of, plain, rates_of
+from edgespec_export.other_engines.other_engines import Elsewhere
+from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
+from edgespec_runtime.engines.vocabulary import Vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from edgespec.manifest import BundleModel
+from edgespec.core.manifest import BundleModel
 
 EVIL = (
     "x\n---\nlicense: mit\n# <script>alert(1)</script> [a](javascript:b) ![i](http://e/t.png) | `rm -rf` *b*"

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime import cascade_loops
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.sampling import Warp, warp
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding import cascade_loops
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.sampling import Warp, warp
 from scipy.stats import chisquare
 from test_loop import Setup
 from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
 
-from edgespec.errors import EdgespecError, InputError
-from edgespec.metrics import RawCounts
-from edgespec.options import from_mapping
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.core.options import from_mapping
 
 SMALL, LENGTH, DRAWS = 3, 3, 3000
 ERROR_RATE = 1e-4  # of each chi-squared test, with the seeds below

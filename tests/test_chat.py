@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime import chat as chat_module
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.chat import Chat, Options
-from edgespec_runtime.speed import plain_step_seconds
+from edgespec_runtime.chat import chat as chat_module
+from edgespec_runtime.chat.chat import Chat, Options
+from edgespec_runtime.decoding.speed import plain_step_seconds
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.cli import main
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PATHS = {

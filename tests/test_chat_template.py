@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.gguf_vocabulary import read_vocabulary
-from edgespec_export.tokenizer_copy import copy_tokenizer
-from edgespec_export.tokenizer_files import FolderTokenizer
-from edgespec_recipes import loading
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_export.gguf.vocabulary import read_vocabulary
+from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+from edgespec_export.verify.tokenizer_files import FolderTokenizer
+from edgespec_recipes.models import loading
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import TEMPLATE
 
-from edgespec.chat_template import read_chat_template
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, write_json
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.model_folder.chat_template import read_chat_template
 
 OTHER = "{{ 'other' }}"
 CHAT = [{"role": "user", "content": "Hello"}]

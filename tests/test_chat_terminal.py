@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.terminal import dim, harmless, has_colour
+from edgespec_runtime.chat.terminal import dim, harmless, has_colour
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PATHS = {
@@ -27,7 +27,7 @@ SLOW = """
 import fcntl, signal, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 forward = OnnxRuntimeEngine.forward
 def slowly(self, tokens):
     time.sleep(0.01)

@@ -12,11 +12,11 @@ import yaml
 from conftest import REPOSITORY
 from tiny_models import make_model_folder
 
-from edgespec.build import RECIPE_FILE
 from edgespec.cli import VERBS, main
-from edgespec.errors import did_you_mean
-from edgespec.options import to_mapping
-from edgespec.recipe import Recipe
+from edgespec.core.errors import did_you_mean
+from edgespec.core.options import to_mapping
+from edgespec.recipe.schema import Recipe
+from edgespec.verbs.build import RECIPE_FILE
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from edgespec_recipes import corpus
-from edgespec_recipes.stdlib_facts import Fact, library_facts, package_of, summarise
+from edgespec_recipes.data import corpus
+from edgespec_recipes.data.stdlib_facts import Fact, library_facts, package_of, summarise
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_corpus_does_not_depend_on_the_run(folder: Path, tmp_path: Path) -> None
     command = [
         sys.executable,
         "-c",
-        "from edgespec_recipes.corpus import stdlib_corpus; print(stdlib_corpus())",
+        "from edgespec_recipes.data.corpus import stdlib_corpus; print(stdlib_corpus())",
     ]
     path = os.pathsep.join(entry for entry in sys.path if entry)
     environment = {**os.environ, "EDGESPEC_HOME": str(tmp_path), "PYTHONPATH": path, "PYTHONHASHSEED": "7"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_recipes.curves import DPI, PANEL, Curves, plot_curves
+from edgespec_recipes.training.curves import DPI, PANEL, Curves, plot_curves
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:

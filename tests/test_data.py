@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from edgespec_recipes import data, token_shards
-from edgespec_recipes.loading import load_tokenizer
+from edgespec_recipes.data import token_rows as data
+from edgespec_recipes.data import token_shards
+from edgespec_recipes.models.loading import load_tokenizer
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -174,8 +175,10 @@ def test_where_a_shard_comes_out_otherwise_those_after_it_follow(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from edgespec_recipes import data, processes, token_shards
-from edgespec_recipes.loading import load_tokenizer
+from edgespec_recipes.data import token_rows as data
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.data import token_shards
+from edgespec_recipes.models.loading import load_tokenizer
 token_shards.SHARD_TOKENS = 250
 plain = token_shards.write_json
 def slow(path, value):  # time to be killed in

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from edgespec_recipes import datagen
-from edgespec_recipes.datagen import generate, plan_requests, read_responses
-from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.prompts import encode_prompt
+from edgespec_recipes.data.prompts import encode_prompt
+from edgespec_recipes.generating import datagen
+from edgespec_recipes.generating.datagen import generate, plan_requests, read_responses
+from edgespec_recipes.models.loading import load_tokenizer
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.options import to_mapping
-from edgespec.recipe import GenerateOptions
+from edgespec.core.errors import InputError
+from edgespec.core.options import to_mapping
+from edgespec.recipe.schema import GenerateOptions
 
 STOP = 2
 
@@ -81,7 +81,7 @@ def test_instructions_temperatures_and_system_prompts_are_used_in_turn(finished:
 
 
 def test_greedy_rows_are_the_targets_greedy_answer(finished: Path, target: Path) -> None:
-    from edgespec_recipes.loading import load_model
+    from edgespec_recipes.models.loading import load_model
     from test_decoding import greedy
 
     model, rows = load_model(target), [row for row in read_responses(finished) if row["temperature"] == 0]
@@ -169,8 +169,9 @@ def test_any_damage_is_named_and_only_that_shard_made_again(
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from edgespec.recipe import GenerateOptions
-from edgespec_recipes import datagen, processes
+from edgespec.recipe.schema import GenerateOptions
+from edgespec_recipes.generating import datagen
+from edgespec_recipes.parallel import processes
 written = []
 plain = datagen.write_shard
 datagen.write_shard = lambda path, rows: (written.append(path.name), plain(path, rows))

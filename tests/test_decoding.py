@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edgespec_recipes.decoding import BatchDecoder, left_pad, logits_at, sample_responses
-from edgespec_recipes.distributions import draw, warp
+from edgespec_recipes.generating.decoding import BatchDecoder, left_pad, logits_at, sample_responses
+from edgespec_recipes.losses.distributions import draw, warp
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -6,8 +6,8 @@ import json
 
 from conftest import REPOSITORY
 
-from edgespec.options import to_mapping
-from edgespec.recipe import DistillOptions
+from edgespec.core.options import to_mapping
+from edgespec.recipe.schema import DistillOptions
 
 CHOSEN = (
     "divergence",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgespec_runtime.device import Device, free_share, read_bandwidth, this_device
+from edgespec_runtime.engines.device import Device, free_share, read_bandwidth, this_device
 
 DEVICE = Device("A processor", 2, 16, "Linux x86_64")
 

@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.device_defaults import LENGTHS, of_bench, of_reply
+from edgespec_runtime.pair.device_defaults import LENGTHS, of_bench, of_reply
 
-from edgespec import devices_fit
 from edgespec.cli import main
-from edgespec.devices import STATIC, device_of, profile, profiles
-from edgespec.drafter import derive
-from edgespec.errors import BundleError, InputError
-from edgespec.manifest import MANIFEST, open_manifest
-from edgespec.options import to_mapping
-from edgespec.read_recipe import resolve
-from edgespec.recipe import DrafterOptions, ExportOptions, Recipe
-from edgespec.targets import TARGETS
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.manifest import MANIFEST, open_manifest
+from edgespec.core.options import to_mapping
+from edgespec.planning import devices_fit
+from edgespec.recipe.devices import STATIC, device_of, profile, profiles
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import DrafterOptions, ExportOptions, Recipe
+from edgespec.recipe.targets import TARGETS
 
 NAMES = {
     "laptop-cpu-x86", "laptop-cpu-arm", "apple-silicon", "intel-npu", "qualcomm-npu", "amd-npu", "raspberry-pi",
@@ -87,7 +87,8 @@ def test_a_device_without_its_files_is_refused() -> None:
 
 
 def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
-    from edgespec_export import synthetic_gguf, synthetic_onnx
+    from edgespec_export.gguf import synthetic as synthetic_gguf
+    from edgespec_export.onnx import synthetic as synthetic_onnx
 
     for name in ("llama-2-7b-chat", "tinyllama-1.1b-chat", "smollm2-360m-instruct", "qwen2.5-7b-instruct"):
         shape = TARGETS[name].shape

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import objective
-from edgespec_recipes.datagen import write_shard
-from edgespec_recipes.distill import DistillInputs, distill, store_responses
-from edgespec_recipes.loading import load_model
+from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.training import objective
+from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions, Recipe, ReferenceOptions, reference_options
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import DistillOptions, Recipe, ReferenceOptions, reference_options
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime import engine_llamacpp
-from edgespec_runtime.block_difference import Difference
-from edgespec_runtime.device import Device
-from edgespec_runtime.doctor_report import (
+from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.doctor.block_difference import Difference
+from edgespec_runtime.doctor.report import (
     Findings,
     Threads,
     Variant,
@@ -24,14 +24,14 @@ from edgespec_runtime.doctor_report import (
     limit,
     text,
 )
-from edgespec_runtime.engine import default_threads
-from edgespec_runtime.evaluated import Acceptance, acceptances_of
-from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.engines import llamacpp as engine_llamacpp
+from edgespec_runtime.engines.device import Device
+from edgespec_runtime.engines.engine import default_threads
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.manifest import open_manifest
+from edgespec.core.manifest import open_manifest
 
 EXACT = Difference(1e-5, 0, 256)
 CHEAP = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from edgespec_recipes import documents
-from edgespec_recipes.documents import fingerprint, read_documents, text_files
+from edgespec_recipes.data import documents
+from edgespec_recipes.data.documents import fingerprint, read_documents, text_files
 from pyarrow import parquet
 
-from edgespec.data_sources import HubSource, parse_hub
-from edgespec.errors import InputError, MissingExtra
+from edgespec.core.errors import InputError, MissingExtra
+from edgespec.recipe.data_sources import HubSource, parse_hub
 
 
 def jsonl(path: Path, texts: list[str], field: str = "text") -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from edgespec_runtime.draft_ladder import LONGEST_HELD, SLOW_BLOCK, DraftLadder, Rung
-from edgespec_runtime.running_costs import BUCKET
-from edgespec_runtime.schedule import Outcome
+from edgespec_runtime.chooser.draft_ladder import LONGEST_HELD, SLOW_BLOCK, DraftLadder, Rung
+from edgespec_runtime.chooser.running_costs import BUCKET
+from edgespec_runtime.decoding.schedule import Outcome
 
 STEP = 0.02
 BLOCKS = [

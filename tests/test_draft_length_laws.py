@@ -15,17 +15,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from edgespec_runtime.decoding import HYBRID, LOOKUP, DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rules import RULES, Rule, rule_of
-from edgespec_runtime.sampling import Warp
-from edgespec_runtime.schedule import Fixed
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.rules.sampling import Warp
+from edgespec_runtime.rules.table import RULES, Rule, rule_of
 from exact_law import Law, distance, law_of
 from rule_laws import LAWS, seen
 from test_loop import Setup
 from toy_engine import random_model
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 SMALL, PROMPT, LENGTH = 3, (0, 1, 0), 3
 WARPS = {"T=1": Warp(temperature=1.0), "both": Warp(temperature=1.3, top_k=2, top_p=0.9), "greedy": Warp()}
@@ -131,7 +131,7 @@ def copied_next(ids: Sequence[int]) -> int | None:
 def test_prompt_lookup_proposes_the_same_at_every_draft_length(
     name: str, drafter: str, lengths: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec_runtime.lookup.SHORTEST", 1)
+    monkeypatch.setattr("edgespec_runtime.decoding.lookup.SHORTEST", 1)
     target, draft, how = random_model(21, 4, 1.0), random_model(22, 4, 1.0), WARPS["T=1"]
     setup = Setup(target, draft if drafter == HYBRID else None, 4)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.drafter import cost_ratios, derive, describe
-from edgespec.errors import InputError
-from edgespec.recipe import DrafterOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.drafter import cost_ratios, derive, describe
+from edgespec.recipe.schema import DrafterOptions
 
 LLAMA_2_7B = {
     "model_type": "llama",

@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime import loop
-from edgespec_runtime.acceptance import Draft, Rule
-from edgespec_runtime.decoding import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
-from edgespec_runtime.drafters import (
+from edgespec_runtime.decoding import loop
+from edgespec_runtime.decoding.drafters import (
     Drafter,
     HybridDrafter,
     LookupDrafter,
@@ -21,20 +19,22 @@ from edgespec_runtime.drafters import (
     highest_probability,
     propose,
 )
-from edgespec_runtime.lookup import NgramIndex
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rules import rule_of
-from edgespec_runtime.sampling import Uniforms, Warp
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding.lookup import NgramIndex
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.acceptance import Draft, Rule
+from edgespec_runtime.rules.sampling import Uniforms, Warp
+from edgespec_runtime.rules.table import rule_of
 from exact_law import distance, law_of, target_law
 from test_acceptance import WARPS
 from test_loop import Setup
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.files import read_json
-from edgespec.metrics import RawCounts, mbsu
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.metrics import RawCounts, mbsu
 
 V = 32
 SMALL = 3

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from edgespec_export.elsewhere import (
+from edgespec_export.other_engines.engines import GenAi, LlamaCppPython, Transformers, until_stop
+from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
     DRAFT_LENGTH,
     GENAI_SETTINGS,
@@ -20,17 +21,16 @@ from edgespec_export.elsewhere import (
     overlay,
     write_elsewhere,
 )
-from edgespec_export.elsewhere_engines import GenAi, LlamaCppPython, Transformers, until_stop
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.loop import decode
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.manifest import open_manifest
-from edgespec.metrics import RawCounts
-from edgespec.publish import check_names
+from edgespec.core.errors import InputError
+from edgespec.core.manifest import open_manifest
+from edgespec.core.metrics import RawCounts
+from edgespec.hub.publish import check_names
 
 LIMIT = 40
 GREEDY = DecodingOptions(temperature=0.0, draft_length=DRAFT_LENGTH, max_new_tokens=LIMIT)

@@ -11,15 +11,20 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from edgespec_export.elsewhere_check import HEADERS, Ours, same_text
-from edgespec_export.elsewhere_engines import Answer, until_stop
-from edgespec_export.elsewhere_llamacpp import LlamaServer, LlamaSpeculativeSimple, pair_arguments, program_of
+from edgespec_export.other_engines.check import HEADERS, Ours, same_text
+from edgespec_export.other_engines.engines import Answer, until_stop
+from edgespec_export.other_engines.llamacpp import (
+    LlamaServer,
+    LlamaSpeculativeSimple,
+    pair_arguments,
+    program_of,
+)
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.errors import EdgespecError, InputError
-from edgespec.manifest import describe_files, open_manifest, write_manifest
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.manifest import describe_files, open_manifest, write_manifest
+from edgespec.core.metrics import RawCounts
 
 STOPS = frozenset({2})
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgespec.cli import main
-from edgespec.errors import CheckFailed
-from edgespec.manifest import open_manifest
+from edgespec.core.errors import CheckFailed
+from edgespec.core.manifest import open_manifest
 
 STAGES = ("target", "plan", "pretrain", "generate", "distill", "evaluate", "export", "verify", "pack")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 
-from edgespec.errors import BundleError, InputError
+from edgespec.core.errors import BundleError, InputError
 
 TOKENS = np.random.default_rng(1).integers(4, 512, 64).tolist()
 
@@ -147,8 +147,8 @@ def test_missing_extra_is_one_sentence(tmp_path: Path) -> None:
     program = (
         "import sys; sys.modules['llama_cpp'] = None\n"
         "from pathlib import Path\n"
-        "from edgespec.errors import MissingExtra\n"
-        "from edgespec_runtime.engine_llamacpp import LlamaCppEngine, is_available\n"
+        "from edgespec.core.errors import MissingExtra\n"
+        "from edgespec_runtime.engines.llamacpp import LlamaCppEngine, is_available\n"
         "assert not is_available()\n"
         "try:\n    LlamaCppEngine(Path('x.gguf'))\n"
         "except MissingExtra as error:\n    print(error)\n"

@@ -14,22 +14,22 @@ from typing import Any
 import pytest
 import torch
 from conftest import REPOSITORY
-from edgespec_recipes import head_loss, stored, top_k
-from edgespec_recipes.decoding import BatchDecoder, sample_responses
-from edgespec_recipes.mixing import TARGET
-from edgespec_recipes.objective import Objective
-from edgespec_recipes.packing import packing_of
-from edgespec_recipes.pretrain import next_token_losses
+from edgespec_recipes.data.mixing import TARGET
+from edgespec_recipes.generating import stored, top_k
+from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
+from edgespec_recipes.losses import head_loss
+from edgespec_recipes.models.packing import packing_of
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.pretrain import next_token_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from edgespec import costs
 from edgespec.cli import main
-from edgespec.drafter import DrafterShape, derive
-from edgespec.errors import InputError
-from edgespec.estimate import (
+from edgespec.core.errors import InputError
+from edgespec.planning import costs
+from edgespec.planning.estimate import (
     LOGITS,
     PROMPT_TOKENS,
     STORED_AT_ONCE,
@@ -41,9 +41,10 @@ from edgespec.estimate import (
     stored_position_bytes,
     summary,
 )
-from edgespec.read_recipe import resolve
-from edgespec.recipe import DrafterOptions, Recipe
-from edgespec.targets import shape_of_target
+from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.targets import shape_of_target
 
 WIDE = DrafterShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied
 PLAIN = DrafterShape(64, 2, 4, 4, 16, 160, 512, False, 512)

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes import evaluation
-from edgespec_recipes.distributions import warp
-from edgespec_recipes.evaluation import evaluate, held_out_prompts, teacher_forced
-from edgespec_recipes.evaluation_report import Sampling, evaluation_table
+from edgespec_recipes.evaluation import evaluation
+from edgespec_recipes.evaluation.evaluation import evaluate, held_out_prompts, teacher_forced
+from edgespec_recipes.evaluation.report import Sampling, evaluation_table
+from edgespec_recipes.losses.distributions import warp
 from test_decoding import PROMPTS, greedy, small_llama
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
-from edgespec.recipe import EvaluateOptions
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.recipe.schema import EvaluateOptions
 
 RATIO = 0.25
 
@@ -156,7 +156,7 @@ def test_teacher_forced_acceptance_by_hand(sampling: Sampling) -> None:
 def test_prompts_that_cannot_be_used(
     options: EvaluateOptions, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    from edgespec_recipes.loading import load_tokenizer
+    from edgespec_recipes.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(folders["target"])
     with pytest.raises(InputError, match=r"0 prompts of at most 7 tokens.*max_new_tokens 10"):

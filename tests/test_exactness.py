@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import export_pair
-from edgespec_export.to_onnx import FAST_GRAPH, write_fast_graph
-from edgespec_export.verify import verify_pair
-from edgespec_runtime.block_difference import block_difference
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
-from edgespec_runtime.exactness import EXACT, FAST, Exactness, Way, exactness_of
-from edgespec_runtime.pair_costs import subject_of
-from edgespec_runtime.session import CachedEngine
+from edgespec_export.bundle.write import write_bundle
+from edgespec_export.formats.export import export_pair
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
+from edgespec_export.verify.pair import verify_pair
+from edgespec_runtime.chooser.pair_costs import subject_of
+from edgespec_runtime.doctor.block_difference import block_difference
+from edgespec_runtime.engines.exactness import EXACT, FAST, Exactness, Way, exactness_of
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.errors import BundleError, EdgespecError, InputError
-from edgespec.files import read_json, write_json
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import BundleError, EdgespecError, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.recipe.schema import ExportOptions
 
 ROUNDING = 1e-4  # of a logit; what float sums in another order may differ by, several times over
 ROUNDED = 1e-2  # of a logit; what int8 activations and blocks summed in another way differ by at least, on these weights
@@ -199,7 +199,7 @@ def without_fast_graphs(made: Path, folder: Path) -> Path:
 
 def rewrite(folder: Path, name: str, value: Any) -> None:
     """Replace a JSON file of a bundle and what its manifest says of it."""
-    from edgespec.manifest import describe_files
+    from edgespec.core.manifest import describe_files
 
     write_json(folder / name, value)
     file = describe_files(folder)[name]

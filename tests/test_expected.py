@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.decoding import sample_responses
-from edgespec_recipes.distributions import warp
-from edgespec_recipes.evaluation_report import Sampling
-from edgespec_recipes.expected import agreement, expected_blocks, expected_counts, passing_chance
-from edgespec_recipes.speculation import speculate
+from edgespec_recipes.evaluation.expected import agreement, expected_blocks, expected_counts, passing_chance
+from edgespec_recipes.evaluation.report import Sampling
+from edgespec_recipes.evaluation.speculation import speculate
+from edgespec_recipes.generating.decoding import sample_responses
+from edgespec_recipes.losses.distributions import warp
 from test_decoding import PROMPTS, greedy
 from test_speculation import DRAFTS, FREE, MAX_NEW, STOPS, TARGET, noisy_copy
 

@@ -12,15 +12,16 @@ import pytest
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
-from edgespec import devices, export_verb
 from edgespec.cli import main
-from edgespec.devices import profile
-from edgespec.devices_fit import fit, weight_bytes
-from edgespec.errors import InputError
-from edgespec.manifest import open_manifest
-from edgespec.options import from_mapping
-from edgespec.recipe import ExportOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.manifest import open_manifest
+from edgespec.core.options import from_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.planning.devices_fit import fit, weight_bytes
+from edgespec.recipe import devices
+from edgespec.recipe.devices import profile
+from edgespec.recipe.schema import ExportOptions
+from edgespec.verbs import export as export_verb
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export import exported_pair
-from edgespec_export.export import ExportedFile, export_pair, exported_files
-from edgespec_export.exported_pair import (
+from edgespec_export.formats.export import ExportedFile, export_pair, exported_files
+from edgespec_export.verify import exported_pair
+from edgespec_export.verify.exported_pair import (
     BOTH,
     DRAFTER,
     FLOAT_PAIR,
@@ -25,13 +25,13 @@ from edgespec_export.exported_pair import (
     overlaps,
     pairs_of,
 )
-from edgespec_export.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
-from edgespec_runtime.sampling import Warp
-from edgespec_runtime.session import CachedEngine
+from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.sampling import Warp
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
-from edgespec.recipe import ExportOptions
+from edgespec.recipe.schema import ExportOptions
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 12).tolist() for seed in range(4)]
 PARAMETERS = {"target": 100_000, "drafter": 100_000}

@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import REPOSITORY
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.chat import Chat, Options, talk
-from edgespec_runtime.decoding import HYBRID, MODEL, SHIFT, DecodingOptions, plain
-from edgespec_runtime.loop import decode
-from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.terminal import Lines
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.chat.chat import Chat, Options, talk
+from edgespec_runtime.chat.terminal import Lines
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from test_loop import Setup
 from tiny_bundle import make_bundle
 from tiny_models import SPECIALS, make_model_folder
 from toy_engine import ToyEngine, random_model
 
 from edgespec.cli import main
-from edgespec.errors import EdgespecError, InputError
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.metrics import RawCounts
 
 V = 16
 ERRORS = (EdgespecError("no memory left"), RuntimeError("kernel failed\n at node 3"), OSError("bad file"))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import files
-from edgespec.errors import InputError
-from edgespec.files import (
+from edgespec.core import files
+from edgespec.core.errors import InputError
+from edgespec.core.files import (
     FICLONE,
     copy_file,
     read_json,
@@ -30,8 +30,8 @@ import resource, signal, sys
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 from pathlib import Path
-from edgespec.errors import InputError
-from edgespec.files import write_bytes
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_bytes
 try:
     write_bytes(Path(sys.argv[1]), b"x" * 5000)
 except InputError as error:

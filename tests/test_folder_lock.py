@@ -15,10 +15,10 @@ from conftest import REPOSITORY
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.folder_lock import LOCK, held, is_empty
+from edgespec.core.errors import InputError
+from edgespec.core.folder_lock import LOCK, held, is_empty
 
-HOLDS = "import sys, time; from pathlib import Path; from edgespec.folder_lock import held\n" + (
+HOLDS = "import sys, time; from pathlib import Path; from edgespec.core.folder_lock import held\n" + (
     "with held(Path(sys.argv[1]), 'edgespec something'): print('held', flush=True); time.sleep(float(sys.argv[2]))"
 )
 

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.prompts import read_chats
-from edgespec_runtime.safe_gguf import check_gguf
-from edgespec_runtime.safe_onnx import check_onnx
-from edgespec_runtime.safe_settings import read_settings
-from edgespec_runtime.safe_template import SafeTemplate
-from edgespec_runtime.tokenizer import ChatTokenizer
-from edgespec_runtime.vocabulary import read_vocabulary
+from edgespec_runtime.engines.vocabulary import read_vocabulary
+from edgespec_runtime.text.prompts import read_chats
+from edgespec_runtime.text.tokenizer import ChatTokenizer
+from edgespec_runtime.untrusted.genai_settings import read_settings
+from edgespec_runtime.untrusted.gguf_file import check_gguf
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
+from edgespec_runtime.untrusted.template import SafeTemplate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from edgespec.errors import EdgespecError
-from edgespec.manifest import open_manifest
+from edgespec.core.errors import EdgespecError
+from edgespec.core.manifest import open_manifest
 
 CASES = {"values": 2000, "bytes": 2000, "small": 2000, "gguf": 1300, "onnx": 1800, "template": 1500}
 SPREAD = 5

@@ -11,7 +11,7 @@ import pytest
 from conftest import REPOSITORY
 
 from edgespec.cli import main
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 
 def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_export.gguf_families import FAMILIES
-from edgespec_export.readback import gguf_field, gguf_weights
-from edgespec_export.to_gguf import export_gguf
+from edgespec_export.gguf.families import FAMILIES
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.verify.readback import gguf_field, gguf_weights
 from family_cases import GEMMA, GEMMA3, LOCAL, LONG, SOFT
 from float_cache import float_engine
 from gguf import GGUFReader
@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 from transformers import AutoModelForCausalLM
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.gguf_vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, Vocabulary, read_vocabulary
-from edgespec_export.readback import gguf_field
-from edgespec_runtime.engine_llamacpp import load_library
+from edgespec_export.gguf.vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, Vocabulary, read_vocabulary
+from edgespec_export.verify.readback import gguf_field
+from edgespec_runtime.engines.llamacpp import load_library
 from gguf import GGUFReader, GGUFWriter
 from tiny_models import TEXTS, byte_level_tokenizer, save_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from edgespec.errors import InputError
-from edgespec.files import write_json
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
 
 TYPES = {"unknown": 2, "control": 3, "user defined": 4, "unused": 5}
 HARD = [

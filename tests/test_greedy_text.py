@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_npu import export_npu
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
-from edgespec_runtime.engine_static import StaticEngine
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.npu.to_npu import export_npu
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.static import StaticEngine
 from float_cache import float_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from edgespec.recipe import ExportOptions
+from edgespec.recipe.schema import ExportOptions
 
 PROMPTS, TOKENS = 50, 40
 STORIES = ("Once, {} went to the park.", "The {} was very sad.", "One day, a {} saw a big tree and")

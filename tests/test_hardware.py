@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edgespec.errors import InputError
-from edgespec.hardware import CARDS, GIB, THIS_MACHINE, parse, this_machine
+from edgespec.core.errors import InputError
+from edgespec.planning.hardware import CARDS, GIB, THIS_MACHINE, parse, this_machine
 
 
 @pytest.mark.parametrize(

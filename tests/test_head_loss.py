@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from edgespec_recipes.decoding import logits_at
-from edgespec_recipes.head_loss import Rows, head_loss, head_values, in_head, live_rows
-from edgespec_recipes.losses import Divergence, divergence, fkl, jsd, reward, tvd
-from edgespec_recipes.vocabulary import restrict
-from edgespec_runtime.vocabulary import Vocabulary
+from edgespec_recipes.generating.decoding import logits_at
+from edgespec_recipes.losses.head_loss import Rows, head_loss, head_values, in_head, live_rows
+from edgespec_recipes.losses.losses import Divergence, divergence, fkl, jsd, reward, tvd
+from edgespec_recipes.models.vocabulary import restrict
+from edgespec_runtime.engines.vocabulary import Vocabulary
 from test_decoding import small_llama
 from test_losses import EVERY, NAMES, logits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import DistillOptions
 
 HARD = DistillOptions(labels="hard")
 VOCABULARY, HIDDEN = 13, 5

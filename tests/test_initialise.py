@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.initialise import checkpoint_shape, initial_drafter, new_drafter
-from edgespec_recipes.loading import load_model, load_tokenizer, save_model
-from edgespec_recipes.subcloning import kept_layers, kept_pairs, measure, subclone
-from edgespec_recipes.vocabulary import choose_vocabulary, restrict
+from edgespec_recipes.models.initialise import checkpoint_shape, initial_drafter, new_drafter
+from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
+from edgespec_recipes.models.subcloning import kept_layers, kept_pairs, measure, subclone
+from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
 from tiny_models import make_model_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.drafter import DrafterShape, derive
-from edgespec.errors import InputError
-from edgespec.files import read_json
-from edgespec.recipe import DrafterOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.schema import DrafterOptions
 
 TEXT = np.random.default_rng(0).integers(4, 512, (40, 32)).astype(np.uint16)
 TOKENS = torch.from_numpy(np.random.default_rng(1).integers(4, 512, (2, 24)))

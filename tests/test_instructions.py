@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from edgespec_recipes import instructions, sources
-from edgespec_recipes.instructions import FORMS, Conversation, read_conversations, recognise
+from edgespec_recipes.data import instructions, sources
+from edgespec_recipes.data.instructions import FORMS, Conversation, read_conversations, recognise
 from pyarrow import parquet
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 Row = dict[str, Any]
 

@@ -15,22 +15,22 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from edgespec_export.quantize import bytes_of
-from edgespec_export.readback import gguf_weights, onnx_weights
-from edgespec_export.to_gguf import Checkpoint
-from edgespec_recipes import stored
-from edgespec_recipes.data import TextBlocks
-from edgespec_recipes.stored import StoredTargets
-from edgespec_recipes.token_shards import STATE, TokenShards, shard_file
-from edgespec_recipes.top_k import record_type
-from edgespec_runtime.safe_gguf import check_gguf
-from edgespec_runtime.safe_onnx import check_onnx
+from edgespec_export.gguf.quantize import bytes_of
+from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.verify.readback import gguf_weights, onnx_weights
+from edgespec_recipes.data.token_rows import TextBlocks
+from edgespec_recipes.data.token_shards import STATE, TokenShards, shard_file
+from edgespec_recipes.generating import stored
+from edgespec_recipes.generating.stored import StoredTargets
+from edgespec_recipes.generating.top_k import record_type
+from edgespec_runtime.untrusted.gguf_file import check_gguf
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind
 from onnx import TensorProto, helper
 
-from edgespec.errors import BundleError
-from edgespec.files import write_json
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import BundleError
+from edgespec.core.files import write_json
+from edgespec.core.shapes import ModelShape
 
 GIB = 2**30
 BEYOND = {"2^31": 2 * GIB + 64 * 1024, "2^32": 4 * GIB + 64 * 1024}

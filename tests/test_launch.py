@@ -21,10 +21,10 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from conftest import REPOSITORY
 from tiny_models import make_model_folder
 
-from edgespec.build import OPTIONS as BUILD_OPTIONS
 from edgespec.cli import main
-from edgespec.options import add_flags, given
-from edgespec.shipped import launch_files
+from edgespec.core.options import add_flags, given
+from edgespec.recipe.shipped import launch_files
+from edgespec.verbs.build import OPTIONS as BUILD_OPTIONS
 
 FILES = launch_files()
 CONFIGS = [name for name, file in FILES.items() if file.suffix == ".yaml"]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.chat import Chat, Options
-from edgespec_runtime.decoding import HYBRID, DecodingOptions
-from edgespec_runtime.loop import decode
+from edgespec_runtime.chat.chat import Chat, Options
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, DecodingOptions
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 STATM = Path("/proc/self/statm")
 KIB = 1024

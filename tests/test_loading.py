@@ -9,12 +9,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from edgespec_recipes import loading, resolve
+from edgespec_recipes.models import loading
+from edgespec_recipes.offline_target import resolve
 from huggingface_hub import errors
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.targets import TARGETS
+from edgespec.core.errors import InputError
+from edgespec.recipe.targets import TARGETS
 
 
 @pytest.fixture(scope="module")

@@ -15,20 +15,20 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from edgespec_export.export import ExportedFile
-from edgespec_export.possible import check_possible
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_export.verify import Reference, check_file
-from edgespec_runtime import bundle
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.doctor import border_note
-from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
-from edgespec_runtime.exactness import EXACT, Way, exactness_of
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rope_border import BorderedEngine, across_border
-from edgespec_runtime.session import CachedEngine
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.formats.export_limits import check_possible
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify.pair import Reference, check_file
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.doctor.doctor import border_note
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.exactness import EXACT, Way, exactness_of
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair import bundle
 from family_cases import LONG
 from float_cache import float_engine
 from gguf import GGUFReader
@@ -36,10 +36,10 @@ from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 from transformers import AutoModelForCausalLM
 
-from edgespec.errors import BundleError, InputError
-from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.schema import ExportOptions
 
 BORDER, CONTEXT = 256, 320  # llama.cpp has no shorter context
 TEXT = np.random.default_rng(0).integers(4, 512, CONTEXT).tolist()

@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.data import pack_conversations
-from edgespec_recipes.datagen import _TorchWriter
-from edgespec_recipes.distill import _check_context
-from edgespec_recipes.loading import load_model, shape_of
-from edgespec_recipes.pretrain import pretrain
+from edgespec_recipes.data.token_rows import pack_conversations
+from edgespec_recipes.generating.datagen import _TorchWriter
+from edgespec_recipes.models.loading import load_model, shape_of
+from edgespec_recipes.training.distill import _check_context
+from edgespec_recipes.training.pretrain import pretrain
 from family_cases import LONG
 from tiny_models import make_model_folder
 
-from edgespec.drafter import DrafterShape
-from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions, DrafterOptions, PretrainOptions
-from edgespec.recipe_check import problems
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.check import problems
+from edgespec.recipe.drafter import DrafterShape
+from edgespec.recipe.schema import DistillOptions, DrafterOptions, PretrainOptions
 
 BORDER, CONTEXT = 64, 256
 REASON = r"64 tokens \(of 256: longer texts take other RoPE factors, and a batch has one set\)"

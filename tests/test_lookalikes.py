@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_recipes.instructions import Conversation as Answered
-from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.prompts import encode_prompt
-from edgespec_recipes.replies import encode_reply
-from edgespec_runtime.conversation import Conversation
-from edgespec_runtime.lookalikes import Lookalikes
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_recipes.data.instructions import Conversation as Answered
+from edgespec_recipes.data.prompts import encode_prompt
+from edgespec_recipes.data.replies import encode_reply
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_runtime.chat.conversation import Conversation
+from edgespec_runtime.text.lookalikes import Lookalikes
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import SPECIALS, TEMPLATE, TEXTS, byte_level_tokenizer, save_tokenizer
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.sampling import warp
-from edgespec_runtime.schedule import Fixed, Outcome
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed, Outcome
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.sampling import warp
 from scipy.stats import chisquare
 from toy_engine import LogitsOf, ToyEngine, random_model, successor_model
 
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
-from edgespec.options import from_mapping
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.core.options import from_mapping
 
 V = 32
 

@@ -9,10 +9,22 @@ from itertools import product
 
 import pytest
 import torch
-from edgespec_recipes.losses import LOSSES, divergence, fkl, jsd, lk, nll, reward, rewarded, rkl, tvd, tvdpp
+from edgespec_recipes.losses.losses import (
+    LOSSES,
+    divergence,
+    fkl,
+    jsd,
+    lk,
+    nll,
+    reward,
+    rewarded,
+    rkl,
+    tvd,
+    tvdpp,
+)
 from torch import Tensor
 
-from edgespec.recipe import DIVERGENCES, DistillOptions
+from edgespec.recipe.schema import DIVERGENCES, DistillOptions
 
 CHOICES = {field.name: field.metadata["choices"] for field in fields(DistillOptions)}
 SCOPES = CHOICES["tvdpp_scope"]

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime import pair_costs
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import HYBRID, LOOKUP, DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_costs import store_costs
-from edgespec_runtime.pair_schedule import Schedules
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Outcome, Schedule
+from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser.pair_costs import store_costs
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, DecodingOptions
+from edgespec_runtime.decoding.schedule import Outcome, Schedule
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from pair_law import fit, law_of_next, law_of_pairs
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 COLD = 0.25
 FIRST_TOKENS = 12

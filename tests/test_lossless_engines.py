@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from pair_law import fit, law_of_pairs
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "q8_0"))
 NEARLY_EXACT_MODES = (

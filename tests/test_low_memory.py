@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import low_memory
-from edgespec_recipes.datagen import generate
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.low_memory import budgets, device_map, load_target
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.stored import store_targets
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.generating.datagen import generate
+from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.models import low_memory
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.models.low_memory import budgets, device_map, load_target
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError, MissingExtra
-from edgespec.files import write_jsonl
-from edgespec.read_recipe import resolve
-from edgespec.recipe import GenerateOptions, InferenceOptions
+from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.files import write_jsonl
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 CPU = torch.device("cpu")
 SPREAD = InferenceOptions(max_memory=("cpu=512KiB",))

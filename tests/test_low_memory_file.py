@@ -9,22 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_recipes import datagen, file_target
-from edgespec_recipes.datagen import generate, read_responses
-from edgespec_recipes.distill import DistillInputs, distill, responses_of, store_responses
-from edgespec_recipes.file_target import FileTarget
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.precision import Precision
-from edgespec_recipes.stored import store_targets
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.generating import datagen, file_target
+from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating.file_target import FileTarget
+from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, write_json, write_jsonl
-from edgespec.recipe import DistillOptions, GenerateOptions, InferenceOptions
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json, write_jsonl
+from edgespec.recipe.schema import DistillOptions, GenerateOptions, InferenceOptions
 
 TOP_K = 8
 
@@ -116,7 +116,7 @@ def test_a_cut_run_goes_on_with_the_next_shard(
 def test_a_file_stores_what_torch_would(
     folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec_recipes import stored
+    from edgespec_recipes.generating import stored
 
     monkeypatch.setattr(stored, "choose_precision", lambda _: Precision("float32", "for the test"))
     generator = np.random.default_rng(0)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, write_json
-from edgespec.manifest import (
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import (
     MAX_MANIFEST_BYTES,
     BundleFile,
     BundleModel,

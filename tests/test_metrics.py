@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from edgespec.metrics import (
+from edgespec.core.metrics import (
     RawCounts,
     bootstrap,
     mbsu,

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_recipes.data import Rows
-from edgespec_recipes.mixing import (
+from edgespec_recipes.data.mixing import (
     FIXED,
     STUDENT,
     TARGET,
@@ -20,9 +19,10 @@ from edgespec_recipes.mixing import (
     shares,
     take_turns,
 )
+from edgespec_recipes.data.token_rows import Rows
 
-from edgespec.read_recipe import resolve
-from edgespec.recipe import PRESETS, DistillOptions
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import PRESETS, DistillOptions
 
 RESPONSES = [([5, 6, 7], [8, 9, 2]), ([10], [11, 12, 13, 2]), ([14, 15, 16, 17, 18, 19], [20])]
 

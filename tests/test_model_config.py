@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_export.gguf_vocabulary import read_vocabulary
-from edgespec_export.readback import onnx_weights
-from edgespec_export.to_onnx import export_onnx
-from edgespec_recipes import loading
-from edgespec_recipes.vocabulary import special_tokens
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_export.gguf.vocabulary import read_vocabulary
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify.readback import onnx_weights
+from edgespec_recipes.models import loading
+from edgespec_recipes.models.vocabulary import special_tokens
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from safetensors.torch import load_file, save_file
 from tiny_models import torch_logits
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.model_config import corrected_folder, known_ids, read_config, read_generation_config
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import corrected_folder, known_ids, read_config, read_generation_config
 
 TOKENS = [5, 6, 7, 300, 2, 17]
 BEYOND = {"pad_token_id": 32000, "bos_token_id": -1, "eos_token_id": [2, 99999]}

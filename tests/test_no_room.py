@@ -14,8 +14,8 @@ from conftest import REPOSITORY
 from small_build import command
 
 from edgespec.cli import main
-from edgespec.errors import InputError, NoRoom
-from edgespec.no_room import write_error
+from edgespec.core.errors import InputError, NoRoom
+from edgespec.core.no_room import write_error
 
 LIMIT = (
     "import resource, signal, sys\n"
@@ -29,8 +29,8 @@ LIBRARIES = LIMIT + (
     "from onnx import helper, numpy_helper\n"
     "from safetensors.torch import save_file\n"
     "from tokenizers import Tokenizer, models\n"
-    "from edgespec.errors import NoRoom\n"
-    "from edgespec.no_room import write_error\n"
+    "from edgespec.core.errors import NoRoom\n"
+    "from edgespec.core.no_room import write_error\n"
     "big, file = torch.zeros(2**18), Path(sys.argv[2]) / 'file'\n"
     "words = Tokenizer(models.WordLevel({str(n) * 9: n for n in range(20000)}, unk_token='0' * 9))\n"
     "graph = helper.make_graph([], 'g', [], [], [numpy_helper.from_array(big.numpy(), 'w')])\n"
@@ -97,7 +97,7 @@ def test_the_message_is_any_processes(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What all processes meet only the first one says; a disk may be full for one of them."""
-    from edgespec import targets_verb
+    from edgespec.verbs import targets as targets_verb
 
     monkeypatch.setenv("RANK", "1")
     for error, lines in ((InputError("met by all"), 0), (NoRoom("full"), 1)):

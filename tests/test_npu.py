@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.to_npu import export_npu
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.engine_static import ONNXRUNTIME, OPENVINO, StaticEngine
-from edgespec_runtime.engine_static_openvino import is_available
-from edgespec_runtime.loop import decode
-from edgespec_runtime.session import CachedEngine
+from edgespec_export.npu.to_npu import export_npu
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static_openvino import is_available
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder, torch_logits
 
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, write_json
-from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.metrics import RawCounts
+from edgespec.recipe.schema import ExportOptions
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 LENGTHS = ExportOptions(npu_length=128, npu_prefill=32, npu_gamma=3)

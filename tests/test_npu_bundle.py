@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import ExportedFile, export_pair
-from edgespec_export.to_npu import export_npu
-from edgespec_export.verify import Reference, check_file
-from edgespec_runtime import engine_static_openvino
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.loop import decode
+from edgespec_export.bundle.write import write_bundle
+from edgespec_export.formats.export import ExportedFile, export_pair
+from edgespec_export.npu.to_npu import export_npu
+from edgespec_export.verify.pair import Reference, check_file
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.engines import static_openvino as engine_static_openvino
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from safetensors.torch import load_file, save_file
 from tiny_bundle import disturbed
 
-from edgespec.errors import InputError, MissingExtra
-from edgespec.files import read_json, write_json
-from edgespec.metrics import RawCounts
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.files import read_json, write_json
+from edgespec.core.metrics import RawCounts
+from edgespec.recipe.schema import ExportOptions
 
 OPTIONS = ExportOptions(
     onnx=("fp32",), gguf=(), npu=("fp32", "qdq8", "qdq16"), npu_length=128, npu_prefill=32

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.data import inputs_of
-from edgespec_recipes.losses import divergence, fkl, tvd
-from edgespec_recipes.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
-from edgespec_recipes.objective import Objective
-from edgespec_recipes.target_rows import join_rows, label_rows, labels_of
-from edgespec_recipes.trainer import collate
-from edgespec_recipes.vocabulary import restrict
-from edgespec_runtime.vocabulary import Vocabulary
+from edgespec_recipes.data.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
+from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.losses.losses import divergence, fkl, tvd
+from edgespec_recipes.losses.target_rows import join_rows, label_rows, labels_of
+from edgespec_recipes.models.vocabulary import restrict
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate
+from edgespec_runtime.engines.vocabulary import Vocabulary
 from test_decoding import small_llama
 
-from edgespec.recipe import DIVERGENCES, DistillOptions
+from edgespec.recipe.schema import DIVERGENCES, DistillOptions
 
 RESPONSES = [
     ([5, 6, 7], [8, 9, 2]),

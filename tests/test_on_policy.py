@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from edgespec_recipes.data import PADDING
-from edgespec_recipes.decoding import sample_responses
-from edgespec_recipes.mixing import prompt_rows
-from edgespec_recipes.on_policy import write_own_responses
-from edgespec_recipes.trainer import collate
+from edgespec_recipes.data.mixing import prompt_rows
+from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.generating.decoding import sample_responses
+from edgespec_recipes.generating.on_policy import write_own_responses
+from edgespec_recipes.training.trainer import collate
 from test_decoding import small_llama
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.onnx_by_layers import export_by_layers
-from edgespec_export.readback import gguf_weights, onnx_weights
-from edgespec_export.streamed_check import StreamedCheck, check_streamed, opened, streamed_logits
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.by_layers import export_by_layers
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify.readback import gguf_weights, onnx_weights
+from edgespec_export.verify.streamed_check import StreamedCheck, check_streamed, opened, streamed_logits
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.numpy import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 
-from edgespec.errors import InputError
-from edgespec.files import read_json
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
 
 PROMPTS = [[5, 6, 7, 300, 2, 17], [9, 8, 7]]
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export import onnx_families
-from edgespec_export.onnx_families import FAMILIES
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_export.onnx import families as onnx_families
+from edgespec_export.onnx.families import FAMILIES
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from family_cases import GEMMA, GEMMA3, LOCAL, LONG, SLIDING, SOFT
 from tiny_models import make_model_folder, torch_logits
 
-from edgespec.errors import EdgespecError, InputError
-from edgespec.files import read_json, write_json
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json, write_json
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; measured 2e-6 to 1e-5, logits have a standard deviation of 1
@@ -122,9 +122,9 @@ def test_what_the_builder_alone_gets_wrong(
             prepare(config)
             config.layer_types = ["full_attention"] * config.num_hidden_layers
 
-        monkeypatch.setattr("edgespec_export.to_onnx.prepare", forgetful)
+        monkeypatch.setattr("edgespec_export.onnx.to_onnx.prepare", forgetful)
     else:
-        monkeypatch.setattr("edgespec_export.to_onnx.finish", lambda *_: None)
+        monkeypatch.setattr("edgespec_export.onnx.to_onnx.finish", lambda *_: None)
     export_onnx(model, tmp_path / "onnx", "fp32")
     assert difference(model, tmp_path / "onnx", TOKENS) > (2e-4 if case == "gemma2 odd" else 0.1)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from edgespec_export.optimum_graph import READS_HEAD_DIM, check_heads
+from edgespec_export.onnx.optimum_graph import READS_HEAD_DIM, check_heads
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from edgespec.cli import main
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 
 def pins(name: str) -> dict[str, Version]:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.build import shipped_recipes
-from edgespec.errors import InputError
-from edgespec.options import add_flags, as_flags, from_mapping, given, to_mapping
-from edgespec.read_recipe import load_recipe, resolve
-from edgespec.recipe import Recipe
+from edgespec.core.errors import InputError
+from edgespec.core.options import add_flags, as_flags, from_mapping, given, to_mapping
+from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.schema import Recipe
+from edgespec.verbs.build import shipped_recipes
 
 
 def parse(arguments: list[str]) -> dict:

@@ -11,29 +11,30 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from edgespec_export import gguf_families, onnx_families
-from edgespec_recipes.datagen import write_shard
-from edgespec_recipes.decoding import BatchDecoder, left_pad
-from edgespec_recipes.distill import DistillInputs, distill, store_responses
-from edgespec_recipes.evaluation_report import Sampling
-from edgespec_recipes.expected import agreement
-from edgespec_recipes.head_loss import in_head
-from edgespec_recipes.mixing import TARGET, response_rows
-from edgespec_recipes.objective import Objective
-from edgespec_recipes.packing import Form, fitted, form_of, packing_of
-from edgespec_recipes.precision import Precision
-from edgespec_recipes.speculation import speculate
-from edgespec_recipes.stored import _passes, _records
-from edgespec_recipes.target_rows import live_rows
-from edgespec_recipes.top_k import expand
-from edgespec_recipes.trainer import collate
+from edgespec_export.gguf import families as gguf_families
+from edgespec_export.onnx import families as onnx_families
+from edgespec_recipes.data.mixing import TARGET, response_rows
+from edgespec_recipes.evaluation.expected import agreement
+from edgespec_recipes.evaluation.report import Sampling
+from edgespec_recipes.evaluation.speculation import speculate
+from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
+from edgespec_recipes.generating.stored import _passes, _records
+from edgespec_recipes.generating.top_k import expand
+from edgespec_recipes.losses.head_loss import in_head
+from edgespec_recipes.losses.target_rows import live_rows
+from edgespec_recipes.models.packing import Form, fitted, form_of, packing_of
+from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate
 from packing_cases import FAMILIES, UNPACKED, VOCABULARY, WINDOW, tiny
 from tiny_models import make_model_folder
 from torch import Tensor
 from torch.nn.functional import linear
 
-from edgespec.errors import InputError
-from edgespec.recipe import DistillOptions
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import DistillOptions
 
 CONTEXT = 40
 CONVERSATIONS = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from edgespec_runtime import pair_costs
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.pair_costs import costs_of, load_costs, step_seconds, store_costs, subject_of
-from edgespec_runtime.pass_costs import Costs
+from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.pair_costs import costs_of, load_costs, step_seconds, store_costs, subject_of
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime import pair_costs
-from edgespec_runtime.adaptive import FIRST_STEPS, Adaptive
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.evaluated import UNKNOWN, expected_rate
-from edgespec_runtime.pair_costs import load_costs, store_costs
-from edgespec_runtime.pair_schedule import Schedules
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.schedule import Fixed, Outcome
+from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser.adaptive import FIRST_STEPS, Adaptive
+from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
+from edgespec_runtime.chooser.pair_costs import load_costs, store_costs
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.schedule import Fixed, Outcome
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from edgespec_runtime.device import Device
-from edgespec_runtime.pass_costs import (
+from edgespec_runtime.chooser.pass_costs import (
     Costs,
     Subject,
     best_draft_length,
@@ -17,9 +16,10 @@ from edgespec_runtime.pass_costs import (
     speedup,
     write_costs,
 )
+from edgespec_runtime.engines.device import Device
 
-from edgespec.errors import InputError
-from edgespec.metrics import predicted_block_efficiency
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import predicted_block_efficiency
 
 # v(1..8) of llama.cpp 7B Q4_0 as DESIGN decision 4 has it: its kernels work on rows of four
 SAW = (1.0, 1.51, 2.12, 1.40, 2.12, 2.70, 2.64, 2.58)

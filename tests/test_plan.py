@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.device import this_device
-from edgespec_runtime.kept_costs import keep_synthetic, kept_for
-from edgespec_runtime.pair_costs import store_costs
-from edgespec_runtime.pass_costs import FOLDER, Costs
+from edgespec_runtime.chooser.kept_costs import keep_synthetic, kept_for
+from edgespec_runtime.chooser.pair_costs import store_costs
+from edgespec_runtime.chooser.pass_costs import FOLDER, Costs
+from edgespec_runtime.engines.device import this_device
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-from edgespec import costs
 from edgespec.cli import main
-from edgespec.devices import profiles
-from edgespec.drafter import derive
-from edgespec.estimate import exported_bytes
-from edgespec.hardware import GIB, Hardware
-from edgespec.metrics import predicted_block_efficiency
-from edgespec.plan_device import (
+from edgespec.core.metrics import predicted_block_efficiency
+from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
+from edgespec.planning.estimate import exported_bytes
+from edgespec.planning.hardware import GIB, Hardware
+from edgespec.planning.plan_device import (
     ARITHMETIC,
     CONTEXT,
     DeviceRates,
@@ -34,12 +33,21 @@ from edgespec.plan_device import (
     rate_of,
     rates_of_profile,
 )
-from edgespec.plan_report import LENGTHS, span
-from edgespec.plan_stages import SAMPLINGS, TOGETHER, Assumed, for_processes, stage_times, storage, usable
-from edgespec.read_recipe import resolve
-from edgespec.recipe import DrafterOptions, Recipe
-from edgespec.shapes import ModelShape
-from edgespec.targets import TARGETS, cache_folder, shape_of_target
+from edgespec.planning.plan_report import LENGTHS, span
+from edgespec.planning.plan_stages import (
+    SAMPLINGS,
+    TOGETHER,
+    Assumed,
+    for_processes,
+    stage_times,
+    storage,
+    usable,
+)
+from edgespec.recipe.devices import profiles
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.targets import TARGETS, cache_folder, shape_of_target
 
 TARGET = shape_of_target("llama-2-7b-chat")
 DRAFTER = derive(TARGET, DrafterOptions())
@@ -116,7 +124,7 @@ def test_how_many_devices_can_share_the_batches() -> None:
 
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:
-    from edgespec.recipe import SAMPLINGS as measured_ways
+    from edgespec.recipe.schema import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
     pipeline = (REPOSITORY / "edgespec" / "pipeline.py").read_text(encoding="utf-8")
@@ -346,7 +354,8 @@ def test_spans() -> None:
 
 
 def test_plan_and_build_read_the_same_recipe() -> None:
-    from edgespec import build, plan
+    from edgespec.planning import plan
+    from edgespec.verbs import build
 
     given = {"target": "tiny-chat", "seed": 3, "pretrain": {"steps": 7}}
     assert plan._read_options(dict(given))[1] == build._read_options(dict(given))[0]

@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_export.possible import check_possible
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_npu import export_npu
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine import Engine
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
-from edgespec_runtime.engine_static import StaticEngine
+from edgespec_export.formats.export_limits import check_possible
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.npu.to_npu import export_npu
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.static import StaticEngine
 from family_cases import GEMMA, GEMMA3, SOFT
 from tiny_models import make_model_folder, torch_logits
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.recipe import ExportOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.schema import ExportOptions
 
 NPU = ExportOptions(onnx=(), gguf=(), npu=("fp32",))
 DRAFTER = ModelShape(64, 2, 4, 2, 32, 160, 512, tied=True, context_length=256)

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_recipes.loading import check_model_folder
+from edgespec_recipes.models.loading import check_model_folder
 from tiny_models import make_model_folder
 
-from edgespec import free_space, preflight
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.estimate import StageCost, estimate
-from edgespec.files import read_json
-from edgespec.free_space import free_disk, free_memory
-from edgespec.preflight import (
+from edgespec.core import free_space
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.weights_check import check_weights
+from edgespec.model_folder.weights_files import INDEX, read_header
+from edgespec.planning import preflight
+from edgespec.planning.estimate import StageCost, estimate
+from edgespec.planning.preflight import (
     RUNNING,
     Room,
     check,
@@ -26,10 +30,7 @@ from edgespec.preflight import (
     refuse,
     shortages,
 )
-from edgespec.preflight_weights import check_weights
-from edgespec.read_recipe import resolve
-from edgespec.safetensors_files import INDEX, read_header
-from edgespec.shapes import ModelShape
+from edgespec.recipe.read import resolve
 
 GIB = 2**30
 STAGES = [StageCost("pretrain", 1, 1.0, 2 * GIB, 3 * GIB), StageCost("evaluate", 1, 1.0, GIB, GIB)]
@@ -164,7 +165,7 @@ def test_a_bundle_takes_no_room_where_copies_share_their_blocks(
 
 
 def shapes(target: Path) -> tuple[ModelShape, Any]:
-    from edgespec.drafter import derive
+    from edgespec.recipe.drafter import derive
 
     shape = ModelShape.from_config(read_json(target / "config.json"))
     return shape, derive(shape, resolve({"target": "x"}, {}).drafter)

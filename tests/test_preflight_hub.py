@@ -20,8 +20,8 @@ PROGRAM = f"""
 import json, sys
 import huggingface_hub.constants
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = {CHUNK}  # what is written at once: these files are small
-from edgespec.errors import InputError
-from edgespec_recipes.resolve import resolve_target
+from edgespec.core.errors import InputError
+from edgespec_recipes.offline_target.resolve import resolve_target
 for name in sys.argv[1:]:
     try:
         found = resolve_target(name)

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_recipes.loading import check_model_folder
+from edgespec_recipes.models.loading import check_model_folder
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.preflight_model import check_model
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.recipe.model_check import check_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 605544\n"
 LONGROPE = {

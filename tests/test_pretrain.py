@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from edgespec_recipes import pretrain, resolve
+from edgespec_recipes.offline_target import resolve
+from edgespec_recipes.training import pretrain
 from safetensors.torch import load_file
 from tiny_models import make_model_folder
 
-from edgespec.drafter import DrafterShape
-from edgespec.errors import InputError
-from edgespec.recipe import DrafterOptions, PretrainOptions
+from edgespec.core.errors import InputError
+from edgespec.recipe.drafter import DrafterShape
+from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 
 SHAPE = DrafterShape(
     hidden=32,

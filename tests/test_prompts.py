@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_recipes.prompts import read_prompts
-from edgespec_runtime.prompts import read_chats
+from edgespec_recipes.data.prompts import read_prompts
+from edgespec_runtime.text.prompts import read_chats
 
-from edgespec.errors import InputError
-from edgespec.recipe import PYTHON_STDLIB
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import PYTHON_STDLIB
 
 
 def test_both_forms(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_a_bundles_prompts_are_an_instruction_set_too(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
-    from edgespec_recipes.corpus import stdlib_corpus
-    from edgespec_recipes.prompts import STDLIB_FILES
+    from edgespec_recipes.data.corpus import stdlib_corpus
+    from edgespec_recipes.data.prompts import STDLIB_FILES
 
     for split, name in STDLIB_FILES.items():
         assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)

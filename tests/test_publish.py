@@ -17,10 +17,17 @@ import pytest
 from conftest import REPOSITORY
 from publish_server import TOKEN, Hub, running
 
-from edgespec.errors import BundleError
-from edgespec.manifest import MANIFEST, BundleModel, Manifest, describe_files, open_manifest, write_manifest
-from edgespec.publish import check_head, check_names
-from edgespec.publish_push import local_paths
+from edgespec.core.errors import BundleError
+from edgespec.core.manifest import (
+    MANIFEST,
+    BundleModel,
+    Manifest,
+    describe_files,
+    open_manifest,
+    write_manifest,
+)
+from edgespec.hub.publish import check_head, check_names
+from edgespec.hub.push import local_paths
 
 REPO = "me/pair"
 BIG = 24 * 10**6  # the hub's client hands over pieces of 10 MB

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq
-from edgespec_export.qdq_rows import written_rows
-from edgespec_export.readback_npu import static_weights
-from edgespec_export.to_npu import export_npu, export_static
-from edgespec_runtime.engine_static import ONNXRUNTIME, OPENVINO, StaticEngine
-from edgespec_runtime.engine_static_settings import read_static_settings
+from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq
+from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.to_npu import export_npu, export_static
+from edgespec_export.verify.readback_npu import static_weights
+from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static_settings import read_static_settings
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_jsonl
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_jsonl
+from edgespec.recipe.schema import ExportOptions
 
 LENGTHS = ExportOptions(npu_length=128, npu_prefill=32, npu_gamma=3)
 TOKENS = np.random.default_rng(99).integers(4, 512, 90).tolist()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from edgespec.cli import main
-from edgespec.shipped import header, shipped_recipes
+from edgespec.recipe.shipped import header, shipped_recipes
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_export.synthetic_checkpoint import INDEX, write_checkpoint
-from edgespec_export.to_gguf import Checkpoint
-from edgespec_recipes.rehearsal_data import write_tokenizer
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.synthetic.checkpoint import INDEX, write_checkpoint
+from edgespec_recipes.offline_target.rehearsal_data import write_tokenizer
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 
-from edgespec import rehearse
-from edgespec.errors import CheckFailed, EdgespecError, InputError
-from edgespec.files import read_json
-from edgespec.measured import run_measured
-from edgespec.rehearse import ENGINES, STAGES, TALKS, TINY, needed_disk
+from edgespec.building import rehearse
+from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, needed_disk
+from edgespec.core.errors import CheckFailed, EdgespecError, InputError
+from edgespec.core.files import read_json
+from edgespec.core.measured import run_measured
 
 SMALL = {
     "target": "llama-2-7b-chat",
@@ -131,7 +131,7 @@ def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_a_seven_billion_target_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from edgespec.targets import shape_of_target
+    from edgespec.recipe.targets import shape_of_target
 
     shape = shape_of_target("llama-2-7b-chat")
     assert 21e9 < needed_disk(shape) < 35e9
@@ -195,7 +195,11 @@ def test_the_real_llama_2_tokenizer(shared: Path, tmp_path: Path) -> None:
 
 def test_a_stage_that_is_none() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from edgespec.rehearse_stages import main; main(['/nowhere', 'gufg'])"],
+        [
+            sys.executable,
+            "-c",
+            "from edgespec.building.rehearse_stages import main; main(['/nowhere', 'gufg'])",
+        ],
         capture_output=True,
         text=True,
     )

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_recipes.instructions import Conversation
-from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.prompts import encode_prompt
-from edgespec_recipes.replies import encode_reply, read_replies
+from edgespec_recipes.data.instructions import Conversation
+from edgespec_recipes.data.prompts import encode_prompt
+from edgespec_recipes.data.replies import encode_reply, read_replies
+from edgespec_recipes.models.loading import load_tokenizer
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 STOP = 2
 HELLO = Conversation([{"role": "user", "content": "Say hello"}], "Hello  world")

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import HYBRID, LOOKUP, DecodingOptions, plain
-from edgespec_runtime.loop import decode
-from edgespec_runtime.reproducible import PositionNoise
-from edgespec_runtime.rules import rule_of
-from edgespec_runtime.sampling import Categorical, Warp, warp
-from edgespec_runtime.schedule import Fixed
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, DecodingOptions, plain
+from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.rules.reproducible import PositionNoise
+from edgespec_runtime.rules.sampling import Categorical, Warp, warp
+from edgespec_runtime.rules.table import rule_of
 from pair_law import fit, law_of_pairs
 from scipy.stats import chisquare
 from test_draft_length_laws import Chosen
 from test_loop import Setup
 from toy_engine import random_model
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 V, SAMPLES = 12, 1500
 ERROR_RATE = 1e-4  # of one test, with the seeds below

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from edgespec_runtime.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.engine import check_rewind, check_room
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rope_border import BorderedEngine, across_border
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.engine import check_rewind, check_room
+from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
+from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
 
 BORDER, V = 20, 6
 TEXT = np.random.default_rng(0).integers(0, V, 60).tolist()

@@ -8,12 +8,12 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Place, TokenRule
-from edgespec_runtime.cascades import discrepancy, entropy, log_total, total_variation
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.lenient import excess, tuned_beta
-from edgespec_runtime.rules import RULES, LoopRule, describe, rule_of
-from edgespec_runtime.sampling import Categorical, Uniforms, Warp, warp
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Place, TokenRule
+from edgespec_runtime.rules.cascades import discrepancy, entropy, log_total, total_variation
+from edgespec_runtime.rules.lenient import excess, tuned_beta
+from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
+from edgespec_runtime.rules.table import RULES, LoopRule, describe, rule_of
 from rule_laws import (
     DEFERS,
     LAWS,
@@ -29,8 +29,8 @@ from rule_laws import (
 )
 from test_acceptance import WARPS, Law, V, block_law, difference, position_law, spread
 
-from edgespec.errors import InputError
-from edgespec.options import from_mapping
+from edgespec.core.errors import InputError
+from edgespec.core.options import from_mapping
 
 ONE_PASS = {name for name in RULES if not isinstance(rule_of(name), LoopRule)}
 TOKEN_RULES = {name for name in ONE_PASS if isinstance(rule_of(name), TokenRule)}

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rules import RULES
-from edgespec_runtime.sampling import Warp
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.rules.sampling import Warp
+from edgespec_runtime.rules.table import RULES
 from pair_law import fit
 from rule_laws import DEFERS, LAWS, TRUSTED, Seen, bits, seen, surprise, token_law
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 COLD = Warp(temperature=0.2)
 FIRST_TOKENS = 12

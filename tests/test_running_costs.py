@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.running_costs import FRESH, HICCUP, Blocks, RunningCosts
-from edgespec_runtime.schedule import Outcome
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.chooser.running_costs import FRESH, HICCUP, Blocks, RunningCosts
+from edgespec_runtime.decoding.schedule import Outcome
 
 STEP = 0.02  # seconds of a plain step
 DRAFT = 0.1  # plain steps that a step of the drafter takes

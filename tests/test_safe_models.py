@@ -12,11 +12,11 @@ from typing import Any
 import onnx
 import pytest
 from altered_bundle import LLAMACPP, ONNX, OPTIONS, change, refused, secret
-from edgespec_runtime.bundle import open_pair
-from edgespec_runtime.safe_onnx import check_onnx
+from edgespec_runtime.pair.bundle import open_pair
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
-from edgespec.errors import BundleError, EdgespecError
-from edgespec.files import read_json
+from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.files import read_json
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 from altered_bundle import HELLO, change, refused
-from edgespec_runtime import template_limits
-from edgespec_runtime.template_limits import MAX_SECONDS
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_runtime.text.tokenizer import ChatTokenizer
+from edgespec_runtime.untrusted import template_limits
+from edgespec_runtime.untrusted.template_limits import MAX_SECONDS
 
-from edgespec.errors import BundleError, EdgespecError
-from edgespec.manifest import open_manifest
+from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.manifest import open_manifest
 
 
 @pytest.fixture

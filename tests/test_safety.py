@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from altered_bundle import HELLO, LLAMACPP, ONNX, OPTIONS, change, change_manifest, refused, secret
-from edgespec_runtime.bundle import open_pair
+from edgespec_runtime.pair.bundle import open_pair
 
-from edgespec.errors import BundleError
-from edgespec.files import read_json
-from edgespec.manifest import check_file, open_manifest
+from edgespec.core.errors import BundleError
+from edgespec.core.files import read_json
+from edgespec.core.manifest import check_file, open_manifest
 
 
 @pytest.fixture

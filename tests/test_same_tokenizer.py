@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_recipes.same_tokenizer import check_same_vocabulary
+from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 
 def test_first_difference_is_named(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from edgespec_runtime.sampling import Categorical, Uniforms, Warp, _invert, _largest, _nucleus, warp
+from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, _invert, _largest, _nucleus, warp
 from scipy.stats import chisquare
 
-from edgespec.errors import InputError
-from edgespec.options import from_mapping
+from edgespec.core.errors import InputError
+from edgespec.core.options import from_mapping
 
 SIZES = (1, 2, 7, 255, 256, 257, 1024, 1025, 4096, 5000, 32000)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edgespec_recipes.losses import fkl
-from edgespec_recipes.selection import SelectedTokens, excess_divergence, select
+from edgespec_recipes.losses.losses import fkl
+from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence, select
 
 
 def test_excess_is_the_difference_of_the_divergences() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.bundle import LoadOptions, open_pair
-from edgespec_runtime.decoding import DecodingOptions, plain
-from edgespec_runtime.loop import decode
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from served import CHAT, ask, listening, served, stream
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 
 @pytest.fixture(scope="module")

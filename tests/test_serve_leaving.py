@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.engine import Engine, Logits
-from edgespec_runtime.serve import Server
-from edgespec_runtime.serve_turns import Turns
-from edgespec_runtime.session import CachedEngine
+from edgespec_runtime.engines.engine import Engine, Logits
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.serving.serve import Server
+from edgespec_runtime.serving.turns import Turns
 from served import ask, listening
 
 LONG = {"prompt": [5] * 200, "max_tokens": 50, "temperature": 0}  # 13 passes to read it, 50 tokens behind it
@@ -219,7 +219,7 @@ def test_turns_come_in_the_order_of_arrival() -> None:
 
 
 def test_what_stops_a_pass_leaves_the_cache_as_it_was(bundle: Path) -> None:
-    from edgespec_runtime.bundle import LoadOptions, open_pair
+    from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
     class Stop(Exception):
         pass

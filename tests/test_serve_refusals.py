@@ -12,11 +12,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from edgespec_runtime import serve
-from edgespec_runtime.serve import MAX_BODY
+from edgespec_runtime.serving import serve
+from edgespec_runtime.serving.serve import MAX_BODY
 from served import CHAT, ask, listening, served
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from edgespec_runtime.rules import BLOCK, LOSSLESS, REPRODUCIBLE
-from edgespec_runtime.serve_request import (
+from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
+from edgespec_runtime.serving.request import (
     NEUTRAL,
     Refused,
     Request,

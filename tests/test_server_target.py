@@ -10,20 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_recipes import http_json
-from edgespec_recipes.datagen import generate, read_responses
-from edgespec_recipes.http_json import JsonServer
-from edgespec_recipes.loading import load_tokenizer
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.server_target import ServerTarget
-from edgespec_recipes.stored import store_targets
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.generating import http_json
+from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating.http_json import JsonServer
+from edgespec_recipes.generating.server_target import ServerTarget
+from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.models.loading import load_tokenizer
 from served import Spoil, served, spoiling
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.files import write_jsonl
-from edgespec.recipe import GenerateOptions, InferenceOptions
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TOP_K = 8
 COMPLETIONS = "/v1/completions"

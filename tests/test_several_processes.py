@@ -23,11 +23,11 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY
-from edgespec_recipes.loading import load_model
+from edgespec_recipes.models.loading import load_model
 from safetensors.torch import load_file
 
 from edgespec.cli import main
-from edgespec.folder_lock import held, is_empty
+from edgespec.core.folder_lock import held, is_empty
 
 LOSSES, WEIGHTS = 3e-6, 1e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)

@@ -7,27 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime import loop
-from edgespec_runtime.acceptance import Rule
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.chat import Chat
-from edgespec_runtime.chat import Options as ChatOptions
-from edgespec_runtime.conversation import keeping_system
-from edgespec_runtime.decoding import HYBRID, LOOKUP, MODEL, DecodingOptions
-from edgespec_runtime.drafters import LookupDrafter, ModelDrafter, propose
-from edgespec_runtime.lookup import NgramIndex
-from edgespec_runtime.loop import decode
-from edgespec_runtime.rules import rule_of
-from edgespec_runtime.sampling import Uniforms, Warp
-from edgespec_runtime.session import CachedEngine, Window, most_kept
+from edgespec_runtime.chat.chat import Chat
+from edgespec_runtime.chat.chat import Options as ChatOptions
+from edgespec_runtime.chat.conversation import keeping_system
+from edgespec_runtime.decoding import loop
+from edgespec_runtime.decoding.drafters import LookupDrafter, ModelDrafter, propose
+from edgespec_runtime.decoding.lookup import NgramIndex
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine, Window, most_kept
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.rules.acceptance import Rule
+from edgespec_runtime.rules.sampling import Uniforms, Warp
+from edgespec_runtime.rules.table import rule_of
 from exact_law import distance, law_of, target_law
 from test_acceptance import WARPS
 from test_loop import Setup
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
 
 V = 16
 DRAFTERS = (MODEL, LOOKUP, HYBRID)

@@ -10,17 +10,17 @@ import edgespec_recipes
 import pytest
 import yaml
 
-from edgespec.build import OPTIONS
 from edgespec.cli import VERBS
-from edgespec.data_sources import parse_hub
-from edgespec.drafter import derive
-from edgespec.estimate import estimate, summary
-from edgespec.options import add_flags, given
-from edgespec.read_recipe import load_recipe, resolve
-from edgespec.recipe import Recipe
-from edgespec.recipe_check import problems
-from edgespec.shipped import FIELDS, command_words, header, recipe_file, shipped_recipes
-from edgespec.targets import shape_of_target
+from edgespec.core.options import add_flags, given
+from edgespec.planning.estimate import estimate, summary
+from edgespec.recipe.check import problems
+from edgespec.recipe.data_sources import parse_hub
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.schema import Recipe
+from edgespec.recipe.shipped import FIELDS, command_words, header, recipe_file, shipped_recipes
+from edgespec.recipe.targets import shape_of_target
+from edgespec.verbs.build import OPTIONS
 
 CONFIGS = Path(edgespec_recipes.__path__[0]) / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from edgespec_recipes.distributions import warp
-from edgespec_recipes.speculation import speculate
+from edgespec_recipes.evaluation.speculation import speculate
+from edgespec_recipes.losses.distributions import warp
 from scipy.stats import chisquare
 from test_decoding import PROMPTS, greedy, small_llama
 
-from edgespec.metrics import RawCounts
+from edgespec.core.metrics import RawCounts
 
 MAX_NEW = 24
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import stage_record, stage_sources
-from edgespec.files import read_json, write_json, write_text
-from edgespec.stage_record import BEFORE_RECORDS, RECORD, Reads, Source, made, settle
-from edgespec.stages import run_stage
+from edgespec.core.files import read_json, write_json, write_text
+from edgespec.stages import record as stage_record
+from edgespec.stages import sources as stage_sources
+from edgespec.stages.record import BEFORE_RECORDS, RECORD, Reads, Source, made, settle
+from edgespec.stages.stage import run_stage
 
 OLD, NEW = "a row\n", "another row\n"
 

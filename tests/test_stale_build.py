@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_build import command, write_data
 
 from edgespec.cli import main
-from edgespec.stage_record import RECORD
+from edgespec.stages.record import RECORD
 
 ALL = ("data", "target", "plan", "pretrain", "generate", "distill", "evaluate", "export", "verify", "pack")
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPOSITORY
-from edgespec_recipes import stored as stage
-from edgespec_recipes.data import Rows
-from edgespec_recipes.decoding import logits_at
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.losses import fkl, tvd
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.precision import Precision
-from edgespec_recipes.stored import StoredTargets, store_error, store_targets
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.data.token_rows import Rows
+from edgespec_recipes.generating import stored as stage
+from edgespec_recipes.generating.decoding import logits_at
+from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
+from edgespec_recipes.losses.losses import fkl, tvd
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.parallel.precision import Precision
 from tiny_models import make_model_folder
 from torch import Tensor
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 TOP_K = 8
 ROWS = 11  # 6 shards of 2, the last one short
@@ -216,8 +216,9 @@ PROGRAM = """
 import atexit, json, logging, sys
 from pathlib import Path
 from torch import distributed
-from edgespec_recipes import processes, stored
-from edgespec_recipes.precision import Precision
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.generating import stored
+from edgespec_recipes.parallel.precision import Precision
 from test_stored import TOP_K, some_rows
 
 logging.disable()

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 import yaml
-from edgespec_recipes import study as runs
-from edgespec_recipes import study_counts
-from edgespec_recipes.evaluation_report import Sampling
-from edgespec_recipes.expected import agreement, expected_counts
-from edgespec_recipes.loading import load_model
-from edgespec_recipes.study_counts import read_texts
+from edgespec_recipes.evaluation.expected import agreement, expected_counts
+from edgespec_recipes.evaluation.report import Sampling
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.study import counts as study_counts
+from edgespec_recipes.study import runs as runs
+from edgespec_recipes.study.counts import read_texts
 from tiny_models import make_model_folder
 
-from edgespec import study_verb
-from edgespec.errors import InputError
-from edgespec.read_recipe import load_recipe
-from edgespec.recipe import reference_options
-from edgespec.study_options import dump_study, parse_sampling, read_study
-from edgespec.study_verb import command_of, shipped_studies
+from edgespec.core.errors import InputError
+from edgespec.recipe.read import load_recipe
+from edgespec.recipe.schema import reference_options
+from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
+from edgespec.verbs import study as study_verb
+from edgespec.verbs.study import command_of, shipped_studies
 
 TRAINING = {"batch_size": 4, "context": 64, "warmup_steps": 2, "learning_rate": 3e-3, "save_steps": 3}
 

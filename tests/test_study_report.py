@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_recipes.study_numbers import (
+from edgespec_recipes.study.numbers import (
     CONTRADICTED,
     NOT_SHOWN,
     REPRODUCED,
@@ -21,13 +21,13 @@ from edgespec_recipes.study_numbers import (
     results,
     verdict,
 )
-from edgespec_recipes.study_plot import plot_study
-from edgespec_recipes.study_report import Report
+from edgespec_recipes.study.plot import plot_study
+from edgespec_recipes.study.report import Report
 
-from edgespec.errors import InputError
-from edgespec.files import compact_json as compact
-from edgespec.study_options import ClaimOptions, Study, read_study
-from edgespec.study_verb import write_report
+from edgespec.core.errors import InputError
+from edgespec.core.files import compact_json as compact
+from edgespec.recipe.study_options import ClaimOptions, Study, read_study
+from edgespec.verbs.study import write_report
 
 SAMPLINGS = ["0", "0.6/0.9"]
 ARMS = ("pretrained", "fkl", "tvd", "tvd-k0.5")
@@ -359,7 +359,7 @@ def test_results_of_another_schema_are_refused(found: dict[str, Any], tmp_path: 
 
 
 def test_curves_of_k_hold_arms_that_differ_in_k_alone(found: dict[str, Any], tmp_path: Path) -> None:
-    from edgespec_recipes.study_plot import _selections
+    from edgespec_recipes.study.plot import _selections
 
     assert _selections(found) == {"tvd": [(0.5, "tvd-k0.5"), (1.0, "tvd")]}
     without = {**found, "arms": {name: arm for name, arm in found["arms"].items() if "k0" not in name}}

@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_export import synthetic
-from edgespec_export.to_onnx import FAST_GRAPH
-from edgespec_runtime import synthetic_bench
-from edgespec_runtime.bundle import load_engine
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.schedule import Fixed
-from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.synthetic_bench import Replay
+from edgespec_export.onnx.to_onnx import FAST_GRAPH
+from edgespec_export.synthetic import pair as synthetic
+from edgespec_runtime.bench import synthetic as synthetic_bench
+from edgespec_runtime.bench.synthetic import Replay
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import load_engine
 from scipy.stats import binomtest
 from synthetic_shape import SMALL
 from toy_engine import LogitsOf, ToyEngine
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.files import read_json
-from edgespec.metrics import RawCounts, predicted_block_efficiency
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.metrics import RawCounts, predicted_block_efficiency
 
 ERROR_RATE = 1e-4  # of each statistical test here
 V = 32

@@ -11,24 +11,27 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export import synthetic, synthetic_gguf, synthetic_onnx, to_onnx
-from edgespec_export.export import ExportedFile
-from edgespec_export.sizes import streamed_bytes
-from edgespec_export.synthetic_gguf import planned_bytes, write_gguf
-from edgespec_export.synthetic_onnx import repeat_layers, write_onnx
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.gguf import synthetic as synthetic_gguf
+from edgespec_export.gguf.synthetic import planned_bytes, write_gguf
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx import synthetic as synthetic_onnx
+from edgespec_export.onnx import to_onnx
+from edgespec_export.onnx.synthetic import repeat_layers, write_onnx
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.synthetic import pair as synthetic
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 from synthetic_shape import SMALL_SHAPE
 from tiny_models import make_model_folder
 
-from edgespec.errors import EdgespecError, InputError
-from edgespec.files import read_json
-from edgespec.shapes import ModelShape
-from edgespec.targets import TARGETS, find_shape
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.targets import TARGETS, find_shape
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 40).tolist()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.exactness import EXACT, FAST
-from edgespec_runtime.pass_costs import Costs
-from edgespec_runtime.synthetic_report import Arm, Run, Section, plain_loop_share, rows_of, text
+from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, plain_loop_share, rows_of, text
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.engines.exactness import EXACT, FAST
 
-from edgespec.metrics import RawCounts, mbsu
+from edgespec.core.metrics import RawCounts, mbsu
 
 
 def known_section(rate: float = 0.8, mode: str = EXACT) -> Section:

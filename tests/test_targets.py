@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
-from edgespec_recipes.tiny_chat import new_model, tiny_chat_options
+from edgespec_recipes.offline_target.tiny_chat import new_model, tiny_chat_options
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.report import count
-from edgespec.shapes import ModelShape
-from edgespec.targets import TARGETS, find_shape, is_hub_id, shape_of_target
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count
+from edgespec.recipe.targets import TARGETS, find_shape, is_hub_id, shape_of_target
 
 PUBLISHED = {  # what the hub counts in the weights' own files
     "llama-2-7b-chat": 6_738_415_616,
@@ -84,9 +84,7 @@ def test_the_hubs_own_cache_is_read(families: dict[str, Path], tmp_path: Path) -
     (folder / "snapshots" / "abc" / "config.json").write_bytes(
         (families["llama"] / "config.json").read_bytes()
     )
-    program = (
-        "from edgespec.targets import shape_of_target\nprint(shape_of_target('someone/something').parameters)"
-    )
+    program = "from edgespec.recipe.targets import shape_of_target\nprint(shape_of_target('someone/something').parameters)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.conversation import Conversation
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_runtime.chat.conversation import Conversation
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from test_gguf_vocabulary import LLAMA2, merged, read_vocabulary, sentencepiece_folder, vectors, written
 from tiny_models import byte_level_tokenizer
 from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 LLAMA_2 = """\
 {%- set system = messages[0]['content'] if messages[0]['role'] == 'system' else none -%}

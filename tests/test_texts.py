@@ -13,17 +13,17 @@ import pyarrow as pa
 import pytest
 import yaml
 from conftest import REPOSITORY
-from edgespec_recipes.documents import read_documents
-from edgespec_recipes.instructions import read_conversations
-from edgespec_recipes.sources import hub_rows
-from edgespec_runtime.prompts import read_chats
-from edgespec_runtime.terminal import Lines
+from edgespec_recipes.data.documents import read_documents
+from edgespec_recipes.data.instructions import read_conversations
+from edgespec_recipes.data.sources import hub_rows
+from edgespec_runtime.chat.terminal import Lines
+from edgespec_runtime.text.prompts import read_chats
 from pyarrow import parquet
 
 from edgespec.cli import VERBS, main
-from edgespec.errors import InputError
-from edgespec.files import read_json, read_jsonl
-from edgespec.texts import check_text, unwritable
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, read_jsonl
+from edgespec.core.texts import check_text, unwritable
 
 HALF = "half \ud83d"
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import loading, resolve, tiny_chat
-from edgespec_recipes.corpus import stdlib_corpus
-from edgespec_recipes.tiny_chat import TinyChatOptions
+from edgespec_recipes.data.corpus import stdlib_corpus
+from edgespec_recipes.models import loading
+from edgespec_recipes.offline_target import resolve, tiny_chat
+from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions
 
-from edgespec.files import read_jsonl
+from edgespec.core.files import read_jsonl
 
 SMALL = TinyChatOptions(
     vocab_size=600,

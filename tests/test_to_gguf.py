@@ -12,22 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_export import to_gguf
-from edgespec_export.file_check import BOUNDS
-from edgespec_export.quantize import PRECISIONS
-from edgespec_export.readback import gguf_field, gguf_weights
-from edgespec_export.to_gguf import export_gguf
-from edgespec_runtime.doctor import EMBEDDING_BYTES
-from edgespec_runtime.engine_llamacpp import LlamaCppEngine
+from edgespec_export.gguf import to_gguf
+from edgespec_export.gguf.quantize import PRECISIONS
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.verify.file_check import BOUNDS
+from edgespec_export.verify.readback import gguf_field, gguf_weights
+from edgespec_runtime.doctor.doctor import EMBEDDING_BYTES
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from gguf import GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.recipe import ExportOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.schema import ExportOptions
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 
@@ -129,7 +129,7 @@ def test_pieces_of_any_size_make_the_same_file(
 MEASURED = """
 import sys
 from pathlib import Path
-from edgespec_export.to_gguf import export_gguf
+from edgespec_export.gguf.to_gguf import export_gguf
 export_gguf(Path(sys.argv[1]), Path(sys.argv[2]), "q8_0")
 status = Path("/proc/self/status").read_text()
 print(int(status.split("VmHWM:")[1].split()[0]) * 1024)

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from edgespec_export import to_onnx
-from edgespec_export.to_onnx import export_onnx
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_export.onnx import to_onnx
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from tiny_models import make_model_folder, torch_logits
 
-from edgespec.errors import EdgespecError, InputError
-from edgespec.files import read_json, write_json
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json, write_json
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 

@@ -9,14 +9,14 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from edgespec_export.export import ExportedFile
-from edgespec_export.sizes import streamed_bytes
-from edgespec_export.to_onnx import FAST_GRAPH, export_onnx
-from edgespec_export.verify import Reference, check_file
-from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
+from edgespec_export.verify.pair import Reference, check_file
+from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.torch import load_file, save_file
 
-from edgespec.errors import EdgespecError
+from edgespec.core.errors import EdgespecError
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 40).tolist() for seed in range(2)]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tied, untied, tied with biases, untied with head norms

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.conversation import Conversation
-from edgespec_runtime.tokenizer import ChatTokenizer
+from edgespec_runtime.chat.conversation import Conversation
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import SPECIALS, TEMPLATE, TEXTS, byte_level_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
-from edgespec.errors import BundleError, InputError
+from edgespec.core.errors import BundleError, InputError
 
 END = SPECIALS.index("<|im_end|>")
 LLAMA_2 = (

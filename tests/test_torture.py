@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_export.tokenizer_files import JsonTokenizer
-from edgespec_export.torture import TORTURE, compare, torture_set
+from edgespec_export.verify.hard_texts import TORTURE, compare, torture_set
+from edgespec_export.verify.tokenizer_files import JsonTokenizer
 from tiny_models import SPECIALS, byte_level_tokenizer
 
 

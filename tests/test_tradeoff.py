@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.bundle import LoadOptions, load_engine, open_pair
-from edgespec_runtime.quality import common_prefix, rouge_2
-from edgespec_runtime.session import CachedEngine
-from edgespec_runtime.speed import shuffled
-from edgespec_runtime.tradeoff import Answers, Options, Prompt, mean_log_probability
-from edgespec_runtime.tradeoff_arms import LARGE, SMALL
+from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.doctor.quality import common_prefix, rouge_2
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, load_engine, open_pair
+from edgespec_runtime.tradeoff.arms import LARGE, SMALL
+from edgespec_runtime.tradeoff.tradeoff import Answers, Options, Prompt, mean_log_probability
 from toy_engine import ToyEngine, random_model
 
 from edgespec.cli import main
-from edgespec.errors import InputError
-from edgespec.files import write_jsonl
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
+from edgespec.core.metrics import RawCounts
 
 
 def test_the_log_probability_of_a_reply_is_that_of_its_steps() -> None:

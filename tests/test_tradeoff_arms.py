@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.rules import RULES, rule_of
-from edgespec_runtime.tradeoff_arms import LARGE, SMALL, Arm, arms_of
+from edgespec_runtime.rules.table import RULES, rule_of
+from edgespec_runtime.tradeoff.arms import LARGE, SMALL, Arm, arms_of
 
-from edgespec.errors import InputError
+from edgespec.core.errors import InputError
 
 
 def names(rules: str, alphas: tuple[float, ...] = (0.0, 0.5)) -> list[str]:

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from edgespec_runtime.bench_report import Run
-from edgespec_runtime.tradeoff_arms import LARGE, SMALL, Arm
-from edgespec_runtime.tradeoff_report import (
+from edgespec_runtime.bench.report import Run
+from edgespec_runtime.tradeoff.arms import LARGE, SMALL, Arm
+from edgespec_runtime.tradeoff.report import (
     Study,
     Summary,
     Trial,
@@ -22,8 +22,8 @@ from edgespec_runtime.tradeoff_report import (
     summarise,
 )
 
-from edgespec.errors import InputError
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
 
 HALF, FULL = Arm("chow:a=0.5", "chow", "a", 0.5), Arm("chow:a=1.0", "chow", "a", 1.0)
 

@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes import checkpoints, trainer
-from edgespec_recipes.data import Rows, Shuffled
-from edgespec_recipes.precision import Precision
+from edgespec_recipes.data.token_rows import Rows, Shuffled
+from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.training import checkpoints, trainer
 from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.errors import InputError
-from edgespec.recipe import TrainingOptions
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import TrainingOptions
 
 STEPS, SAVE_STEPS = 24, 5
 OPTIONS = TrainingOptions(

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from edgespec_recipes.data import inputs_of
-from edgespec_recipes.loading import check_model_folder, load_model, load_tokenizer
-from edgespec_recipes.losses import fkl
-from edgespec_recipes.mixing import response_rows
-from edgespec_recipes.replies import read_replies
-from edgespec_recipes.trainer import collate
-from edgespec_recipes.tune import tune_target
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.losses.losses import fkl
+from edgespec_recipes.models.loading import check_model_folder, load_model, load_tokenizer
+from edgespec_recipes.training.trainer import collate
+from edgespec_recipes.training.tune import tune_target
 from tiny_models import make_model_folder
 
-from edgespec.errors import InputError
-from edgespec.recipe import TuneOptions
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import TuneOptions
 
 CONTEXT = 64
 

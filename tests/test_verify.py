@@ -10,28 +10,31 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export import exported_pair, file_check, to_gguf, verify, verify_tokenizers
-from edgespec_export.export import ExportedFile, export_pair, exported_files
-from edgespec_export.file_check import FileCheck, judge
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_export.verify import (
+from edgespec_export.formats.export import ExportedFile, export_pair, exported_files
+from edgespec_export.gguf import to_gguf
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify import exported_pair, file_check
+from edgespec_export.verify import pair as verify
+from edgespec_export.verify import tokenizers as verify_tokenizers
+from edgespec_export.verify.file_check import FileCheck, judge
+from edgespec_export.verify.pair import (
     TORCH_READ_BACK,
     Reference,
     check_file,
     verify_pair,
 )
-from edgespec_export.verify_report import verification_table
-from edgespec_recipes.loading import load_model, save_model
-from edgespec_recipes.vocabulary import choose_vocabulary, restrict
-from edgespec_runtime.vocabulary import vocabulary_of
+from edgespec_export.verify.report import verification_table
+from edgespec_recipes.models.loading import load_model, save_model
+from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
+from edgespec_runtime.engines.vocabulary import vocabulary_of
 from onnx.external_data_helper import load_external_data_for_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder
 
-from edgespec.errors import CheckFailed, InputError
-from edgespec.files import read_json, write_json
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.recipe.schema import ExportOptions
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 40).tolist() for seed in range(3)]
 

@@ -16,7 +16,7 @@ from conftest import REPOSITORY
 from gguf import GGUFReader
 
 from edgespec.cli import main
-from edgespec.files import read_json, write_json
+from edgespec.core.files import read_json, write_json
 
 GGUF = "target/gguf/target-q8_0.gguf"
 QUICK = ("--acceptance-prompts", "0")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_export.export import ExportedFile
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_export.verify import Reference, check_file
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify.pair import Reference, check_file
 from test_onnx_families import CASES
 from tiny_models import make_model_folder
 
-from edgespec.files import read_json, write_json
-from edgespec.shapes import ModelShape
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 40).tolist() for seed in range(2)]
 BLOCKS_OF_32 = {"intermediate": 192}  # no matrix stays F16

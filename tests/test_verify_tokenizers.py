@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_export import verify_tokenizers
-from edgespec_export.export import ExportedFile
-from edgespec_export.to_gguf import export_gguf
-from edgespec_export.to_onnx import export_onnx
-from edgespec_export.verify_tokenizers import (
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify import tokenizers as verify_tokenizers
+from edgespec_export.verify.tokenizers import (
     Source,
     TokenizerCheck,
     as_json,
@@ -25,7 +25,7 @@ from gguf import GGUFReader
 from tiny_models import make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 
-from edgespec.files import read_json, write_json
+from edgespec.core.files import read_json, write_json
 
 GGUF, ONNX = "drafter llama.cpp f16", "drafter onnxruntime fp32"
 ONE = {"heads": 2, "kv_heads": 1, "layers": 1}

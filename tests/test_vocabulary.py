@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.distributions import warp as torch_warp
-from edgespec_recipes.evaluation import teacher_forced
-from edgespec_recipes.loading import load_model, load_tokenizer, save_model
-from edgespec_recipes.vocabulary import choose_vocabulary, restrict, special_tokens, token_counts
-from edgespec_runtime.sampling import Warp, warp
-from edgespec_runtime.vocabulary import (
+from edgespec_recipes.evaluation.evaluation import teacher_forced
+from edgespec_recipes.losses.distributions import warp as torch_warp
+from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
+from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict, special_tokens, token_counts
+from edgespec_runtime.engines.vocabulary import (
     Vocabulary,
     write_vocabulary,
 )
+from edgespec_runtime.rules.sampling import Warp, warp
 from safetensors.torch import load_file
 from tiny_models import make_model_folder
 from transformers import AutoModelForCausalLM
 
-from edgespec.errors import InputError
-from edgespec.files import read_json, write_json
-from edgespec.recipe import SAMPLINGS
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.recipe.schema import SAMPLINGS
 
 FULL = 512
 KEPT = 160
@@ -68,7 +68,7 @@ def test_the_most_frequent_and_the_special_tokens_are_kept() -> None:
 def test_tokens_are_counted_in_pieces_and_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = np.random.default_rng(0).integers(0, 50, (97, 2**14)).astype(np.uint16)
     np.testing.assert_array_equal(token_counts(blocks, 60), np.bincount(blocks.ravel(), minlength=60))
-    monkeypatch.setattr("edgespec_recipes.vocabulary.COUNTED_TOKENS", 2**14 * 10)
+    monkeypatch.setattr("edgespec_recipes.models.vocabulary.COUNTED_TOKENS", 2**14 * 10)
     np.testing.assert_array_equal(token_counts(blocks, 60), np.bincount(blocks[::9].ravel(), minlength=60))
 
 

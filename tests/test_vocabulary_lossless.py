@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.decoding import sample_responses
-from edgespec_recipes.loading import load_model, save_model
-from edgespec_recipes.speculation import speculate
-from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.decoding import DecodingOptions
-from edgespec_runtime.loop import decode
-from edgespec_runtime.vocabulary import (
+from edgespec_recipes.evaluation.speculation import speculate
+from edgespec_recipes.generating.decoding import sample_responses
+from edgespec_recipes.models.loading import load_model, save_model
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.vocabulary import (
     MAX_BYTES,
     SubsetEngine,
     Vocabulary,
@@ -26,6 +25,7 @@ from edgespec_runtime.vocabulary import (
     vocabulary_of,
     write_vocabulary,
 )
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from pair_law import fit, law_of_next
 from test_acceptance import WARPS, V, block_law, continued, difference
 from test_acceptance import model as toy_model
@@ -34,10 +34,10 @@ from tiny_bundle import disturbed, exported_bundle
 from tiny_models import TEXTS, make_model_folder
 from toy_engine import ToyEngine, random_model
 
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, write_json
-from edgespec.manifest import open_manifest
-from edgespec.metrics import RawCounts
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import open_manifest
+from edgespec.core.metrics import RawCounts
 
 BUNDLED = 300
 SAMPLES = 2500
@@ -242,6 +242,6 @@ def test_a_bundle_whose_vocabulary_was_changed(bundle: Path, tmp_path: Path) -> 
 
 
 def _described(file: Path) -> dict[str, Any]:
-    from edgespec.files import sha256_file
+    from edgespec.core.files import sha256_file
 
     return {"bytes": file.stat().st_size, "sha256": sha256_file(file)}

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.bundle import check_same_tokenizer, write_bundle
-from edgespec_export.export import ExportedFile, export_pair
-from edgespec_export.readback import gguf_field
-from edgespec_export.sizes import streamed_bytes
-from edgespec_recipes.loading import load_model, save_model
-from edgespec_recipes.vocabulary import choose_vocabulary, restrict
-from edgespec_runtime.bundle import LoadOptions, open_pair
+from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
+from edgespec_export.formats.export import ExportedFile, export_pair
+from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.verify.readback import gguf_field
+from edgespec_recipes.models.loading import load_model, save_model
+from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from gguf import GGUFReader
 from tiny_models import make_model_folder
 
-from edgespec.errors import BundleError, InputError
-from edgespec.files import read_json, sha256_file, write_json
-from edgespec.manifest import open_manifest
-from edgespec.recipe import ExportOptions
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, sha256_file, write_json
+from edgespec.core.manifest import open_manifest
+from edgespec.recipe.schema import ExportOptions
 
 CHAT = [{"role": "user", "content": "What is a list?"}]
 

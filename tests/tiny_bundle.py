@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edgespec_export.bundle import write_bundle
-from edgespec_export.export import export_pair
+from edgespec_export.bundle.write import write_bundle
+from edgespec_export.formats.export import export_pair
 from safetensors.torch import load_file, save_file
 
-from edgespec.drafter import cost_ratios
-from edgespec.files import write_jsonl
-from edgespec.manifest import BundleModel, Manifest, describe_files, write_manifest
-from edgespec.recipe import ExportOptions
-from edgespec.shapes import ModelShape
+from edgespec.core.files import write_jsonl
+from edgespec.core.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.drafter import cost_ratios
+from edgespec.recipe.schema import ExportOptions
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 PROMPTS = ("Hello", "What is a list?", "Say something in Zürich", "Count: 1 2 3 4", "def f(x):", "naïve café")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from edgespec_runtime.engine import check_rewind, check_room
+from edgespec_runtime.engines.engine import check_rewind, check_room
 
 LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from edgespec_recipes import processes
-from edgespec_recipes.mixing import STUDENT, TARGET, prompt_rows, response_rows
-from edgespec_recipes.objective import Objective
-from edgespec_recipes.trainer import collate
+from edgespec_recipes.data.mixing import STUDENT, TARGET, prompt_rows, response_rows
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from edgespec.recipe import DIVERGENCES, DistillOptions
+from edgespec.recipe.schema import DIVERGENCES, DistillOptions
 
 ROWS, CONTEXT, VOCABULARY = 16, 24, 60
 LOSSES: dict[str, dict[str, Any]] = {name: {"divergence": name} for name in DIVERGENCES if name != "tvd++"}

@@ -1,0 +1,1 @@
+"""The order of the stages of a build, and its rehearsal."""

@@ -1,0 +1,228 @@
+"""The way from a target to a bundle: the stages of a build in their order, each in a folder of its own.
+
+Knows what every stage needs of the ones before it; how a stage does its work is the rooms' business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.building.pipeline_export import ExportStages
+from edgespec.building.preflight_pair import check_pair
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration, table
+from edgespec.model_folder.config import read_config
+from edgespec.recipe.check import context_problems
+from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
+from edgespec.recipe.schema import reference_options
+from edgespec.stages import sources as sources
+from edgespec.stages.build_data import data_of
+from edgespec.stages.record import Reads
+
+
+@dataclass
+class Build(ExportStages):
+    """One run of the way from target to bundle; `run` is the order of the stages."""
+
+    def run(self) -> Path:
+        """All stages; returns the bundle's folder."""
+        self._readable(data_of(self.recipe, self.out))
+        found = self._find("target", self.recipe.target)
+        folder = Path(found["folder"])
+        target, shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
+        folder = self._tuned(folder)
+        pretrained, drafter = self._trained(folder, shape)
+        self._evaluated(folder, pretrained, drafter, cost_ratios(target, shape)["parameters"])
+        self._exported(folder, drafter)
+        self._packed(folder, drafter, found)
+        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
+        total = duration(sum(seconds for _, seconds in self.times))
+        print(f"total {total}; bundle: {self.out / 'bundle'}", flush=True)
+        return self.out / "bundle"
+
+    def _find(self, stage: str, name: str) -> dict[str, Any]:
+        """Name, folder and source of a model, found or made in a stage of its own (one process looks)."""
+
+        def find(place: Path) -> dict[str, Any]:
+            from edgespec_recipes.offline_target.resolve import resolve_target
+
+            target = resolve_target(name)
+            return {
+                "name": target.name,
+                "folder": str(target.folder),
+                "source": target.source,
+                "licence": target.licence,
+            }
+
+        reads = self._model(stage, Path(name)) if Path(name).is_dir() else Reads()
+        found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
+        if not (Path(found["folder"]) / "config.json").is_file():
+            raise InputError(
+                f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
+            )
+        return found
+
+    def _tuned(self, target: Path) -> Path:
+        """The target's folder, after tuning where the recipe asks for it."""
+        tune = self.recipe.tune
+        if not tune.steps:
+            return target
+
+        from edgespec_recipes.training.tune import tune_target
+
+        teacher = Path(self._find("teacher", tune.teacher)["folder"]) if tune.teacher else None
+        models = self._model("target", target) | (self._model("teacher", teacher) if teacher else Reads())
+        self.stage(
+            "tune",
+            f"the target learns from {tune.teacher or tune.conversations}",
+            tune,
+            lambda place: tune_target(place, target, teacher, tune, self.recipe.seed),
+            reads=models | sources.conversations("tune.conversations", tune.conversations),
+            together=True,
+        )
+        return self.out / "tune" / "model"
+
+    def _planned(self, target: Path) -> tuple[ModelShape, DrafterShape]:
+        options = self.recipe.drafter
+        target_shape = ModelShape.from_config(read_config(target))
+        if options.init == "checkpoint":
+            from edgespec_recipes.models.initialise import checkpoint_shape
+
+            shape = checkpoint_shape(Path(options.checkpoint), options.vocabulary)
+        else:
+            shape = derive(target_shape, options)
+        print(describe(target_shape, shape), flush=True)
+        self._fitted(target_shape, shape, self.recipe.target)
+
+        def plan(place: Path) -> dict[str, Any]:
+            # what cannot be exported is said now, and not after hours of pretraining
+            for note in check_pair(target, self._drafter(target, shape), self.recipe.export):
+                print(f"Note: {note}", flush=True)
+            if problems := context_problems(self.recipe, target_shape):
+                raise InputError("; ".join(problems))
+            found = {
+                "target": asdict(target_shape),
+                "drafter": asdict(shape),
+                "cost_ratios": cost_ratios(target_shape, shape),
+            }
+            write_json(place / "drafter.json", found)
+            return found
+
+        reads = self._model("target", target) | self._checkpoint()
+        self.stage("plan", "the drafter's shape", options, plan, reads=reads)
+        return target_shape, shape
+
+    def _checkpoint(self) -> Reads:
+        """The model that training starts from, where it is one of the user's."""
+        checkpoint = self.recipe.drafter.checkpoint
+        return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
+
+    def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
+        """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
+        if self.recipe.drafter.init != "checkpoint":
+            return shape
+        from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
+
+        checkpoint = Path(self.recipe.drafter.checkpoint)
+        check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
+        return checkpoint
+
+    def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
+        """(pretrained drafter, distilled drafter)."""
+        from edgespec_recipes.generating import datagen, stored
+        from edgespec_recipes.generating.datagen import generate
+        from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
+        from edgespec_recipes.training.pretrain import pretrain
+
+        recipe, out, seed = self.recipe, self.out, self.recipe.seed
+        writer = self._model("target", target) | sources.exported(recipe.inference)
+        self.stage(
+            "pretrain",
+            f"next-token training on plain text, first weights: {recipe.drafter.init}",
+            recipe.pretrain,
+            lambda place: pretrain(place, target, shape, recipe.drafter, recipe.pretrain, seed),
+            reads=self._model("target", target, weights=recipe.drafter.init == "subclone")
+            | self._checkpoint()
+            | sources.text("pretrain.text", recipe.pretrain.text),
+            together=True,
+        )
+        self.stage(
+            "generate",
+            "the target writes responses",
+            recipe.generate,
+            lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
+            reads=writer | sources.conversations("generate.instructions", recipe.generate.instructions),
+            together=True,
+            damaged=datagen.damaged_shards,
+        )
+        inputs = DistillInputs(
+            target=target,
+            drafter=out / "pretrain" / "model",
+            responses=out / "generate",
+            text=recipe.pretrain.text,
+            text_cache=out / "pretrain" / "text",
+            store=out / "store" if recipe.distill.target_side == "stored" else None,
+            reference=out / "reference" / "model" if recipe.distill.select_fraction < 1 else None,
+            inference=recipe.inference,
+        )
+        if inputs.store:
+            self.stage(
+                "store",
+                f"the target's {recipe.distill.stored_top_k} most probable tokens at every position",
+                {"stored_top_k": recipe.distill.stored_top_k, "context": recipe.distill.context},
+                lambda place: store_responses(place, inputs, recipe.distill),
+                reads=writer | sources.stages(out, "generate"),
+                together=True,
+                damaged=stored.damaged_shards,
+            )
+        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        made = ("pretrain", "generate", *(["store"] if inputs.store else []))
+        reads = writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed)
+        if inputs.reference:
+            options = reference_options(recipe)
+            self.stage(
+                "reference",
+                "AdaSPEC's reference: the drafter distilled with forward KL",
+                options,
+                lambda place: distill(place, inputs, options, seed),
+                reads=reads,
+                together=True,
+            )
+            reads |= sources.stages(out, "reference")
+        self.stage(
+            "distill",
+            f"white-box distillation, {recipe.distill.divergence}",
+            recipe.distill,
+            lambda place: distill(place, inputs, recipe.distill, seed),
+            reads=reads,
+            together=True,
+        )
+        return inputs.drafter, out / "distill" / "model"
+
+    def _evaluated(self, target: Path, pretrained: Path, drafter: Path, cost_ratio: float) -> None:
+        from edgespec_recipes.evaluation.evaluation import evaluate
+        from edgespec_recipes.evaluation.report import evaluation_table
+
+        options = self.recipe.evaluate
+        self.stage(
+            "evaluate",
+            "acceptance and block efficiency in torch, held-out prompts",
+            options,
+            lambda place: evaluate(
+                place,
+                target,
+                {"pretrained": pretrained, "distilled": drafter},
+                options,
+                self.recipe.seed,
+                cost_ratio,
+                self.recipe.inference,
+            ),
+            reads=self._model("target", target)
+            | sources.stages(self.out, "pretrain", "distill")
+            | self._prompts(),
+        )
+        print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)

@@ -1,0 +1,227 @@
+"""How a stage of a build is run, and the last three of them: export, verify, pack. They need two models, however these were made.
+
+Each stage is in a folder of its own and knows what it reads; how it does its work is the rooms' business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.files import read_json, write_text
+from edgespec.core.options import to_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.planning.devices_fit import check_fit, fit
+from edgespec.recipe.data_sources import BuildData
+from edgespec.recipe.devices import device_of
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe
+from edgespec.recipe.schema import Recipe
+from edgespec.stages import sources as sources
+from edgespec.stages.record import DONE, Reads, settle
+from edgespec.stages.stage import Body, Crew, run_stage
+
+Damaged = Callable[[Path], list[str]]
+
+
+def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """The derived figures of evaluation.json; the raw counts travel in that file. Nothing where nothing was measured."""
+    if not evaluation:
+        return {}
+    settings = [
+        {key: value for key, value in setting.items() if key not in ("counts", "teacher_forced")}
+        for setting in evaluation["settings"]
+    ]
+    return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
+
+
+def _read_all(data: BuildData, strict: bool) -> dict[str, Any]:
+    """Read all of it once; how much each source holds. Raises InputError naming file and row, MissingExtra."""
+    from edgespec_recipes.data.data_check import check_data
+
+    return check_data(data, strict)
+
+
+@dataclass
+class ExportStages:
+    """The stages in the folder `out`, and how long each took."""
+
+    recipe: Recipe
+    out: Path
+    crew: Crew = field(default_factory=Crew)
+    times: list[tuple[str, float]] = field(default_factory=list)
+
+    def stage(
+        self,
+        name: str,
+        what: str,
+        options: Any,
+        body: Body,
+        *,
+        reads: Reads,
+        together: bool = False,
+        damaged: Damaged | None = None,
+    ) -> dict[str, Any]:
+        """Run one stage unless it is done and what it `reads` is as it was.
+
+        One with `damaged` files that are still to be read is opened again for them.
+        """
+        folder = self.out / name
+        if not self.crew.rank and (why := settle(folder, reads)):
+            print(f"! {name}: {why}: running again", flush=True)
+        still_read = not self.crew.rank and not (self.out / "distill" / DONE).exists()
+        files = damaged(folder) if damaged and still_read else []
+        if files:
+            print(f"! {name}: damaged: {', '.join(files)}; only that is made again", flush=True)
+            (folder / DONE).unlink(missing_ok=True)
+        done = (folder / DONE).exists()
+        print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
+        mapping = options if isinstance(options, dict) else to_mapping(options)
+        counts = run_stage(folder, mapping, body, self.crew, together=together)
+        if not self.crew.rank and not (folder / RECIPE_FILE).exists():
+            write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
+        self.times.append((name, float(read_json(folder / DONE)["seconds"])))
+        return counts
+
+    def _model(self, purpose: str, folder: Path, *, weights: bool = True) -> Reads:
+        return sources.model(purpose, folder, self.out, weights=weights)
+
+    def _prompts(self) -> Reads:
+        return sources.conversations("evaluate.prompts_file", self.recipe.evaluate.prompts_file)
+
+    def _readable(self, data: BuildData) -> None:
+        """Data that cannot be read stop a build before its first training step."""
+        if data:
+            self.stage(
+                "data",
+                "every row of text, instructions and prompts can be read",
+                {"strict": self.recipe.data.strict},
+                lambda place: _read_all(data, self.recipe.data.strict),
+                reads=sources.everything(data),
+            )
+
+    def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
+        """Where the files are for a device: show the memory they take there. Raises InputError where it is too much."""
+        device = device_of(self.recipe)
+        if device is None:
+            return
+        found = fit(device, target, drafter)
+        print(f"\n{found.table()}", flush=True)
+        check_fit(found, name)
+
+    def _exported(self, target: Path, drafter: Path) -> None:
+        from edgespec_export.formats.export import export_pair
+        from edgespec_export.verify.pair import verify_pair
+        from edgespec_export.verify.report import verification_table
+
+        options, out = self.recipe.export, self.out
+        models = self._model("target", target) | self._model("drafter", drafter)
+        self.stage(
+            "export",
+            "the files of each format",
+            options,
+            lambda place: export_pair(
+                place, target, drafter, options, lambda: self._calibration_rows(target)
+            ),
+            reads=models | self._calibrated(),
+        )
+        self.stage(
+            "verify",
+            "every file against torch",
+            options,
+            lambda place: verify_pair(
+                place,
+                out / "export",
+                target,
+                drafter,
+                self._verify_prompts(target, options.verify_prompts),
+                options,
+                trials=self._trials(target, options.acceptance_prompts),
+            ),
+            reads=models | sources.stages(out, "export") | self._prompts(),
+        )
+        print(verification_table(out / "verify" / "verify.json"), flush=True)
+
+    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
+        from edgespec_export.bundle.write import write_bundle
+
+        recipe, out = self.recipe, self.out
+        device = device_of(recipe)
+
+        def pack(place: Path) -> dict[str, Any]:
+            evaluation = self._evaluation()
+            return write_bundle(
+                out / "bundle",
+                out / "export",
+                target,
+                drafter,
+                recipe.export,
+                target_name=found["name"],
+                target_source=found["source"],
+                licence=found.get("licence", ""),  # builds of before have none
+                prompts=self._held_out(recipe.export.bundle_prompts),
+                evaluation=evaluation,
+                verification=read_json(out / "verify" / "verify.json"),
+                metrics=_without_counts(evaluation),
+                device=device,
+                provenance={
+                    "recipe": to_mapping(recipe),
+                    "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
+                    "seed": recipe.seed,
+                    "seconds": dict(self.times),
+                },
+            )
+
+        reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
+        self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
+
+    def _evaluation(self) -> dict[str, Any]:
+        """What was measured in torch, raw counts and all."""
+        measured: dict[str, Any] = read_json(self.out / "evaluate" / "evaluation.json")
+        return measured
+
+    def _measured(self) -> Reads:
+        """Where `_evaluation` is read from."""
+        return sources.stages(self.out, "evaluate")
+
+    def _held_out(self, limit: int) -> list[list[dict[str, str]]]:
+        from edgespec_recipes.data.prompts import read_prompts
+
+        return read_prompts(self.recipe.evaluate.prompts_file, "heldout")[:limit]
+
+    def _calibration_rows(self, target: Path) -> list[list[int]]:
+        """Text for the ranges of integer activations: the target's own responses, else the held-out prompts."""
+        from edgespec_export.npu.qdq_rows import written_rows
+
+        return written_rows(self._responses()) or self._verify_prompts(
+            target, self.recipe.export.verify_prompts
+        )
+
+    def _calibrated(self) -> Reads:
+        """What `_calibration_rows` are read from, where a file is calibrated."""
+        return (
+            sources.responses(self._responses(), self.out) | self._prompts()
+            if self.recipe.export.npu
+            else Reads()
+        )
+
+    def _responses(self) -> Path:
+        """Where the target's responses lie, if it wrote some."""
+        return self.out / "generate"
+
+    def _trials(self, target: Path, count: int) -> Any:
+        """What the exported pairs decode; None for nothing."""
+        from edgespec_export.verify.exported_pair import Trials
+        from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+        if not count:
+            return None
+        stop = ChatTokenizer(target).stop_ids
+        return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
+
+    def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
+        from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+        tokenizer = ChatTokenizer(target)
+        return [tokenizer.encode_chat(messages) for messages in self._held_out(count)]

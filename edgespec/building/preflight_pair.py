@@ -1,0 +1,51 @@
+"""What later stages of a build or an export would refuse, said before the first training step: they are asked one after another.
+
+Opens every file of the two models that training, export, verification and the bundle will open; loads no weights, so it takes
+seconds. The rooms' own checks do the work.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.model_check import check_model
+from edgespec.recipe.schema import ExportOptions
+
+
+def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:
+    """Hold a target and its drafter against every later stage.
+
+    `drafter`: the folder it is in, or the shape of one that is still to be made. Returns notes on the files that will be written.
+    Raises InputError (BundleError for a chat template that the runtime does not run) naming what stands against it.
+    """
+    from edgespec_export.formats.export_limits import check_possible
+    from edgespec_recipes.models.loading import check_model_folder
+
+    check_model_folder(target)
+    _check_runtime(target)
+    if isinstance(drafter, Path):
+        check_model(drafter, "the drafter")
+    return check_possible(target, drafter, options)
+
+
+def _check_runtime(target: Path) -> None:
+    """The tokenizer and the chat template as chat will run them: at least one plain chat must come out."""
+    from edgespec_runtime.text.lookalikes import PLAIN_CHATS
+    from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+    if not (target / "tokenizer.json").is_file():
+        raise InputError(
+            f"{target} has no tokenizer.json, which chat reads; write one with "
+            f"AutoTokenizer.from_pretrained({str(target)!r}).save_pretrained({str(target)!r})"
+        )
+    tokenizer = ChatTokenizer(target)
+    refusals = []
+    for chat in PLAIN_CHATS:
+        try:
+            tokenizer.render(chat)
+        except InputError as error:  # a template may refuse a role
+            refusals.append(error)
+    if len(refusals) == len(PLAIN_CHATS):
+        raise refusals[-1]

@@ -1,0 +1,249 @@
+"""Rehearse a build at a target's true size, before its weights are there: random weights of the same shape, every stage for real.
+
+The target is written as bf16 shards, exported to GGUF Q4_0 and ONNX int4, and run: as a Q4_0 file it writes responses and gives
+distributions. The drafter has the shape a build would give it, is trained for a few steps and exported. Every file is checked;
+chat and bench run on both engines. Every stage is a process of its own, whose time and peak memory are in the table at the end.
+Run the same command again after an interruption: what is done is not done again.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.folder_lock import held, is_empty
+from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.measured import run_measured
+from edgespec.core.options import as_flags, from_mapping, knob, to_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration, table
+from edgespec.planning.estimate import size
+from edgespec.recipe.drafter import derive, describe
+from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.targets import shape_of_target
+from edgespec.stages.record import Reads, settle
+from edgespec.stages.sources import model, stages
+from edgespec.stages.stage import run_stage
+
+PLAN = "rehearsal.json"
+GIB = 2**30
+TINY = ModelShape(256, 4, 4, 2, 64, 512, 2048, tied=False, context_length=512)
+ENGINES = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
+STAGES = (
+    ("weights", "random bf16 weights of the target, shard by shard; tokenizer, text, prompts"),
+    ("pretrain", "the drafter learns from text"),
+    ("gguf", "the target as GGUF Q4_0"),
+    ("onnx", "the target as ONNX int4, two layers at a time"),
+    ("generate", "the Q4_0 target writes responses"),
+    ("store", "the Q4_0 target's distributions on them"),
+    ("distill", "the drafter learns them"),
+    ("drafter", "the drafter as GGUF Q4_0 and ONNX int4"),
+    ("offload", "the target in torch, bf16, its layers read from the disk"),
+    ("check-gguf", "the Q4_0 target against its weights and torch, layer by layer"),
+    ("check-onnx", "the int4 target the same way"),
+    ("bundle", "both pairs, checksums"),
+)
+TALKS = ("chat", "bench")
+
+
+@dataclass(frozen=True)
+class Options:
+    target: str = knob(
+        help="alias (edgespec targets list) or a folder with a config.json: whose shape is rehearsed"
+    )
+    out: str = knob("build/rehearsal", "folder for everything that is made")
+    shape: str = knob("", "rehearse this alias's shape instead, or tiny: a shape of a few seconds")
+    tokenizer: str = knob("", "folder with the target's tokenizer (default: one of its size is made)")
+    context: int = knob(2048, "tokens in a row of both trainings", at_least=64)
+    pretrain_steps: int = knob(20, "steps of the drafter's pretraining", at_least=1)
+    distill_steps: int = knob(5, "steps of its distillation", at_least=1)
+    responses: int = knob(4, "responses that the target writes", at_least=1)
+    max_new_tokens: int = knob(32, "longest response in tokens", at_least=2)
+    run_context: int = knob(
+        512, "context of the engines; the cache of a full one takes gigabytes", at_least=128
+    )
+    minutes: float = knob(60.0, "most minutes in all; more is a failed check", at_least=0.0)
+    memory: float = knob(
+        20.0, "most GiB that a stage may have at its peak; more is a failed check", at_least=0.1
+    )
+    plan_only: bool = knob(False, "say what it needs and what is there, and make nothing")
+
+
+OPTIONS = Options
+
+
+def target_shape(options: Options) -> ModelShape:
+    return TINY if options.shape == "tiny" else shape_of_target(options.shape or options.target)
+
+
+def needed_disk(shape: ModelShape) -> int:
+    """Bytes on the disk at the worst moment: the bf16 weights, the Q4_0 and int4 files, and what lies beside them.
+
+    That is a slice with its export, or the bundle's copies of the files.
+    """
+    tables = shape.embedding_parameters * (2 - shape.tied)
+    slices = 2 * shape.layer_parameters + tables
+    files = (0.5625 + 0.625) * shape.parameters + 4 * shape.embedding_parameters
+    return round(2 * shape.parameters + files + max(9 * slices, files) + GIB / 4)
+
+
+def needed_memory(shape: ModelShape, context: int) -> int:
+    """Bytes of the largest stage, about: the engines with both models, or the export of a slice."""
+    cache = 2 * 4 * shape.layers * shape.kv_heads * shape.head_dim * context
+    running = round(0.75 * shape.parameters) + 4 * shape.embedding_parameters + cache
+    slices = 9 * (2 * shape.layer_parameters + shape.embedding_parameters * (2 - shape.tied))
+    return max(running, slices) + GIB
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    out, shape = Path(options.out), target_shape(options)
+    print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
+    _preflight(out, shape, options)
+    if options.plan_only:
+        return 0
+    with held(out, shlex.join(["edgespec", "rehearse", *as_flags(given)])):
+        _claim(out, options, shape)
+        return _judge(_rehearse(out, options), options)
+
+
+def _rehearse(out: Path, options: Options) -> list[tuple[str, dict[str, Any]]]:
+    """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
+    tokenizer = Path(options.tokenizer)
+    given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
+    if why := settle(out / "weights", given):
+        print(f"! weights: {why}: running again", flush=True)
+        shutil.rmtree(out / "export", ignore_errors=True)  # stages write there beside their own folders
+    rows: list[tuple[str, dict[str, Any]]] = []
+    try:
+        for name, what in STAGES:
+            rows.append(
+                _stage(
+                    out,
+                    name,
+                    what,
+                    [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out), name],
+                )
+            )
+        for verb in TALKS:
+            for engine, precision in ENGINES:
+                rows.append(_talk(out, verb, engine, precision, options))
+    finally:
+        if rows:
+            print(f"\n{_table(rows)}", flush=True)
+    return rows
+
+
+def _preflight(out: Path, shape: ModelShape, options: Options) -> None:
+    """Say what is needed and what is there. Raises InputError with the numbers where it is not enough."""
+    there = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0
+    disk, memory = max(0, needed_disk(shape) - there), needed_memory(shape, options.run_context)
+    free, available = free_disk(out), free_memory()
+    print(
+        f"needs about {size(disk)} on the disk ({size(free)} free) and {size(memory)} of memory "
+        f"({'not known how much is free' if available is None else f'{size(available)} free'})",
+        flush=True,
+    )
+    if disk > free:
+        raise InputError(
+            f"the rehearsal needs {size(disk)} more on the disk of {out}; {size(free)} are free: make room or give another --out"
+        )
+    if available is not None and memory > available:
+        raise InputError(
+            f"the rehearsal needs {size(memory)} of memory and {size(available)} are free; close other programs or give a "
+            "smaller --shape"
+        )
+
+
+def _claim(out: Path, options: Options, shape: ModelShape) -> None:
+    """Make `out` this rehearsal's folder. Raises InputError where it is another's."""
+    own = ("out", "minutes", "memory", "plan_only")
+    plan = {
+        "options": {name: value for name, value in to_mapping(options).items() if name not in own},
+        "shape": asdict(shape),
+    }
+    if (out / PLAN).exists():
+        if (seen := read_json(out / PLAN)) != plan:
+            other = [
+                name for name, value in plan["options"].items() if seen.get("options", {}).get(name) != value
+            ]
+            raise InputError(
+                f"{out} holds a rehearsal of something else ({', '.join(other) or 'another shape'}); give another --out, "
+                "or remove that folder"
+            )
+        return
+    if not is_empty(out):
+        raise InputError(f"{out} holds other files and no {PLAN}; give an empty or new folder with --out")
+    write_json(out / PLAN, plan)
+
+
+def _stage(
+    out: Path,
+    name: str,
+    what: str,
+    argv: Sequence[str],
+    given: str = "",
+    options: dict[str, Any] | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """Run one stage unless it is done; its line of the table."""
+    folder = out / name
+    if name != "weights":  # all follow from the weights, by the seed
+        settle(folder, stages(out, "weights"))
+    print(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}", flush=True)
+
+    def body(place: Path) -> dict[str, Any]:
+        usage = run_measured(argv, place / "log.txt", given)
+        found = read_json(place / "found.json") if (place / "found.json").exists() else {}
+        return {"peak": usage.peak, "own": usage.own, "found": found}
+
+    counts = run_stage(folder, options or {}, body)
+    return name, {**counts, "seconds": float(read_json(folder / "stage.json")["seconds"])}
+
+
+def _talk(out: Path, verb: str, engine: str, precision: str, options: Options) -> tuple[str, dict[str, Any]]:
+    argv = [sys.executable, "-m", "edgespec", verb, str(out / "bundle" / "pair"), "--engine", engine]
+    argv += ["--precision", precision, "--context", str(options.run_context)]
+    if verb == "chat":
+        argv += ["--draft-length", "3", "--max-new-tokens", str(options.max_new_tokens)]
+        return _stage(out, f"chat-{precision}", f"a reply on {engine}", argv, "What is a list?\n")
+    report = out / f"bench-{precision}" / "bench.json"
+    argv += ["--draft-lengths", "3", "--no-choose", "--max-new-tokens", str(options.max_new_tokens)]
+    argv += ["--seconds", "0", "--max-prompts", "3", "--json", str(report)]
+    return _stage(out, f"bench-{precision}", f"plain against speculative on {engine}", argv)
+
+
+def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Time and peak memory of every stage; `own` is the part of the peak that is no mapped file's."""
+    lines = [
+        (
+            name,
+            duration(row["seconds"]),
+            size(row["peak"]),
+            "-" if row["own"] is None else size(row["own"]),
+            str(row["found"].get("in words", "")),
+        )
+        for name, row in rows
+    ]
+    total = duration(sum(row["seconds"] for _, row in rows))
+    lines.append(("in all", total, size(max(row["peak"] for _, row in rows)), "", ""))
+    return table(("stage", "time", "peak memory", "own", "what came out"), lines)
+
+
+def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: Options) -> int:
+    """0 where all bounds hold. Raises CheckFailed naming those that do not."""
+    seconds, peak = sum(row["seconds"] for _, row in rows), max(row["peak"] for _, row in rows)
+    broken = [f"{name}: {line}" for name, row in rows for line in row["found"].get("broken", ())]
+    if seconds > 60 * options.minutes:
+        broken.append(f"{duration(seconds)} in all; {duration(60 * options.minutes)} at most")
+    if peak > GIB * options.memory:
+        broken.append(f"a peak of {size(peak)}; {options.memory:g} GiB at most")
+    if broken:
+        raise CheckFailed("the rehearsal ran through, and: " + "; ".join(broken))
+    return 0

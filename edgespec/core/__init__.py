@@ -1,0 +1,1 @@
+"""What every room needs: errors, options, files, metrics, tables, progress. Imports nothing of ours."""

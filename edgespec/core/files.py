@@ -1,0 +1,285 @@
+"""Files that are either whole or absent: temporary name, fsync, rename. Knows nothing of what is written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.no_room import write_error
+from edgespec.core.texts import check_json
+
+MAX_JSON_BYTES = 64 * 1024 * 1024
+MAX_JSON_DEPTH = 64
+FICLONE = 0x40049409  # linux/fs.h: share all blocks of a file
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Turn a full disk (or a forbidden place) into one clear InputError."""
+    try:
+        yield
+    except Exception as error:  # libraries have errors of their own for a full disk
+        message = write_error(path, error)
+        if message is None:
+            raise
+        raise message from error
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write atomically: after a crash `path` is the old file or the new one, never a part."""
+    with whole_file(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n")
+
+
+def read_json(
+    path: Path,
+    *,
+    error: type[EdgespecError] = InputError,
+    limit: int = MAX_JSON_BYTES,
+    strict: bool = False,
+) -> Any:
+    """Parse a JSON file of at most `limit` bytes.
+
+    `strict` is for files from strangers: an object that names a key twice, NaN, Infinity and numbers beyond a float are refused
+    (readers differ on what they mean). Raises `error` naming the file, what was seen and what is wanted.
+    """
+    return parse_json(read_bounded(path, error=error, limit=limit), path, error=error, strict=strict)
+
+
+def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: int) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes. Raises `error`, and never waits at a FIFO or a device."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
+        if status.st_size > limit:
+            raise error(f"{path} has {status.st_size} bytes; at most {limit} are read: is it the right file?")
+        with open(path, "rb") as stream:
+            data = stream.read(limit + 1)
+    except FileNotFoundError as seen:
+        raise error(f"{path} is missing") from seen
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as seen:  # a loop of links is a RuntimeError, an odd name a ValueError
+        raise error(f"{path} cannot be read: {seen}") from seen
+    if len(data) > limit:
+        raise error(f"{path} grew beyond {limit} bytes while it was read; try again")
+    return data
+
+
+def parse_json(
+    data: bytes | str,
+    where: Path | str,
+    *,
+    error: type[EdgespecError] = InputError,
+    strict: bool = False,
+) -> Any:
+    """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
+    try:
+        text = data.decode("utf-8" if strict else "utf-8-sig") if isinstance(data, bytes) else data
+        if strict:
+            value = json.loads(
+                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+            )
+        else:
+            value = json.loads(text)
+    except (ValueError, RecursionError) as seen:  # a number of 5,000 digits is a ValueError
+        raise error(f"{where} is not valid JSON: {seen}") from seen
+    level, depth = [value], 0
+    while level := [
+        child
+        for one in level
+        if isinstance(one, dict | list)
+        for child in (one.values() if isinstance(one, dict) else one)
+    ]:
+        depth += 1
+        if depth > MAX_JSON_DEPTH:
+            raise error(f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter")
+    return value
+
+
+def kind_of(mode: int) -> str:
+    """What a path is, in words, from its st_mode."""
+    kinds = {
+        stat.S_IFREG: "a regular file",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFLNK: "a link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no regular file")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} is there twice in one object")
+    return found
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:80]} is beyond what a float holds")
+    return value
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
+    """Every line as one object; `limit`: most bytes of the file.
+
+    Raises InputError with the line number: no JSON object, text with half a character.
+    """
+    rows = []
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted")
+        if limit is not None and status.st_size > limit:
+            raise InputError(f"{path} has {status.st_size} bytes; at most {limit} are read: split it")
+        with open(path, encoding="utf-8-sig") as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    row = parse_json(line, f"{path}:{number}")
+                    if not isinstance(row, dict):
+                        raise InputError(f"{path}:{number} is not a JSON object")
+                    check_json(line, row, f"{path}:{number}")
+                    rows.append(row)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} is missing") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: after row {len(rows)} it is not UTF-8: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    return rows
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling folder that becomes `path` when the body succeeds and vanishes when it fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            for file in filter(Path.is_file, temporary.rglob("*")):
+                _sync(file)
+            if path.exists():
+                shutil.rmtree(path)
+            os.replace(temporary, path)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
+            stale.unlink(missing_ok=True)
+        try:
+            yield temporary
+            _sync(temporary)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """A copy with an inode of its own, whole or not at all; where the file system can, it shares the source's blocks.
+
+    No hard link: onnx refuses to read data files that have several.
+    """
+    with whole_file(destination) as temporary, open(source, "rb") as origin:
+        with open(temporary, "wb") as copy:
+            shared = _share_blocks(origin.fileno(), copy.fileno())
+        if not shared:
+            shutil.copyfile(source, temporary)
+
+
+def shares_blocks(folder: Path) -> bool:
+    """Whether copies take no room of their own in a folder that is or will be. Writes two small files to find out."""
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with (
+            tempfile.NamedTemporaryFile(dir=folder) as origin,
+            tempfile.NamedTemporaryFile(dir=folder) as copy,
+        ):
+            origin.write(bytes(65536))
+            origin.flush()
+            return _share_blocks(origin.fileno(), copy.fileno())
+    except OSError:  # not to be written to: another check says so
+        return False
+
+
+def _share_blocks(source: int, destination: int) -> bool:
+    """Have an empty file share the blocks of another until one of them is written; False where the file system cannot."""
+    if sys.platform != "linux":
+        return False
+    import fcntl
+
+    try:
+        fcntl.ioctl(destination, FICLONE, source)
+    except OSError:  # another file system, or one that shares no blocks
+        return False
+    return True
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def sha256_file(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def compact_json(results: dict[str, Any]) -> str:
+    """JSON with a line for each entry of a list and of a mapping at the top: small, and readable in a diff."""
+    parts = []
+    for key, value in results.items():
+        if isinstance(value, list) and value:
+            rows = ",\n".join(json.dumps(row, ensure_ascii=False) for row in value)
+            parts.append(f"{json.dumps(key)}: [\n{rows}\n]")
+        else:
+            parts.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -1,0 +1,104 @@
+"""One process at a time in a folder of results. The operating system takes the lock back when its holder ends, killed or not.
+
+The lock file says who holds it, for the message to the second one. On a file system without locks nothing is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import writing
+
+LOCK = ".in-use.json"
+_HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK)
+_POLL = 0.5  # seconds between two tries of one that waits
+_BEYOND = 2**20  # Windows locks bytes against reading too: one far behind the holder's name
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder is absent or holds nothing but a lock."""
+    return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
+
+
+@contextmanager
+def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold `folder` (made if absent) for the body. Raises InputError that names the holder, or waits for its end.
+
+    Of the processes of one torchrun job the first one holds it for all.
+    """
+    told = False
+    while (lock := _taken(folder / LOCK)) is None:
+        if not wait:
+            raise InputError(
+                f"{folder} is in use by {_holder(folder / LOCK)}; wait for its end, or give another folder"
+            )
+        if not told:
+            print(f"{folder} is in use by {_holder(folder / LOCK)}: waiting for its end", file=sys.stderr)
+            told = True
+        time.sleep(_POLL)
+    try:
+        about = {
+            "pid": os.getpid(),
+            "host": platform.node(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": command,
+        }
+        with writing(folder):
+            os.ftruncate(lock, 0)
+            os.write(lock, json.dumps(about).encode() + b"\n")
+        yield
+    finally:
+        if sys.platform != "win32":  # there an open file cannot be deleted
+            (folder / LOCK).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _taken(file: Path) -> int | None:
+    """An open, locked file; None where another process holds the lock."""
+    while True:
+        with writing(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _lock(lock)
+            if os.path.samestat(os.fstat(lock), os.stat(file)):
+                return lock
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in _HELD:  # no locks on this file system
+                return lock
+            os.close(lock)
+            return None
+        os.close(lock)  # its holder deleted it in between: the next one makes another
+
+
+def _lock(file: int) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        os.lseek(file, _BEYOND, os.SEEK_SET)
+        msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+        os.lseek(file, 0, os.SEEK_SET)
+    else:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _holder(file: Path) -> str:
+    """Who holds a lock, as far as it says."""
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        return f"process {about['pid']} on {about['host']} since {about['since']} ({about['command'][:200]})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

@@ -1,0 +1,394 @@
+"""manifest.json of a bundle: what a pair is, which files it has, and proof that they are unchanged. Standard library only.
+
+A bundle comes from strangers: every path must stay inside it, every listed file must have its listed size and sha256, and a
+file that the manifest does not list is never opened (`check_folder` refuses folders that hold one). What the listed files hold
+is checked by those who read them.
+
+    manifest.json
+      schema_version    1
+      pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
+      target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
+                        the target's tokens also has vocabulary: path (edgespec_runtime/engines/vocabulary.py reads it); a model
+                        with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
+      default           {engine, precision, reason}: what chat and bench run unless told otherwise
+      device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
+      cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
+      metrics           evaluation and verification, in short
+      provenance        {recipe, command, versions, seed, edgespec}
+      files             {path: {sha256, bytes}} of every file but manifest.json itself
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from edgespec.core.errors import BundleError, InputError, did_you_mean
+from edgespec.core.files import kind_of, parse_json, read_bounded, sha256_file, write_json
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 4 * 1024 * 1024
+MAX_FILES = 10_000
+MAX_VARIANTS = 64  # engines x precisions of one model
+MAX_TEXT = 4096  # characters of a name, a source or a reason
+MAX_BYTES = 2**50  # of one file; also parameters of one model
+MAX_VOCAB_SIZE = 2**24
+MAX_RATIO = 1e6
+DEVICE_LIMITS = {"draft_length": 64, "max_draft_length": 64, "context": 2**24}
+ROLES = ("target", "drafter")
+AGAIN = "fetch or build the bundle again"
+# Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
+FORBIDDEN = frozenset('\\:*?"<>|')
+DEVICES = frozenset(
+    ["CON", "PRN", "AUX", "NUL", *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789")]
+)
+
+
+@dataclass(frozen=True)
+class BundleFile:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BundleModel:
+    """One model of the pair; `files[engine][precision]` is a file or a folder, relative to the bundle, and `vocabulary` a file.
+
+    `fast[engine][precision]` is a graph file in that folder, of the same weights with the kernels of the fast mode.
+    """
+
+    name: str
+    source: str
+    shape: dict[str, Any]
+    parameters: int
+    files: dict[str, dict[str, str]]
+    vocabulary: str | None = None
+    fast: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of manifest.json; `folder` is where it was read from (None before it is written)."""
+
+    pair: dict[str, Any]
+    target: BundleModel
+    drafter: BundleModel
+    default: dict[str, str]
+    cost_ratio: dict[str, Any]
+    metrics: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, BundleFile]
+    device: dict[str, Any] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+    folder: Path | None = field(default=None, compare=False)
+
+    def model_path(self, role: str, engine: str, precision: str) -> Path:
+        """Where one model lies. Raises InputError naming what the bundle has instead."""
+        table = (self.target if role == "target" else self.drafter).files
+        if engine not in table:
+            raise InputError(f"the bundle has no {role} for engine {engine!r}{did_you_mean(engine, table)}")
+        if precision not in table[engine]:
+            raise InputError(
+                f"the bundle has no {precision!r} {role} for {engine}{did_you_mean(precision, table[engine])}"
+            )
+        assert self.folder is not None
+        return self.folder / table[engine][precision]
+
+    def fast_graph(self, role: str, engine: str, precision: str) -> Path | None:
+        """The graph of a model's fast mode; None where it has none of its own."""
+        name = (self.target if role == "target" else self.drafter).fast.get(engine, {}).get(precision)
+        assert self.folder is not None
+        return None if name is None else self.folder / name
+
+    def files_of(
+        self, role: str, engine: str, precision: str, *, fast: bool = False
+    ) -> dict[str, BundleFile]:
+        """The listed files of one model, by path; its graph for the fast mode is one of them only where `fast` is set."""
+        model = self.target if role == "target" else self.drafter
+        path = model.files[engine][precision]
+        graph = None if fast else model.fast.get(engine, {}).get(precision)
+        return {
+            name: entry
+            for name, entry in self.files.items()
+            if (name == path or name.startswith(path + "/")) and name != graph
+        }
+
+    def cost_ratios(self, engine: str, precision: str) -> dict[str, float]:
+        """c by parameters and by bytes read for a token. Raises BundleError where the manifest has no such numbers."""
+        by_bytes = self.cost_ratio.get("bytes")
+        found = {
+            "parameters": self.cost_ratio.get("parameters"),
+            "bytes": by_bytes.get(f"{engine}/{precision}") if isinstance(by_bytes, dict) else None,
+        }
+        for name, seen in found.items():
+            if isinstance(seen, bool) or not isinstance(seen, int | float) or not 0 < seen < MAX_RATIO:
+                raise BundleError(
+                    f"{self.folder}: the cost ratio by {name} of {engine} {precision} is {_short(seen)}; "
+                    f"a number above 0 and below {MAX_RATIO:g} is wanted: {AGAIN}"
+                )
+        return {name: float(seen) for name, seen in found.items() if seen is not None}
+
+    def check_folder(self, name: str) -> None:
+        """Raise BundleError where a folder of the bundle holds what the manifest does not list.
+
+        Names that begin with a dot are let be: file managers leave them, and nothing of ours opens one.
+        """
+        assert self.folder is not None
+        folder = self.folder / name
+        for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+            inside = f"{name}/{path.name}"
+            known = inside in self.files or any(listed.startswith(inside + "/") for listed in self.files)
+            if not known and not path.name.startswith("."):
+                raise BundleError(f"{path!s} is not among the manifest's files; delete it, or {AGAIN}")
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """(engine, precision) of which both models are there, in the manifest's order."""
+        return [
+            (engine, precision)
+            for engine, table in self.target.files.items()
+            for precision in table
+            if precision in self.drafter.files.get(engine, {})
+        ]
+
+
+def describe_files(folder: Path) -> dict[str, BundleFile]:
+    """Size and sha256 of every regular file below `folder` but the manifest, by path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != MANIFEST:
+            found[name] = BundleFile(sha256_file(path), path.stat().st_size)
+    return found
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Write manifest.json; done last, it is what makes a folder a bundle."""
+    plain = asdict(manifest)
+    del plain["folder"]
+    for role in ROLES:
+        if plain[role]["vocabulary"] is None:
+            del plain[role]["vocabulary"]
+        if not plain[role]["fast"]:
+            del plain[role]["fast"]
+    if not plain["device"]:
+        del plain["device"]
+    ordered = {"schema_version": plain.pop("schema_version"), **plain}
+    write_json(folder / MANIFEST, ordered)
+    return folder / MANIFEST
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest alone, checked in itself; none of its files is looked at. Raises BundleError."""
+    return _parse(_read(folder), folder)
+
+
+def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
+    """Read and check the manifest of a bundle.
+
+    Sizes of all listed files are always checked, their sha256 unless `hashes` is False. Raises BundleError naming the file, what
+    was seen, what was wanted and the next step.
+    """
+    manifest = read_manifest(folder)
+    for role in ROLES:
+        for engine, table in getattr(manifest, role).files.items():
+            for precision, name in table.items():
+                if name not in manifest.files and not any(
+                    listed.startswith(name + "/") for listed in manifest.files
+                ):
+                    raise BundleError(
+                        f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
+                    )
+        _check_fast(getattr(manifest, role), role, manifest, folder / MANIFEST)
+    listed_in = manifest.drafter.vocabulary
+    if listed_in is not None and listed_in not in manifest.files:
+        raise BundleError(
+            f"{folder / MANIFEST}: the drafter's vocabulary is {listed_in!r}, which is not among its files; {AGAIN}"
+        )
+    root = folder.resolve()
+    for name, entry in manifest.files.items():
+        check_file(root, name, entry, hashes=hashes)
+    return manifest
+
+
+def _check_fast(model: BundleModel, role: str, manifest: Manifest, where: Path) -> None:
+    """A graph for the fast mode is a listed file directly in the folder of the model whose weights it shares."""
+    for engine, table in model.fast.items():
+        for precision, name in table.items():
+            home = model.files.get(engine, {}).get(precision)
+            if name not in manifest.files or home is None or PurePosixPath(name).parent.as_posix() != home:
+                raise BundleError(
+                    f"{where}: {role} {engine} {precision} has {name!r} for its fast mode, which is not among the files in "
+                    f"{home!r}; {AGAIN}"
+                )
+
+
+def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = True) -> Path:
+    """The path of one listed file after checking place, kind, size and (unless told not to) sha256."""
+    path = folder / name
+    try:
+        resolved = path.resolve()
+        # open_manifest gives a resolved folder; resolving it again for every file took half the time
+        if not resolved.is_relative_to(folder) and not resolved.is_relative_to(folder.resolve()):
+            raise BundleError(f"{path} is a link to {resolved}, outside the bundle; {AGAIN}")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise BundleError(f"{path} is {kind_of(status.st_mode)}; a regular file is wanted: {AGAIN}")
+        if status.st_size != entry.bytes:
+            raise BundleError(
+                f"{path} has {status.st_size} bytes, the manifest wants {entry.bytes} (truncated or replaced); {AGAIN}"
+            )
+        if hashes and (seen := sha256_file(path)) != entry.sha256:
+            raise BundleError(
+                f"{path} was altered: sha256 {seen}, the manifest wants {entry.sha256}; {AGAIN}"
+            )
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(f"{path} is missing; the manifest wants {entry.bytes} bytes: {AGAIN}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that form a loop
+        raise BundleError(f"{path} cannot be read ({error}); {AGAIN}") from error
+    return path
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if not path.exists():
+        raise BundleError(
+            f"{path} is missing: {folder} is no bundle, or its making was cut short; give a folder made by edgespec"
+        )
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
+    data = read_bounded(path, error=BundleError, limit=MAX_MANIFEST_BYTES)
+    value = parse_json(data, path, error=BundleError, strict=True)
+    if not isinstance(value, dict):
+        raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
+    version = value.get("schema_version")
+    if version != SCHEMA_VERSION or isinstance(version, bool):
+        raise BundleError(
+            f"{path} has schema version {repr(version)[:80]}; this edgespec reads {SCHEMA_VERSION}: "
+            "update edgespec, or build the bundle again with this one"
+        )
+    return value
+
+
+def _parse(value: dict[str, Any], folder: Path) -> Manifest:
+    """Every field with its type and bounds; unknown fields are ignored, so that a later edgespec can add some."""
+    where = folder / MANIFEST
+    files = {}
+    listed = _need(value, "files", dict, where)
+    if len(listed) > MAX_FILES:
+        raise BundleError(f"{where} lists {len(listed)} files; at most {MAX_FILES} are wanted: {AGAIN}")
+    for name, entry in listed.items():
+        _safe(name, where)
+        entry = _mapping(entry, f"files[{name!r}]", where)
+        size = _need(entry, "bytes", int, where)
+        digest = _need(entry, "sha256", str, where)
+        if not 0 <= size <= MAX_BYTES or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+            raise BundleError(
+                f"{where}: files[{name!r}] has bytes {_short(size)} and sha256 {digest[:80]!r}, which cannot be; {AGAIN}"
+            )
+        files[name] = BundleFile(digest, size)
+    models: dict[str, BundleModel] = {}
+    for role in ROLES:
+        model = _need(value, role, dict, where)
+        models[role] = BundleModel(
+            name=_need(model, "name", str, where),
+            source=_need(model, "source", str, where),
+            shape=_need(model, "shape", dict, where),
+            parameters=_between(_need(model, "parameters", int, where), "parameters", MAX_BYTES, where),
+            files=_paths(_need(model, "files", dict, where), f"{role}.files", where),
+            vocabulary=_safe(model["vocabulary"], where)
+            if role == "drafter" and "vocabulary" in model
+            else None,
+            fast=_paths(_need(model, "fast", dict, where), f"{role}.fast", where) if "fast" in model else {},
+        )
+    default = _need(value, "default", dict, where)
+    for key in ("engine", "precision", "reason"):
+        _need(default, key, str, where)
+    pair = _need(value, "pair", dict, where)
+    _need(pair, "tokenizer_sha256", str, where)
+    _between(_need(pair, "vocab_size", int, where), "vocab_size", MAX_VOCAB_SIZE, where)
+    rest: dict[str, Any] = {
+        key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")
+    }
+    return Manifest(
+        pair=pair,
+        default=default,
+        files=files,
+        device=_device(value["device"], where) if "device" in value else {},
+        folder=folder,
+        target=models["target"],
+        drafter=models["drafter"],
+        **rest,
+    )
+
+
+def _device(value: Any, where: Path) -> dict[str, Any]:
+    """The known settings of the device a bundle was made for, each within its bounds."""
+    seen = _mapping(value, "device", where)
+    found: dict[str, Any] = {"name": _need(seen, "name", str, where)}
+    for key, most in DEVICE_LIMITS.items():
+        number = None if seen.get(key) is None else _between(_need(seen, key, int, where), key, most, where)
+        found[key] = number
+    return found
+
+
+def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:
+    """{engine: {precision: path}}."""
+    tables = {engine: _mapping(table, name, where) for engine, table in value.items()}
+    count = sum(map(len, tables.values()))
+    if max(count, len(tables)) > MAX_VARIANTS:
+        raise BundleError(f"{where}: {name} has {count} models; at most {MAX_VARIANTS} are wanted: {AGAIN}")
+    for key in (*tables, *(precision for table in tables.values() for precision in table)):
+        if len(key) > MAX_TEXT:
+            raise BundleError(f"{where}: {name} has a key of {len(key)} characters; {AGAIN}")
+    return {
+        engine: {precision: _safe(path, where) for precision, path in table.items()}
+        for engine, table in tables.items()
+    }
+
+
+def _mapping(value: Any, name: str, where: Path) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise BundleError(f"{where}: {name} is {_short(value)}; an object is wanted: {AGAIN}")
+    return value
+
+
+def _need(value: Mapping[str, Any], key: str, kind: type[Any], where: Path) -> Any:
+    seen = value.get(key)
+    if not isinstance(seen, kind) or isinstance(seen, bool):
+        raise BundleError(f"{where}: {key!r} is {_short(seen)}; {kind.__name__} is wanted: {AGAIN}")
+    if isinstance(seen, str) and len(seen) > MAX_TEXT:
+        raise BundleError(
+            f"{where}: {key!r} has {len(seen)} characters; at most {MAX_TEXT} are wanted: {AGAIN}"
+        )
+    return seen
+
+
+def _between(seen: int, key: str, most: int, where: Path) -> int:
+    if not 1 <= seen <= most:
+        raise BundleError(f"{where}: {key!r} is {_short(seen)}; 1 to {most} is wanted: {AGAIN}")
+    return seen
+
+
+def _short(value: Any) -> str:
+    return repr(str(value)[:80])
+
+
+def _safe(name: Any, where: Path) -> str:
+    """A relative path below the bundle, spelt in one way only, with names that every file system takes."""
+    if not isinstance(name, str) or not name or len(name) > 1024:
+        raise BundleError(f"{where}: {str(name)[:80]!r} is no file name; {AGAIN}")
+    plain = PurePosixPath(name)
+    if plain.is_absolute() or ".." in plain.parts or plain.parts == () or plain.as_posix() != name:
+        raise BundleError(f"{where}: the path {name!r} leaves the bundle or is not plain; {AGAIN}")
+    for part in plain.parts:
+        odd = FORBIDDEN & set(part) or not part.isprintable() or part.endswith((".", " "))
+        if odd or part.split(".")[0].strip().upper() in DEVICES or len(part.encode("utf-8", "replace")) > 200:
+            raise BundleError(
+                f"{where}: the path {name[:200]!r} leaves the bundle or is not plain: {part[:80]!r} is no name that every "
+                f"file system takes; {AGAIN}"
+            )
+    return name

@@ -1,0 +1,90 @@
+"""Run a program and say how long it took and how much memory it had at its peak. Knows nothing of what it runs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import STDOUT, Popen
+from tempfile import TemporaryFile
+
+from edgespec.core.errors import EdgespecError
+
+LOOK = 0.1  # seconds between two looks at the memory that is the program's own
+LAST_LINES = 3
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Seconds; bytes resident at the peak, mapped files included; bytes at the peak without those (None: not told here)."""
+
+    seconds: float
+    peak: int
+    own: int | None
+
+
+def run_measured(
+    argv: Sequence[str], log: Path, given: str = "", environment: Mapping[str, str] | None = None
+) -> Usage:
+    """Run `argv` with `given` on its standard input; what it prints is appended to `log`.
+
+    The peak is the kernel's own account of the process (wait4). That begins before the program replaces the copy of this process
+    it was started from, so where it says no more than this process had, the highest value seen meanwhile counts. Raises
+    EdgespecError with the last lines of the log where it does not end with 0. The process is ended where this one is interrupted.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start, looks = time.monotonic(), _Looks()
+    with open(log, "ab") as stream, TemporaryFile() as words:
+        words.write(given.encode())
+        words.seek(0)
+        process = Popen(
+            argv, stdin=words, stdout=stream, stderr=STDOUT, env={**os.environ, **(environment or {})}
+        )
+        try:
+            while True:
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                if pid:
+                    break
+                looks.at(process.pid)
+                time.sleep(LOOK)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LAST_LINES:]
+        raise EdgespecError(
+            f"{' '.join(argv[1:5])} ... ended with {process.returncode}: {' / '.join(lines)}; its output is in {log}"
+        )
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak, before = (one.ru_maxrss * unit for one in (usage, resource.getrusage(resource.RUSAGE_SELF)))
+    if peak <= before and looks.peak is not None:
+        peak = looks.peak
+    return Usage(time.monotonic() - start, peak, looks.own)
+
+
+class _Looks:
+    """Highest values seen of a process's memory, in bytes: all that was resident, and what of it is no file's."""
+
+    def __init__(self) -> None:
+        self.peak: int | None = None
+        self.own: int | None = None
+
+    def at(self, pid: int) -> None:
+        """One look; nothing where the system does not tell."""
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+            seen = {
+                name: int(value.split()[0]) * 1024
+                for name, _, value in (line.partition(":") for line in lines)
+                if name in ("VmHWM", "RssAnon")
+            }
+        except (OSError, ValueError, IndexError):
+            return
+        self.peak = max(self.peak or 0, seen.get("VmHWM", 0))
+        self.own = max(self.own or 0, seen.get("RssAnon", 0))

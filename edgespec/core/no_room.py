@@ -1,0 +1,89 @@
+"""A write that failed for want of room or rights, as one line: what it was, how much is free, what to do.
+
+Libraries say that a disk is full in words of their own, often without the system's error number: NumPy counts bytes, Rust prints
+"os error 28", torch's archive writer finds itself at a wrong position. Knows nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from edgespec.core.errors import EdgespecError, InputError, NoRoom
+
+_FULL = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would exceed the size limit",
+}
+_FORBIDDEN = {
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "operation not permitted",
+}
+_IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch
+    re.compile(r"\(os error (?P<number>\d+)\)"),
+    re.compile(r"Not enough free space to write (?P<bytes>\d+) bytes"),
+    re.compile(r"^\d+ requested and \d+ written"),
+    re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing"),
+)
+
+
+def write_error(path: Path | str, error: BaseException) -> InputError | None:
+    """The message for an error met while writing, or None where it is not about the place written to."""
+    if isinstance(error, EdgespecError) or not isinstance(error, Exception):
+        return None
+    found = next(filter(None, map(_full, _chain(error))), None)
+    if found:
+        reason, wanted = found
+        return NoRoom(_message(path, reason, wanted))
+    reason = _FORBIDDEN.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return InputError(_message(path, reason, 0)) if reason else None
+
+
+def place_of(error: BaseException, otherwise: Path | str) -> Path | str:
+    """The file that an error names as the one it could not write, else `otherwise`."""
+    return getattr(error, "filename2", None) or getattr(error, "filename", None) or otherwise
+
+
+def _message(path: Path | str, reason: str, wanted: int) -> str:
+    folder = Path(os.fsdecode(path))
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
+    needed = f", {wanted / 2**20:.0f} MiB needed for this write alone" if wanted else ""
+    return (
+        f"cannot write {path}: {reason} ({free}{needed}); "
+        "make room or choose another folder, then run the same command again"
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def _full(error: BaseException) -> tuple[str, int] | None:
+    """(what is full, bytes that were to be written or 0) where an error says so, by its number or in words."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return _FULL[error.errno], 0
+    for pattern in _IN_WORDS:
+        if match := pattern.search(str(error)):
+            groups = match.groupdict()
+            if "number" in groups:
+                reason = _FULL.get(int(groups["number"]))
+                return (reason, 0) if reason else None
+            return _FULL[errno.ENOSPC] if "bytes" in groups else _CUT, int(groups.get("bytes", 0))
+    return None
+
+
+_CUT = "the file could not be written whole"

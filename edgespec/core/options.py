@@ -1,0 +1,262 @@
+"""One knob = one typed dataclass field. Flags, YAML keys, help text, defaults and the dumped recipe all derive from it.
+
+A section is a frozen dataclass whose fields are made with `knob`; a recipe is a dataclass whose fields may be sections.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.texts import unwritable
+
+T = TypeVar("T")
+MISSING = dataclasses.MISSING
+
+
+def knob(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    choices: tuple[Any, ...] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    positional: bool = False,
+) -> Any:
+    """A dataclass field with its help text and bounds; lists are given as tuples."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "positional": positional,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def with_default(kind: type[Any], name: str, default: Any) -> Any:
+    """A knob of another dataclass again, same help and bounds, with a default of its own."""
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    return dataclasses.field(default=default, metadata=dict(known[name].metadata))
+
+
+def section(kind: type[Any], help: str = "") -> Any:
+    """A nested group of knobs, reached as `name.knob` in YAML and as `--name.knob` on the command line."""
+    return dataclasses.field(default_factory=kind, metadata={"help": help, "section": True})
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def _base(hint: Any) -> tuple[type[Any], bool, bool]:
+    """(element type, is a tuple, may be None) of a knob's annotation."""
+    optional = False
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        members = [member for member in typing.get_args(hint) if member is not type(None)]
+        optional, hint = len(members) < len(typing.get_args(hint)), members[0]
+    if typing.get_origin(hint) is tuple:
+        return typing.get_args(hint)[0], True, optional
+    return hint, False, optional
+
+
+def _scalar(value: Any, kind: type[Any], name: str) -> Any:
+    if (
+        kind is bool
+        and isinstance(value, str)
+        and value.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")
+    ):
+        return value.lower() in ("true", "yes", "on", "1")
+    if isinstance(value, bool) is not (kind is bool):
+        raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}")
+    if kind is str and not isinstance(value, str):
+        raise InputError(f"{name} is {value!r}; it must be a string")
+    if kind is str and unwritable(value):
+        raise InputError(
+            f"{name} is {value!r}, which UTF-8 cannot write (bytes in another encoding, or half a character); give UTF-8 text"
+        )
+    try:
+        converted = kind(value)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}") from error
+    if kind is int and isinstance(value, float) and converted != value:
+        raise InputError(f"{name} is {value!r}; it must be a whole number")
+    return converted
+
+
+def _wanted(kind: type[Any]) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}.get(
+        kind, kind.__name__
+    )
+
+
+def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> Any:
+    """Convert one value to its knob's type and hold it against the bounds. Raises InputError naming value and bound."""
+    kind, many, optional = _base(hint)
+    if value is None:
+        if optional:
+            return None
+        raise InputError(f"{name} is empty; it must be {_wanted(kind)}")
+    if many:
+        choices = field.metadata.get("choices")
+        none_of_them = value == "" and choices is not None and "" not in choices  # --export.onnx ''
+        items = [] if none_of_them else value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, list | tuple):
+            raise InputError(f"{name} is {value!r}; it must be a list of {kind.__name__}")
+        return tuple(_bounded(_scalar(item, kind, name), field, name) for item in items)
+    return _bounded(_scalar(value, kind, name), field, name)
+
+
+def _bounded(value: Any, field: dataclasses.Field[Any], name: str) -> Any:
+    choices = field.metadata.get("choices")
+    at_least, at_most = field.metadata.get("at_least"), field.metadata.get("at_most")
+    if choices is not None and value not in choices:
+        raise InputError(
+            f"{name} is {value!r}{did_you_mean(str(value), [str(choice) for choice in choices])}"
+        )
+    if at_least is not None and not value >= at_least:  # also refuses NaN
+        raise InputError(f"{name} is {value}; it must be at least {at_least}")
+    if at_most is not None and not value <= at_most:
+        raise InputError(f"{name} is {value}; it must be at most {at_most}")
+    return value
+
+
+def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """Build a (nested) dataclass from plain values; an unknown key is an error with the closest known one."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"{where or kind.__name__} is {values!r}; it must be a mapping of options")
+    hints, known = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    ready: dict[str, Any] = {}
+    for key, value in values.items():
+        name = str(key).replace("-", "_")
+        label = f"{where}.{key}" if where else str(key)
+        if name not in known:
+            raise InputError(f"unknown option {label!r}{did_you_mean(name, known)}")
+        if _is_section(hints[name]):
+            ready[name] = from_mapping(hints[name], value or {}, label)
+        else:
+            ready[name] = check(value, hints[name], known[name], label)
+    for name, field in known.items():
+        if name not in ready and field.default is MISSING and field.default_factory is MISSING:
+            raise InputError(
+                f"{where + '.' if where else ''}{name} is missing: {field.metadata.get('help', '')}"
+            )
+    return kind(**ready)
+
+
+def to_mapping(options: Any) -> dict[str, Any]:
+    """The plain, YAML-ready form of a dataclass: tuples become lists, sections become mappings."""
+    plain: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            plain[field.name] = to_mapping(value)
+        else:
+            plain[field.name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """`high` over `low`, section by section."""
+    merged = dict(low)
+    for key, value in high.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = "") -> None:
+    """One flag for every knob of `kind`; flags not given stay out of the namespace, so YAML and defaults show through."""
+    hints = _hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if _is_section(hint):
+            title = f"{field.name}: {field.metadata.get('help', '')}"
+            group = parser.add_argument_group(title)
+            add_flags(group, hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            continue
+        base, many, _ = _base(hint)
+        required = field.default is MISSING and field.default_factory is MISSING
+        keywords: dict[str, Any] = {"help": _help(field, many)}
+        if not required:
+            keywords["default"] = argparse.SUPPRESS
+        name = prefix + field.name
+        if field.metadata.get("positional"):
+            if not required:
+                keywords["nargs"] = "*" if many else "?"
+            parser.add_argument(name, metavar=field.name.upper(), **keywords)
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if base is bool:
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
+        else:
+            shape = field.name.upper() + (",..." if many else "")
+            if choices := field.metadata.get("choices"):
+                shape = (
+                    "{"
+                    + ",".join(str(choice) for choice in choices if choice != "")
+                    + "}"
+                    + (",..." if many else "")
+                )
+            parser.add_argument(flag, dest=name, required=required, metavar=shape, **keywords)
+
+
+def usage(kind: type[Any]) -> str:
+    """What must be given, and that there is more: the one line above the help."""
+    words = ["[options]"]
+    for field in dataclasses.fields(kind):
+        required = field.default is MISSING and field.default_factory is MISSING
+        name = field.name.upper()
+        if field.metadata.get("positional"):
+            many = _base(_hints(kind)[field.name])[1]
+            words.append(name if required else f"[{name}{' ...' * many}]")
+        elif required:
+            words.insert(0, f"--{field.name.replace('_', '-')} {name}")
+    return " ".join(words)
+
+
+def _help(field: dataclasses.Field[Any], many: bool) -> str:
+    text: str = field.metadata.get("help", "")
+    default: Any = field.default
+    if default not in (MISSING, None, "") and not isinstance(default, bool):
+        text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
+    return text.replace("%", "%%")
+
+
+def given(namespace: argparse.Namespace, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The flags the user gave, as the nested mapping `from_mapping` reads."""
+    nested: dict[str, Any] = {}
+    for dotted, value in vars(namespace).items():
+        if dotted in without:
+            continue
+        *path, last = dotted.split(".")
+        here = nested
+        for part in path:
+            here = here.setdefault(part, {})
+        here[last] = value
+    return nested
+
+
+def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The command-line words that give these values: the inverse of `given`."""
+    words: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            words += as_flags(value, f"{prefix}{key}.")
+        else:
+            flag = f"{prefix}{key}".replace("_", "-")
+            words += (
+                [f"--{flag if value else 'no-' + flag}"]
+                if isinstance(value, bool)
+                else [f"--{flag}", str(value)]
+            )
+    return words

@@ -1,0 +1,133 @@
+"""How many weights a decoder has and how many a token streams through, from its config.json. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.core.errors import InputError
+
+# What a config.json leaves out where it is the family's default.
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
+_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
+_BIASED, _UNBIASED = frozenset({"qwen2"}), frozenset({"mistral", "phi3"})  # whatever attention_bias says
+_ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
+_ORIGINAL_CONTEXT = {"phi3": 4096}
+_LONGROPE = frozenset({"longrope", "su"})
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A Llama-style decoder: grouped-query attention, gated FFN with three matrices, RMS norms.
+
+    rope_border: most tokens of a text with the short RoPE factors, where the model has a second set for longer ones (LongRoPE).
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab_size: int
+    tied: bool
+    context_length: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    head_norms: bool = False
+    rope_border: int | None = None
+
+    @property
+    def one_rope_length(self) -> int:
+        """Most tokens of texts that all have the same RoPE factors. In torch a batch has those of its longest row."""
+        return self.rope_border or self.context_length
+
+    def told_length(self) -> str:
+        """`one_rope_length` in words, with the reason where it is not the whole context."""
+        if self.rope_border is None:
+            return f"{self.context_length} tokens"
+        reason = "longer texts take other RoPE factors, and a batch has one set"
+        return f"{self.rope_border} tokens (of {self.context_length}: {reason})"
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * query + 2 * self.hidden * key_value
+        extras = (query + 2 * key_value) * self.attention_bias + 2 * self.head_dim * self.head_norms
+        return attention + extras + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab_size * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All weights; a tied embedding counts once."""
+        tables = 1 if self.tied else 2
+        return tables * self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
+
+    @property
+    def streamed_parameters(self) -> int:
+        """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
+        return self.embedding_parameters + self.hidden + self.layers * self.layer_parameters + self.hidden
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Read a Hugging Face config.json. Raises InputError that names a missing field."""
+        if config.get("is_encoder_decoder"):
+            raise InputError(
+                f"the target is an encoder-decoder model ({config.get('model_type')}); speculative decoding here needs a "
+                "decoder-only (causal) model"
+            )
+
+        def need(name: str) -> Any:
+            if config.get(name) is None:
+                raise InputError(
+                    f"config.json ({config.get('model_type')}) has no {name!r}; a Llama-style decoder config is needed"
+                )
+            return config[name]
+
+        hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
+        rope = config.get("rope_parameters") or {}
+        rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
+        model_type = config.get("model_type", "")
+        theta = rope.get("rope_theta") or config.get(
+            "rope_theta"
+        )  # transformers 5 goes by the first, 4 knows the second
+        return cls(
+            hidden=hidden,
+            layers=int(need("num_hidden_layers")),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or _HEAD_DIM.get(model_type) or hidden // heads),
+            intermediate=int(need("intermediate_size")),
+            vocab_size=int(need("vocab_size")),
+            tied=bool(config.get("tie_word_embeddings", model_type in _TIED)),
+            context_length=int(config.get("max_position_embeddings") or 2048),
+            rope_theta=float(theta or _ROPE_THETA.get(model_type) or 10000.0),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
+            attention_bias=model_type in _BIASED
+            or bool(config.get("attention_bias") and model_type not in _UNBIASED),
+            head_norms=model_type == "qwen3",
+            rope_border=_rope_border(config),
+        )
+
+
+def _rope_border(config: Mapping[str, Any]) -> int | None:
+    """LongRoPE's original context, in all spellings; None where it is no shorter than the context, or the model has one set.
+
+    Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if (rope.get("rope_type") or rope.get("type")) not in _LONGROPE:
+        return None
+    context = int(config.get("max_position_embeddings") or 2048)
+    original = (
+        config.get("original_max_position_embeddings")
+        or _ORIGINAL_CONTEXT.get(config.get("model_type", ""))
+        or rope.get("original_max_position_embeddings")
+        or context
+    )
+    return int(original) if int(original) < context else None

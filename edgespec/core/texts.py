@@ -1,0 +1,62 @@
+"""Text that UTF-8 cannot write: half of a surrogate pair, as JSON's \\ud83d without its other half, or an argument's odd byte.
+
+Python reads such text without a word and fails where it is written or tokenised, which may be hours later.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+from edgespec.core.errors import EdgespecError, InputError
+
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+_AROUND = 20  # characters shown on both sides
+
+
+def unwritable(value: Any) -> str:
+    """Where in a JSON value, and in which text, UTF-8 cannot write a character; '' where it can write all of it."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        where, one = waiting.pop()
+        if isinstance(one, str):
+            try:
+                one.encode("utf-8")
+            except UnicodeEncodeError as error:
+                part = one[max(0, error.start - _AROUND) : error.end + _AROUND]
+                return f"{where.lstrip('.') or 'the text'} has {part!r}"
+        elif isinstance(one, dict):
+            waiting += [(f"{where}.{key}", inside) for key, inside in one.items()]
+            waiting += [("a key", key) for key in one]
+        elif isinstance(one, list | tuple):
+            waiting += [(f"{where}[{place}]", inside) for place, inside in enumerate(one)]
+    return ""
+
+
+def check_text(value: Any, where: str, error: type[EdgespecError] = InputError) -> None:
+    """Raise `error` where a text in a JSON value cannot be written as UTF-8. `where`: file and row."""
+    if found := unwritable(value):
+        raise error(
+            f"{where}: {found}, which holds half a character (a lone surrogate); write the whole character or remove it"
+        )
+
+
+def check_json(line: str, value: Any, where: str, error: type[EdgespecError] = InputError) -> None:
+    """`check_text` of what was read from a line of JSON, which holds half a character only where the line escapes one."""
+    if _ESCAPED.search(line):
+        check_text(value, where, error)
+
+
+def printable_json(value: Any) -> str:
+    """JSON for standard output: readable where that is UTF-8, escaped where it could not show every character."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+    return json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
+
+
+def forgive_streams() -> None:
+    """Let this program print what its output cannot encode: with replacement characters instead of an exception."""
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if reconfigure := getattr(stream, "reconfigure", None):
+            reconfigure(errors=errors)

@@ -1,0 +1,1 @@
+"""Bundles to and from a hub repository."""

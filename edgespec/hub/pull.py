@@ -1,0 +1,237 @@
+"""Pull a bundle from a hub repository: only files its manifest lists, each held against its size and sha256.
+
+Interrupt it at any point and run the same command: what has arrived stays, and a file that was cut off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import sha256_file, writing
+from edgespec.core.free_space import free_disk
+from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
+from edgespec.core.options import from_mapping, knob
+from edgespec.core.progress import progress
+from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
+from edgespec.planning.estimate import size
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Options:
+    repo: str = knob(help="hub repository of a bundle, ORGANISATION/NAME", positional=True)
+    out: str = knob("", "folder for the bundle (default: the repository's name)")
+    revision: str = knob("main", "branch, tag or commit")
+    max_gib: float = knob(64.0, "refuse a bundle that is larger, in GiB", at_least=0.0)
+
+
+OPTIONS = Options
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    check_repo(options.repo)
+    out = Path(options.out or options.repo.split("/")[1]).expanduser()
+    pull(options.repo, out, options.revision, round(options.max_gib * GIB))
+    print(f"bundle: {out}")
+    return 0
+
+
+class _Bounded:
+    """A file that takes at most `limit` bytes, as the hub's client writes to it; tells `bar` of each byte."""
+
+    def __init__(self, stream: BinaryIO, limit: int, name: str, bar: Any) -> None:
+        self._stream, self._limit, self._name, self._bar = stream, limit, name, bar
+
+    def write(self, data: bytes) -> int:
+        if self._stream.tell() + len(data) > self._limit:
+            raise BundleError(
+                f"the hub sends more than the {self._limit} bytes of {self._name!r}; the repository is altered"
+            )
+        self._bar.update(len(data))
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def seek(self, place: int) -> int:
+        return self._stream.seek(place)
+
+    def truncate(self) -> int:
+        return self._stream.truncate()
+
+
+def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
+    """Fetch the bundle into `out`, which appears when all of it is there and right.
+
+    Meanwhile everything lies in a sibling folder `.NAME.partial`: files/ what is done, parts/ what is under way, named by the
+    sha256 wanted, so that a part is never continued with other content.
+
+    Raises InputError (network, gate, room), BundleError (content).
+    """
+    partial = out.with_name(f".{out.name}.partial")
+    done, parts = partial / "files", partial / "parts"
+    fresh = not partial.exists()
+    with writing(partial):
+        for folder in (done, parts):
+            folder.mkdir(parents=True, exist_ok=True)
+    try:
+        commit = _fetch_manifest(repo, revision, done)
+    except Exception:
+        if fresh:  # a repository that cannot be had leaves nothing behind
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if _is_complete(out, done / MANIFEST):
+        shutil.rmtree(partial)
+        print(f"{out} is this bundle already, and whole")
+        return
+    manifest = read_manifest(done)
+    check_names((*manifest.files, MANIFEST), repo)
+    total = sum(entry.bytes for entry in manifest.files.values())
+    if total > most_bytes:
+        raise InputError(
+            f"{repo} has {size(total)}, and at most {size(most_bytes)} are taken; give a larger --max-gib if you want it"
+        )
+    waiting = {name: entry for name, entry in manifest.files.items() if not _has(done / name, entry)}
+    unheld = {entry.sha256: entry.bytes - _held(parts / entry.sha256) for entry in waiting.values()}
+    missing = max(0, sum(unheld.values()))
+    if missing > (free := free_disk(partial)):
+        raise InputError(
+            f"{repo} has {size(missing)} still to fetch and {partial.parent.resolve()} has {size(free)} free; make room, or give "
+            "another --out"
+        )
+    print(
+        f"{repo} at {commit[:12]}: {len(manifest.files)} files, {size(total)}; {size(missing)} still to fetch",
+        flush=True,
+    )
+    finished = {entry.sha256: done / name for name, entry in manifest.files.items() if name not in waiting}
+    with progress("pull", total, "B", done=total - missing) as bar:
+        for name, entry in waiting.items():
+            bar.set_postfix_str(name[-40:])
+            part = parts / entry.sha256
+            if entry.sha256 in finished:  # both models have a copy of some files
+                shutil.copyfile(finished[entry.sha256], part)
+            else:
+                _fetch(repo, commit, name, entry, part, bar)
+            with writing(done / name):
+                (done / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(part, done / name)
+            finished[entry.sha256] = done / name
+    _drop_others(done, {*manifest.files, MANIFEST})
+    open_manifest(done, hashes=False)
+    with writing(out):
+        with suppress(OSError):
+            out.rmdir()  # an empty folder may be there
+        os.replace(done, out)
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_complete(out: Path, manifest: Path) -> bool:
+    """Whether `out` is the whole bundle of this manifest. Raises InputError where it holds something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    ours = out / MANIFEST
+    if not ours.is_file() or sha256_file(ours) != sha256_file(manifest):
+        raise InputError(f"{out} is there already and is not this bundle; give another --out, or remove it")
+    open_manifest(out)
+    return True
+
+
+def _has(file: Path, entry: BundleFile) -> bool:
+    """Whether a finished file is the one wanted."""
+    return file.is_file() and file.stat().st_size == entry.bytes and sha256_file(file) == entry.sha256
+
+
+def _held(part: Path) -> int:
+    return part.stat().st_size if part.is_file() else 0
+
+
+def _fetch_manifest(repo: str, revision: str, folder: Path) -> str:
+    """Write manifest.json into `folder`; return the commit it is of, which all other files are then fetched from."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    with hub_errors(repo, "pull"):
+        seen = get_hf_file_metadata(hf_hub_url(repo, MANIFEST, revision=revision), headers=build_hf_headers())
+    if seen.commit_hash is None or seen.size is None:
+        raise InputError(f"{endpoint()} does not tell commit and size of {MANIFEST} in {repo}; is it a hub?")
+    if seen.size > MAX_MANIFEST_BYTES:
+        raise BundleError(
+            f"{MANIFEST} of {repo} has {seen.size} bytes; at most {MAX_MANIFEST_BYTES} are read"
+        )
+    part = folder / f"{MANIFEST}.part"
+    part.unlink(missing_ok=True)
+    with progress("pull", seen.size, "B") as bar:
+        _download(repo, seen.commit_hash, MANIFEST, seen.size, part, bar)
+    os.replace(part, folder / MANIFEST)
+    return str(seen.commit_hash)
+
+
+def _fetch(repo: str, commit: str, name: str, entry: BundleFile, part: Path, bar: Any) -> None:
+    """Download one file to `part`, going on where it was cut off, and hold it against the manifest. Raises BundleError."""
+    if _held(part) > entry.bytes:
+        part.unlink()
+    _download(repo, commit, name, entry.bytes, part, bar)
+    seen = sha256_file(part)
+    try:
+        if seen != entry.sha256:
+            raise BundleError(
+                f"{name!r} of {repo} arrived with sha256 {seen}, the manifest wants {entry.sha256}: the repository is altered, "
+                "or the file was damaged on its way; run the same command again, and tell the owner if it stays"
+            )
+        check_head(part, name, repo)
+    except BundleError:
+        part.unlink()
+        raise
+
+
+def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: Any) -> None:
+    """Bytes of one file, appended to `part` until it has `wanted` of them. Raises InputError, BundleError."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers, disable_progress_bars
+
+    disable_progress_bars()  # ours covers all files
+    with writing(part), open(part, "ab", buffering=0) as stream:
+        sink: Any = _Bounded(stream, wanted, name, bar)
+        if wanted:
+            with hub_errors(repo, "pull"):
+                try:
+                    http_get(
+                        hf_hub_url(repo, name, revision=commit),
+                        sink,
+                        resume_size=stream.tell(),
+                        headers=build_hf_headers(),
+                        expected_size=wanted,
+                    )
+                except OSError as error:
+                    if "Consistency check" not in str(error) and _status(error) != 416:
+                        raise
+                    part.unlink()
+                    raise BundleError(
+                        f"{name!r} of {repo} has another size than the {wanted} bytes its manifest tells; the repository is "
+                        "altered: tell its owner"
+                    ) from error
+        os.fsync(stream.fileno())
+
+
+def _status(error: OSError) -> int:
+    """The HTTP status of what the hub's client raised; 0 where it is none. 416: there is no byte where we wanted to go on."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
+
+
+def _drop_others(folder: Path, wanted: set[str]) -> None:
+    """Remove what an earlier revision of the repository left among the finished files."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            with suppress(OSError):  # not empty
+                path.rmdir()
+        elif path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()

@@ -1,0 +1,76 @@
+"""The chat template of a tokenizer folder, in every form in which transformers keeps one. Reads files; runs no template.
+
+    chat_template.jinja                        the template
+    additional_chat_templates/NAME.jinja       others beside it, by name
+    tokenizer_config.json, "chat_template"     a text, or a list of {"name", "template"}
+
+Files count before tokenizer_config.json, as in transformers. Of several the one called "default" is the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_bounded, read_json
+
+TEMPLATE_FILE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"
+SETTINGS = "tokenizer_config.json"
+DEFAULT = "default"
+MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_SETTINGS_BYTES = 64 * 1024 * 1024
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The template of a folder; None where it has none. Raises InputError as `chat_template_of` does."""
+    file = folder / SETTINGS
+    settings = read_json(file, limit=MAX_SETTINGS_BYTES) if file.is_file() else {}
+    return chat_template_of(folder, settings if isinstance(settings, dict) else {})
+
+
+def chat_template_of(
+    folder: Path, settings: Mapping[str, Any], *, error: type[EdgespecError] = InputError
+) -> str | None:
+    """The template of a folder whose tokenizer_config.json holds `settings`; None where there is none.
+
+    Raises `error` for a file that is too large or no UTF-8 text, and InputError where several templates are there and none of
+    them is called "default".
+    """
+    if (folder / TEMPLATE_FILE).exists():
+        return _text(folder / TEMPLATE_FILE, error)
+    named = _listed(settings.get("chat_template"))
+    files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    if DEFAULT in files:
+        return _text(files[DEFAULT], error)
+    if DEFAULT in named:
+        return named[DEFAULT] or None
+    names = sorted({*files, *named})
+    if names:
+        raise InputError(
+            f"{folder} has the chat templates {', '.join(name[:80] for name in names[:8])} and none called {DEFAULT!r}; "
+            f"write the one to use into {folder / TEMPLATE_FILE}"
+        )
+    return None
+
+
+def _text(file: Path, error: type[EdgespecError]) -> str:
+    data = read_bounded(file, error=error, limit=MAX_TEMPLATE_BYTES)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as seen:
+        raise error(f"{file} is not UTF-8 text ({seen}); fetch it again") from seen
+
+
+def _listed(value: Any) -> dict[str, str]:
+    """The templates of tokenizer_config.json by name; a text is the default. Entries of another form are no templates."""
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    pairs = [
+        (entry.get("name"), entry.get("template"))
+        for entry in (value if isinstance(value, list) else ())
+        if isinstance(entry, dict)
+    ]
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

@@ -1,0 +1,98 @@
+"""What one decoder costs, from its shape: FLOPs, bytes of memory, bytes on disk. Arithmetic only; knows no recipe.
+
+A multiply-add is two FLOPs. Norms, activations, softmax and the optimizer are left out, as is usual. Attention is counted over
+the whole rectangle: kernels that take a mask compute it all. Memory is float32 (what autocast to bf16 saves is not taken off).
+"""
+
+from __future__ import annotations
+
+from edgespec.core.shapes import ModelShape
+
+FLOAT = 4
+ADAMW = 8
+"""Bytes of AdamW's two moments of a parameter."""
+SAMPLING = 20
+"""Bytes of a logit while a token is drawn from it: logit, probability and nucleus in float32, heights in float64."""
+
+
+def body_weights(shape: ModelShape) -> int:
+    """The weights a token is multiplied with before the output layer."""
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 2 * shape.hidden * query + 2 * shape.hidden * key_value
+    return shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+
+
+def head_flops(shape: ModelShape, positions: float) -> float:
+    """The output layer at `positions` positions: 2 V H each."""
+    return 2.0 * shape.vocab_size * shape.hidden * positions
+
+
+def forward_flops(shape: ModelShape, tokens: float, keys: float, logits: float | None = None) -> float:
+    """2 N + 4 L · heads · head size · keys for each of `tokens` tokens that looks at `keys` keys (N: weights of the body), and
+    the output layer at `logits` positions (all without it).
+    """
+    attention = 4.0 * shape.layers * shape.heads * shape.head_dim * keys
+    body = (2.0 * body_weights(shape) + attention) * tokens
+    return body + head_flops(shape, tokens if logits is None else logits)
+
+
+def training_flops(shape: ModelShape, tokens: float, keys: float) -> float:
+    """Forward and backward: every product comes back as two, one for each of its factors (6 N in all)."""
+    return 3.0 * forward_flops(shape, tokens, keys)
+
+
+def decoding_flops(shape: ModelShape, rows: float, prompt: float, new: float) -> float:
+    """`rows` prompts of `prompt` tokens read in one pass, then `new` tokens one by one with a cache."""
+    reading = forward_flops(shape, rows * prompt, prompt, logits=rows)
+    return reading + forward_flops(shape, rows * new, prompt + (new + 1) / 2)
+
+
+def weight_bytes(shape: ModelShape) -> int:
+    return FLOAT * shape.parameters
+
+
+def training_bytes(shape: ModelShape) -> int:
+    """Weights, their gradients and AdamW's moments: 16 bytes a parameter. Exact."""
+    return (2 * FLOAT + ADAMW) * shape.parameters
+
+
+def checkpoint_bytes(shape: ModelShape) -> int:
+    """Weights and AdamW's moments."""
+    return (FLOAT + ADAMW) * shape.parameters
+
+
+def saved_activation_bytes(shape: ModelShape, tokens: int, context: int, *, masked: bool) -> int:
+    """What the forward pass keeps for the backward pass, without the output layer (whose logits exist a chunk at a time).
+
+    Each token and layer: the residual stream, its normalised form and the norm's output, twice each (6 H); query, keys, values
+    and the attention's output; the FFN's gate, its activation, the other branch and their product (4 I). With a mask (packed
+    rows) keys and values are repeated for every query head and the mask is kept as float32, T values a token. At the end a norm
+    (3 H).
+    """
+    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = 4 * query + context if masked else 2 * query + 2 * key_value
+    layer = 6 * shape.hidden + attention + 4 * shape.intermediate
+    return FLOAT * tokens * (shape.layers * layer + 3 * shape.hidden)
+
+
+def passing_activation_bytes(shape: ModelShape, tokens: int, context: int) -> int:
+    """The largest moment of a forward pass without gradient: the residual stream and three like it (4 H) beside either the inside
+    of an FFN (3 I) or that of an attention (query, its rotated form, repeated keys and values, output, the mask in float32).
+    """
+    attention = 5 * shape.heads * shape.head_dim + context
+    return FLOAT * tokens * (4 * shape.hidden + max(3 * shape.intermediate, attention))
+
+
+def cache_values(shape: ModelShape) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim
+
+
+def cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
+    """The KV cache of `rows` rows of `tokens` tokens, times two: its buffers double when they are full."""
+    return 2 * FLOAT * cache_values(shape) * rows * tokens
+
+
+def sampling_bytes(shape: ModelShape, rows: int) -> int:
+    """The distributions one token of each of `rows` rows is drawn from."""
+    return SAMPLING * shape.vocab_size * rows

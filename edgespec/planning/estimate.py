@@ -1,0 +1,362 @@
+"""What a recipe costs before it runs: tokens, FLOPs, memory and disk of every stage. Arithmetic only, nothing is read or made but
+the target's config.
+
+At most: every response is taken to have its full length, every position of a row to be compared, no draft token to be accepted.
+Prompts are not read; their length is assumed. One process; of a step only as much is in memory as goes through in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.options import from_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count, duration, table
+from edgespec.planning import costs
+from edgespec.recipe.drafter import DrafterShape, derive, describe
+from edgespec.recipe.schema import (
+    SAMPLINGS,
+    DistillOptions,
+    InferenceOptions,
+    Recipe,
+    TrainingOptions,
+    reference_options,
+)
+from edgespec.recipe.shipped import made_target
+from edgespec.recipe.targets import TINY_CHAT, find_shape, shape_of_target
+
+PROMPT_TOKENS = 128
+"""Assumed length of a prompt with its chat template."""
+LOGITS = 2**21
+"""Logits that exist at once in a loss."""
+LOGIT_COPIES = 11
+"""Float32 tensors of that size that JSD and its gradient hold; the others hold fewer, cross-entropy 5."""
+STORED_AT_ONCE = 4096
+"""Tokens of one pass of the target whose distributions are stored."""
+CHECKPOINTS = 3
+"""Two are kept while the next one is written."""
+ROW_BYTES = 10
+"""Of a token in a shard of responses, its id and its part of the text as JSON."""
+EXPORTED_BYTES = {
+    **{"fp32": 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int4": 0.625, "q8_0": 34 / 32, "q4_0": 18 / 32},
+    **{"fp16": 2.0, "int8": 36 / 32, "qdq8": 1.0, "qdq16": 1.0},
+    **{"q4_k_m": 4.85 / 8, "q5_k_m": 5.69 / 8, "q6_k": 210 / 256},
+}
+"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 and q4_0 a float16 one; the K mixtures as llama.cpp counts them."""
+HEAD_BYTES = {"q4_0": 34 / 32}
+"""Of a weight of the output head, where it is kept at another precision."""
+EVALUATED = 2
+"""Drafters measured: pretrained, distilled."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """One stage: tokens that go through a model, FLOPs, and bytes at the peak of memory and of disk."""
+
+    stage: str
+    tokens: int
+    flops: float
+    memory: int
+    disk: int
+
+
+def _steps_tokens(options: TrainingOptions) -> int:
+    return options.steps * options.batch_size * options.context
+
+
+def _pass_tokens(options: TrainingOptions) -> int:
+    return min(options.micro_batch_size or options.batch_size, options.batch_size) * options.context
+
+
+def _id_bytes(shape: ModelShape) -> int:
+    return 2 if shape.vocab_size <= 2**16 else 4
+
+
+def _loss_bytes(shape: ModelShape, tokens: int) -> int:
+    """Logits a chunk at a time, and the output layer's gradient while it is summed up."""
+    logits = LOGIT_COPIES * min(LOGITS, shape.vocab_size * tokens)
+    return costs.FLOAT * (logits + shape.vocab_size * shape.hidden)
+
+
+def _training(
+    stage: str,
+    options: TrainingOptions,
+    trained: ModelShape,
+    *,
+    flops: float = 0.0,
+    judges: Sequence[ModelShape] = (),
+    masked: bool = True,
+    memory: int = 0,
+    disk: int = 0,
+) -> StageCost:
+    """A training of `trained`, with `judges` that run forward only; `flops`, `memory` and `disk` are what comes on top."""
+    tokens, at_once = _steps_tokens(options), _pass_tokens(options)
+    needed = (
+        costs.training_bytes(trained)
+        + costs.saved_activation_bytes(trained, at_once, options.context, masked=masked)
+        + _loss_bytes(trained, at_once)
+        + sum(costs.weight_bytes(judge) for judge in judges)
+        + max(
+            (costs.passing_activation_bytes(judge, at_once, options.context) for judge in judges), default=0
+        )
+    )
+    kept = CHECKPOINTS * costs.checkpoint_bytes(trained) + costs.weight_bytes(trained)
+    total = flops + costs.training_flops(trained, tokens, options.context)
+    return StageCost(stage, tokens, total, needed + memory, kept + disk)
+
+
+def inference_bytes(how: InferenceOptions, target: ModelShape) -> int:
+    """Memory of the target's weights where it only runs. Spread over devices (max_memory), what cannot be spread: its tables.
+
+    An exported file is taken to be Q4_0 unless its precision is given; a server has its own memory.
+    """
+    if how.source == "server":
+        return 0
+    if how.source == "file":
+        return round(exported_bytes(target, how.precision if how.precision in EXPORTED_BYTES else "q4_0"))
+    if how.bits is not None:
+        return target.parameters * how.bits // 8
+    each = costs.FLOAT if how.dtype == "float32" else 2
+    return each * (2 * target.embedding_parameters if how.max_memory else target.parameters)
+
+
+def _made_target() -> StageCost:
+    made = made_target(TINY_CHAT)
+    known = {name: made[name] for name in TrainingOptions.__dataclass_fields__ if name in made}
+    return _training(
+        f"target {TINY_CHAT}, once", from_mapping(TrainingOptions, known), shape_of_target(TINY_CHAT)
+    )
+
+
+def _tune(recipe: Recipe, target: ModelShape) -> StageCost:
+    options = recipe.tune
+    teachers = [shape_of_target(options.teacher)] if options.teacher else []
+    flops = sum(costs.forward_flops(teacher, _steps_tokens(options), options.context) for teacher in teachers)
+    return _training("tune", options, target, flops=flops, judges=teachers)
+
+
+def _pretrain(recipe: Recipe, drafter: ModelShape) -> StageCost:
+    text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
+    return _training("pretrain", recipe.pretrain, drafter, masked=False, disk=text)
+
+
+def _generate(recipe: Recipe, target: ModelShape) -> StageCost:
+    options = recipe.generate
+    length = PROMPT_TOKENS + options.max_new_tokens
+    rows = min(options.batch_size, options.prompts)
+    return StageCost(
+        "generate",
+        options.prompts * length,
+        costs.decoding_flops(target, options.prompts, PROMPT_TOKENS, options.max_new_tokens),
+        inference_bytes(recipe.inference, target)
+        + costs.cache_bytes(target, rows, length)
+        + costs.sampling_bytes(target, rows)
+        + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
+        ROW_BYTES * options.prompts * length,
+    )
+
+
+def stored_position_bytes(target: ModelShape, top_k: int) -> int:
+    """An id and a float16 for each of the top k tokens, and a float16 for the rest."""
+    return top_k * (_id_bytes(target) + 2) + 2
+
+
+def _store(recipe: Recipe, target: ModelShape) -> StageCost:
+    """One pass of the target over the packed responses."""
+    positions = recipe.generate.prompts * recipe.generate.max_new_tokens
+    tokens = recipe.generate.prompts * (PROMPT_TOKENS + recipe.generate.max_new_tokens)
+    context = recipe.distill.context
+    return StageCost(
+        "store",
+        tokens,
+        costs.forward_flops(target, tokens, context, positions),
+        inference_bytes(recipe.inference, target)
+        + costs.passing_activation_bytes(target, STORED_AT_ONCE, context)
+        + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
+        positions * stored_position_bytes(target, recipe.distill.stored_top_k),
+    )
+
+
+def _distill(
+    stage: str,
+    options: DistillOptions,
+    target: ModelShape,
+    drafter: ModelShape,
+    how: InferenceOptions,
+    *,
+    processes: int,
+    text_disk: bool = False,
+) -> StageCost:
+    """The drafter's training, and what it is held against.
+
+    The target runs over every row that is not stored. TVD++'s mean reward and the selection look at all logits once before
+    the gradient; the selection runs the reference too. In micro-batches that look takes another pass of the drafter over
+    all of them but the first, and the target's hidden states wait for the gradient. Rows of the drafter's own are decoded
+    token by token first.
+    """
+    tokens, at_once, context = _steps_tokens(options), _pass_tokens(options), options.context
+    rest = (1 - options.text_fraction) * (1 - options.fixed_fraction)
+    student = rest * options.student_fraction
+    live = 1.0 if options.target_side == "live" else 1.0 - (rest - student)
+    soft, selects = options.labels == "soft", options.select_fraction < 1
+    looks = soft and (selects or (options.divergence == "tvd++" and options.tvdpp_scope != "token"))
+    share = options.batch_size // processes * context  # of one process, a step
+    later = max(0, share - at_once) * looks  # tokens of it that are looked at ahead
+    flops = looks * costs.head_flops(drafter, tokens)
+    flops += costs.forward_flops(drafter, options.steps * processes * later, context, logits=0)
+    if soft:
+        heads = 1 + looks + selects
+        flops += live * costs.forward_flops(target, tokens, context, logits=0)
+        flops += live * heads * costs.head_flops(target, tokens)
+    if selects:
+        flops += costs.forward_flops(drafter, tokens, context)
+    if options.watch_steps:
+        watched = options.steps // options.watch_steps * options.watch_rows * context
+        flops += sum(costs.forward_flops(model, watched, context) for model in (target, drafter))
+    memory = inference_bytes(how, target) - costs.weight_bytes(target)
+    memory += round(live * later) * target.hidden * costs.FLOAT
+    if student:
+        length = PROMPT_TOKENS + options.student_max_new_tokens
+        rows = max(1, at_once // length)
+        flops += costs.forward_flops(drafter, student * tokens, length)
+        memory += costs.cache_bytes(drafter, rows, length) + costs.sampling_bytes(drafter, rows)
+    disk = _id_bytes(drafter) * options.text_fraction * tokens if text_disk else 0.0
+    if options.keep_steps:
+        disk += options.steps // options.keep_steps * costs.weight_bytes(drafter)
+    judges = [target, *([drafter] if selects else [])]
+    return _training(stage, options, drafter, flops=flops, judges=judges, memory=memory, disk=round(disk))
+
+
+def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
+    """Plain decoding, teacher forcing, and speculation at every draft length γ: γ draft steps and γ + 1 positions a token."""
+    options = recipe.evaluate
+    length, prompts = PROMPT_TOKENS + options.max_new_tokens, options.prompts
+    new = prompts * options.max_new_tokens
+    flops = costs.decoding_flops(target, prompts, PROMPT_TOKENS, options.max_new_tokens)
+    tokens = prompts * length
+    for model, extra in ((target, 1), (drafter, 0)):
+        checked = new * sum(gamma + extra for gamma in options.draft_lengths)
+        read = prompts * (length + len(options.draft_lengths) * PROMPT_TOKENS)
+        flops += EVALUATED * (
+            costs.forward_flops(model, checked, length) + costs.forward_flops(model, read, length)
+        )
+        tokens += EVALUATED * (checked + read)
+    rows = min(options.batch_size, prompts)
+    memory = inference_bytes(recipe.inference, target) + costs.weight_bytes(drafter)
+    memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
+    memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
+    return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
+
+
+def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False) -> float:
+    """Bytes of a model's exported weights, or only of those that one token reads (`streamed`)."""
+    each = EXPORTED_BYTES[precision]
+    weights = shape.streamed_parameters if streamed else shape.parameters
+    return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
+
+
+def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
+    """Files only: FLOPs are none to speak of."""
+    return StageCost("export", 0, 0.0, costs.weight_bytes(target), _files_bytes(recipe, target, drafter))
+
+
+def _pack(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
+    """The bundle's copies of the exported files, and of the drafter's checkpoint where no device is named."""
+    checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
+    return StageCost("pack", 0, 0.0, 0, _files_bytes(recipe, target, drafter) + checkpoint)
+
+
+def _files_bytes(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> int:
+    precisions = (*recipe.export.onnx, *recipe.export.gguf, *recipe.export.npu)
+    return round(sum(exported_bytes(model, one) for model in (target, drafter) for one in precisions))
+
+
+def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
+    """Every stage that costs something, in order: FLOPs of all processes, memory of one.
+
+    `recipe` is what one of the processes meets (plan_stages.for_processes). Raises InputError where a teacher's shape is
+    not known here.
+    """
+    distill, reference, how = recipe.distill, recipe.reference, recipe.inference
+    stages = [_made_target()] if recipe.target == TINY_CHAT else []
+    if recipe.tune.steps:
+        stages.append(_tune(recipe, target))
+    if recipe.pretrain.steps:
+        stages.append(_pretrain(recipe, drafter))
+    stages.append(_generate(recipe, target))
+    if distill.target_side == "stored":
+        stages.append(_store(recipe, target))
+    if distill.select_fraction < 1 and reference.steps:
+        options = reference_options(recipe)
+        stages.append(_distill("reference", options, target, drafter, how, processes=processes))
+    if distill.steps:
+        text_disk = not recipe.pretrain.steps
+        stages.append(
+            _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
+        )
+    stages.append(_evaluate(recipe, target, drafter))
+    stages.append(_export(recipe, target, drafter))
+    stages.append(_pack(recipe, target, drafter))
+    return stages
+
+
+def size(number: float) -> str:
+    """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if number >= 2 ** (10 * power):
+            return f"{number / 2 ** (10 * power):.3g} {unit}"
+    return f"{number / 2**10:.3g} KiB"
+
+
+def summary(stages: Sequence[StageCost]) -> str:
+    """All stages in one line: FLOPs and disk add up, of memory the largest stage counts."""
+    flops = sum(stage.flops for stage in stages)
+    memory, disk = max(stage.memory for stage in stages), sum(stage.disk for stage in stages)
+    return f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"
+
+
+def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape, rate: float | None = None) -> str:
+    """The stages and their sum as a table. With `rate`, measured FLOPs a second, their time too."""
+    stages = estimate(recipe, target, drafter)
+    total = StageCost(
+        "in all",
+        sum(stage.tokens for stage in stages),
+        sum(stage.flops for stage in stages),
+        max(stage.memory for stage in stages),
+        sum(stage.disk for stage in stages),
+    )
+    headers = ["stage", "tokens", "FLOPs", "memory", "disk"]
+    rows = [
+        [row.stage, count(row.tokens), f"{row.flops:.2e}", size(row.memory), size(row.disk)]
+        for row in [*stages, total]
+    ]
+    if rate:
+        headers.append("time")
+        for row, cost in zip(rows, [*stages, total], strict=True):
+            row.append(duration(cost.flops / rate))
+    notes = (
+        f"\nAt most: responses of full length, every position compared, prompts of {PROMPT_TOKENS} tokens, no draft token"
+        "\naccepted. Memory in float32, one process, one pass of a step at a time (micro_batch_size makes it smaller); of"
+        "\nexport the target's weights only. Disk with checkpoints, without the target itself."
+    )
+    return table(headers, rows) + notes
+
+
+def dry_run(recipe: Recipe, rate: float | None = None) -> str:
+    """Both shapes and the costs, without a download, a training or a file.
+
+    Raises InputError where the target's shape is not known here.
+    """
+    target = shape_of_target(recipe.target)
+    options = recipe.drafter
+    if options.init == "checkpoint":
+        checkpoint = find_shape(options.checkpoint) if Path(options.checkpoint).is_dir() else None
+        if checkpoint is None:
+            raise InputError(f"drafter.checkpoint {options.checkpoint!r} is no folder; give a model folder")
+        drafter = DrafterShape(**asdict(checkpoint))
+    else:
+        drafter = derive(target, options)
+    return f"{describe(target, drafter)}\n\n{dry_run_table(recipe, target, drafter, rate)}"

@@ -1,0 +1,149 @@
+"""Accelerators by name: what their makers publish of arithmetic, memory and bandwidth, and the same measured on this machine.
+
+FLOP/s are dense (no sparsity) matrix products with bf16 factors and float32 sums, which is what training uses; a card without
+bf16 units (V100, T4) counts with its float32 rate, as the training there runs in float32. Sources, one for each card:
+
+    V100        NVIDIA V100 datasheet: 15.7 TFLOPS fp32 (SXM2), 900 GB/s
+    T4          NVIDIA T4 datasheet: 8.1 TFLOPS fp32, 320 GB/s
+    A10         NVIDIA A10 datasheet: 125 TFLOPS bf16, 600 GB/s
+    A100        NVIDIA A100 datasheet: 312 TFLOPS bf16; 40 GB: 1,555 GB/s, 80 GB SXM: 2,039 GB/s
+    A6000       NVIDIA RTX A6000 datasheet: 309.7 TFLOPS with sparsity, so 154.8; 768 GB/s
+    L4, L40S    their datasheets: 121 and 362 TFLOPS bf16 without sparsity, 300 and 864 GB/s
+    RTX3090     NVIDIA GA102 whitepaper: 71 TFLOPS bf16 with float32 sums, 936 GB/s
+    RTX4090     NVIDIA Ada whitepaper: 165.2 TFLOPS bf16 with float32 sums, 1,008 GB/s
+    H100, H200  their datasheets: 1,979 TFLOPS with sparsity, so 989 (SXM), 756 for H100 PCIe; 3,350, 2,000 and 4,800 GB/s
+    B200        NVIDIA HGX B200 datasheet: 2,250 TFLOPS bf16 without sparsity, 7,700 GB/s
+    MI300X      AMD Instinct MI300X datasheet: 1,307 TFLOPS bf16 without sparsity, 5,300 GB/s
+
+Knows no models. What a program reaches of these figures is the plan's assumption, not this table's.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from time import perf_counter
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.free_space import free_memory
+
+THIS_MACHINE = "this machine"
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """`count` equal devices. Of one of them: FLOP/s of matrix products, bytes/s of memory read, bytes of memory.
+
+    `measured`: whether the rates were measured, else they are published peaks; `free`: the share of the processors that no other
+    program held meanwhile. `bf16`: whether training uses bf16 there.
+    """
+
+    name: str
+    count: int
+    flops: float
+    bandwidth: float
+    memory: int
+    measured: bool = False
+    bf16: bool = True
+    free: float = 1.0
+
+    def __str__(self) -> str:
+        return self.name if self.name == THIS_MACHINE else f"{self.count} x {self.name}"
+
+
+def _card(tflops: float, gigabytes_a_second: float, gib: int, bf16: bool = True) -> Hardware:
+    return Hardware("", 1, tflops * 1e12, gigabytes_a_second * 1e9, gib * GIB, bf16=bf16)
+
+
+# Positional: TFLOPS, GB/s, memory in GiB (as the card's name says it).
+CARDS = {
+    "V100-16GB": _card(15.7, 900, 16, bf16=False),
+    "V100-32GB": _card(15.7, 900, 32, bf16=False),
+    "T4": _card(8.1, 320, 16, bf16=False),
+    "A10": _card(125, 600, 24),
+    "A100-40GB": _card(312, 1555, 40),
+    "A100-80GB": _card(312, 2039, 80),
+    "A6000": _card(154.8, 768, 48),
+    "L4": _card(121, 300, 24),
+    "L40S": _card(362, 864, 48),
+    "RTX3090": _card(71, 936, 24),
+    "RTX4090": _card(165.2, 1008, 24),
+    "H100": _card(989, 3350, 80),
+    "H100-PCIE": _card(756, 2000, 80),
+    "H200": _card(989, 4800, 141),
+    "B200": _card(2250, 7700, 180),
+    "MI300X": _card(1307, 5300, 192),
+}
+USUAL = {
+    "A100": "A100-80GB",
+    "V100": "V100-32GB",
+    "H100-80GB": "H100",
+    "H200-141GB": "H200",
+    "3090": "RTX3090",
+    "4090": "RTX4090",
+}
+MOST = 4096
+_FORM = re.compile(r"(?:(\d+)\s*[x×*]\s*)?(\w[\w .-]*)")
+
+
+def parse(text: str) -> Hardware:
+    """`8xA100-80GB`, `H100`, `this machine`. Measures the machine for about a second where that is asked for.
+
+    Raises InputError: an unknown name (with the nearest known one), a count that is none.
+    """
+    plain = " ".join(text.replace("-", " ").replace("_", " ").lower().split())
+    if plain in (THIS_MACHINE, "cpu"):
+        return this_machine()
+    form = _FORM.fullmatch(text.strip())
+    count, name = (int(form[1] or 1), _key(form[2])) if form else (0, "")
+    names = {_key(card): card for card in CARDS} | {_key(short): full for short, full in USUAL.items()}
+    if not form or not 1 <= count <= MOST:
+        raise InputError(f"--gpus is {text!r}; give COUNTxNAME such as 8xA100-80GB, or {THIS_MACHINE!r}")
+    if name not in names:
+        known = [*CARDS, THIS_MACHINE]
+        near = [card for card in CARDS if name and _key(card).startswith(name)]
+        hint = f"; did you mean {near[0]!r}?" if near else did_you_mean(form[2].upper().strip(), known)
+        raise InputError(f"unknown GPU {form[2].strip()!r}{hint}")
+    card = CARDS[names[name]]
+    return Hardware(names[name], count, card.flops, card.bandwidth, card.memory, bf16=card.bf16)
+
+
+def _key(name: str) -> str:
+    """Letters and digits only: a100-80gb, A100 80GB and A100_80GB are one card; maker and family words say nothing."""
+    words = [
+        word for word in re.split(r"[\s_-]+", name.upper()) if word not in ("NVIDIA", "AMD", "SXM", "TESLA")
+    ]
+    return re.sub(r"[^A-Z0-9]", "", "".join(words))
+
+
+def this_machine() -> Hardware:
+    """This machine's processor, measured: float32 products of numpy, a read of the memory, and the memory that is free now."""
+    from edgespec_runtime.engines.device import free_share, read_bandwidth
+    from edgespec_runtime.engines.engine import default_threads
+
+    threads = default_threads()
+    share = free_share(threads)
+    return Hardware(
+        THIS_MACHINE,
+        1,
+        _multiply_rate(),
+        read_bandwidth(threads),
+        free_memory() or 0,
+        measured=True,
+        bf16=False,
+        free=min(share, free_share(threads)),
+    )
+
+
+def _multiply_rate(size: int = 1024, times: int = 8) -> float:
+    """FLOP/s of float32 products of two square matrices in numpy: the best of several."""
+    import numpy as np
+
+    one = np.ones((size, size), dtype=np.float32)
+    best = float("inf")
+    for _ in range(times):
+        start = perf_counter()
+        one @ one
+        best = min(best, perf_counter() - start)
+    return 2.0 * size**3 / best

@@ -1,0 +1,157 @@
+"""What a drafter for a target costs and what it would give, before anything is downloaded, trained or paid for.
+
+edgespec plan --target llama-2-7b-chat --recipe paper-llama-2-7b-chat --gpus 8xA100-80GB --device laptop-cpu-x86
+
+Arithmetic on shapes: needs no weights, no network and no torch. Every knob of build-drafter is one of plan too.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
+from edgespec.core.options import check, knob
+from edgespec.core.shapes import ModelShape
+from edgespec.planning.devices_fit import Fit, fit
+from edgespec.planning.hardware import THIS_MACHINE, Hardware, parse, this_machine
+from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
+from edgespec.planning.plan_report import Plan, as_json, text
+from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
+from edgespec.recipe.devices import device_of
+from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.schema import Recipe
+from edgespec.recipe.shipped import recipe_file, shipped_recipes
+from edgespec.recipe.targets import TARGETS, is_hub_id, shape_of_target
+
+UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
+"""What a budget of this machine is made for, where nothing was measured."""
+
+
+@dataclass(frozen=True)
+class Options(Recipe):
+    recipe: str = knob(
+        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
+    )
+    gpus: str = knob(
+        THIS_MACHINE,
+        "what trains: COUNTxNAME such as 8xA100-80GB or 1xH100, or this machine (measured quickly)",
+    )
+    alphas: tuple[float, ...] = knob(
+        (0.5, 0.6, 0.7, 0.8), "acceptance rates to predict a speed-up for", at_least=0.0, at_most=1.0
+    )
+    mfu: float = knob(
+        0.35,
+        "assumed share of the GPUs' peak FLOP/s that training reaches (rates measured on this machine count whole)",
+        at_least=0.01,
+        at_most=1.0,
+    )
+    bandwidth_share: float = knob(
+        0.6,
+        "assumed share of published rates that decoding reaches, in data generation and on a device nobody measured",
+        at_least=0.01,
+        at_most=1.0,
+    )
+    json: str = knob("", "write everything to this file too")
+
+
+OPTIONS = Options
+OWN = tuple(field.name for field in fields(Options) if field.name not in {f.name for f in fields(Recipe)})
+
+
+def run(given: dict[str, Any]) -> int:
+    options, recipe = _read_options(given)
+    plan = make(recipe, options)
+    print(text(plan))
+    if options.json:
+        write_json(Path(options.json), as_json(plan))
+        print(f"wrote {options.json}", file=sys.stderr)
+    return 0
+
+
+def _read_options(given: dict[str, Any]) -> tuple[Options, Recipe]:
+    """This verb's options (its target is a placeholder), and the recipe that build-drafter would run with the same flags."""
+    flags = dict(given)
+    if _is_machine(flags.get("device", "")):
+        del flags["device"]
+    hints = {"alphas": tuple[float, ...], "mfu": float, "bandwidth_share": float}
+    own = {
+        name: check(flags.pop(name), hints.get(name, str), Options.__dataclass_fields__[name], name)
+        for name in OWN
+        if name in flags
+    }
+    options = Options(target="", **own)
+    file = recipe_file(options.recipe) if options.recipe else shipped_recipes().get(flags.get("target", ""))
+    recipe = resolve(load_recipe(file) if file else {}, flags)
+    return replace(options, recipe=file.stem if file else ""), recipe
+
+
+def make(recipe: Recipe, options: Options) -> Plan:
+    """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
+    target = shape_of_target(recipe.target)
+    if recipe.drafter.init == "checkpoint":
+        from edgespec.recipe.targets import find_shape
+
+        found = find_shape(recipe.drafter.checkpoint) if Path(recipe.drafter.checkpoint).is_dir() else None
+        if found is None:
+            raise InputError(
+                f"drafter.checkpoint {recipe.drafter.checkpoint!r} is no folder; give a model folder"
+            )
+        drafter = DrafterShape(**vars(found))
+    else:
+        drafter = derive(target, recipe.drafter)
+    given = parse(options.gpus)
+    hardware = replace(given, count=usable(recipe, given.count))
+    assumed = Assumed(options.mfu, options.bandwidth_share)
+    stages = tuple(stage_times(recipe, target, drafter, hardware, assumed))
+    known = TARGETS.get(recipe.target)
+    hub = known.repo is not None if known else is_hub_id(recipe.target) and not Path(recipe.target).is_dir()
+    machine = hardware if hardware.name == THIS_MACHINE else None
+    room, ways = _device(recipe, options.bandwidth_share, target, drafter, machine)
+    return Plan(
+        recipe=recipe,
+        recipe_name=options.recipe,
+        recipes=_recipes_for(recipe.target),
+        target=target,
+        drafter=drafter,
+        hardware=hardware,
+        offered=given.count,
+        assumed=assumed,
+        stages=stages,
+        storage=storage(stages, target, hub=hub),
+        device=recipe.device or THIS_MACHINE,
+        fit=room,
+        ways=tuple(ways),
+        alphas=options.alphas,
+    )
+
+
+def _is_machine(name: str) -> bool:
+    return " ".join(name.replace("-", " ").split()) == THIS_MACHINE
+
+
+def _device(
+    recipe: Recipe, share: float, target: ModelShape, drafter: ModelShape, machine: Hardware | None
+) -> tuple[Fit | None, list[Way]]:
+    """The profile's room for the pair, and the ways to run it: measured ones where this machine is asked for and has any."""
+    one = device_of(recipe)
+    if one is not None:
+        longest = one.max_draft_length if one.draft_length is None else one.draft_length
+        way = budget(target, drafter, one.engine, one.target, rates_of_profile(one, share), longest)
+        return fit(one, target, drafter, recipe.export.context), [way]
+    ways = measured(target, drafter)
+    if not ways:
+        rates = rates_of_machine(machine or this_machine())
+        ways = [budget(target, drafter, engine, precision, rates) for engine, precision in UNMEASURED]
+    return None, ways
+
+
+def _recipes_for(target: str) -> tuple[str, ...]:
+    """Shipped recipes whose target this is."""
+    return tuple(
+        name for name, file in shipped_recipes().items() if load_recipe(file).get("target") == target
+    )

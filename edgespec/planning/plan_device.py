@@ -1,0 +1,188 @@
+"""What speculation would give on a device before anything is built: pass costs measured there, else a budget of its rates.
+
+The budget is a roofline: a pass of n tokens takes the longer of two times, that of reading the weights and the cache once, and
+that of n tokens' products. An ideal engine would reach it; real ones fall short of it in their own ways (a CPU's kernels work on
+rows of four, attention is not free), so what was measured on the device goes before. MBSU counts the reading alone.
+
+Knows shapes and rates; builds the same table of costs that `doctor` measures, so that one arithmetic reads both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from edgespec.core.metrics import mbsu, predicted_block_efficiency
+from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
+from edgespec.planning.devices_fit import cache_bytes_per_token, weight_bytes
+from edgespec.planning.hardware import Hardware
+from edgespec.recipe.devices import Profile
+
+if TYPE_CHECKING:
+    from edgespec_runtime.chooser.pass_costs import Costs
+
+CONTEXT = 256
+"""Tokens in the cache: an everyday chat's, where the doctor looks too."""
+ARITHMETIC = {
+    "laptop-cpu-x86": (
+        0.77e12,
+        "float32, 6 performance cores x 32 a cycle (AVX2) x 4 GHz: a Core Ultra 7 155H",
+    ),
+    "laptop-cpu-arm": (
+        5.8e12,
+        "int8, 12 cores x 128 a cycle (4 vector units, SDOT) x 3.8 GHz: a Snapdragon X Elite",
+    ),
+    "apple-silicon": (
+        1.8e12,
+        "int8, 4 performance cores x 128 a cycle (4 vector units, SDOT) x 3.5 GHz: an M2",
+    ),
+    "raspberry-pi": (0.61e12, "int8, 4 Cortex-A76 x 64 a cycle (2 vector units, SDOT) x 2.4 GHz"),
+    "intel-npu": (11e12, "int8, as Intel states for the NPU of Core Ultra, series 1"),
+    "qualcomm-npu": (45e12, "int8, as Qualcomm states for the NPU of Snapdragon X"),
+    "amd-npu": (50e12, "int8, as AMD states for the NPU of Ryzen AI 300"),
+}
+"""Operations a second (a multiply-add is two) of a device profile's processor, and what they are the arithmetic of: the number
+format of the profile's engine in exact mode (ONNX int4 multiplies in float32, llama.cpp's Q4_0 in int8).
+"""
+PAPER_TAU, PAPER_GAMMA = 2.3, 3
+"""Block efficiency of direct alignment's drafter at γ = 3 (abstract: up to 2.3)."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the pair. `measured`: the costs are measured ones, else a budget; `where`: of which measurement.
+
+    `byte_ratio`: c by the bytes a token reads; `context`: tokens in the cache that the figures hold for; `longest`: the longest
+    draft that will be chosen there (by default, the longest whose verification was measured).
+    """
+
+    name: str
+    measured: bool
+    where: str
+    costs: Costs
+    byte_ratio: float
+    context: int
+    longest: int | None = None
+
+    @property
+    def most(self) -> int:
+        """The longest draft that comes into question."""
+        return self.costs.longest - 1 if self.longest is None else self.longest
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens a second of plain decoding."""
+        return 1.0 / self.costs.verify(1, self.context)
+
+    def speedup(self, rate: float, length: int) -> float:
+        from edgespec_runtime.chooser.pass_costs import speedup
+
+        return speedup(self.costs, rate, length, self.context)
+
+    def best(self, rate: float) -> tuple[int, float]:
+        """(best γ, its speed-up) at an acceptance rate; (0, 1.0) where no draft pays."""
+        length = max(
+            range(self.most + 1), key=lambda length: self.speedup(rate, length)
+        )  # 0 first: it wins a tie
+        return length, self.speedup(rate, length)
+
+    def break_even(self, length: int) -> float | None:
+        from edgespec_runtime.chooser.pass_costs import break_even
+
+        return break_even(self.costs, length, self.context)
+
+    def least(self, lengths: Sequence[int]) -> tuple[float, int] | None:
+        """(lowest break-even α, its γ); None where no draft ever pays."""
+        allowed = [length for length in lengths if length <= self.most]
+        found = [(alpha, length) for length in allowed if (alpha := self.break_even(length)) is not None]
+        return min(found, default=None)
+
+    def memory_bound(self, rate: float, length: int) -> float:
+        """MBSU with c by bytes."""
+        return mbsu(predicted_block_efficiency(rate, length), length, self.byte_ratio)
+
+
+def rate_of(tau: float, length: int) -> float:
+    """The acceptance rate α whose block efficiency at γ = `length` is `tau`, for independent acceptances. Bisection."""
+    low, high = 0.0, 1.0
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if predicted_block_efficiency(middle, length) < tau else (low, middle)
+    return low
+
+
+@dataclass(frozen=True)
+class DeviceRates:
+    """Bytes and operations a second that a budget counts with, and where they are from."""
+
+    bandwidth: float
+    flops: float
+    source: str
+
+
+def rates_of_profile(profile: Profile, share: float) -> DeviceRates:
+    """Of a device nobody has measured here: `share` of what its memory and its units could do."""
+    flops, units = ARITHMETIC.get(profile.name, (math.inf, "arithmetic not counted"))
+    source = (
+        f"{share:.0%} of {profile.bandwidth_gb_s:g} GB/s ({profile.memory}) and of the arithmetic ({units})"
+    )
+    return DeviceRates(share * profile.bandwidth_gb_s * 1e9, share * flops, source)
+
+
+def rates_of_machine(machine: Hardware) -> DeviceRates:
+    """Of this machine, as numpy reads its memory and multiplies."""
+    source = f"{machine.bandwidth / 1e9:.0f} GB/s and {machine.flops / 1e9:.0f} GFLOP/s (float32), measured with numpy"
+    return DeviceRates(machine.bandwidth, machine.flops, source)
+
+
+def budget(
+    target: ModelShape,
+    drafter: ModelShape,
+    engine: str,
+    precision: str,
+    rates: DeviceRates,
+    longest: int | None = None,
+) -> Way:
+    """Costs from a device's rates alone, for drafts of at most `longest`. Raises InputError where the precision is unknown."""
+    from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
+
+    def seconds(shape: ModelShape, tokens: int) -> float:
+        read = _streamed(shape, engine, precision) + cache_bytes_per_token(shape, engine) * CONTEXT
+        return max(read / rates.bandwidth, costs.forward_flops(shape, tokens, CONTEXT) / rates.flops)
+
+    table = Costs(
+        contexts=(CONTEXT,),
+        verify_seconds=(tuple(seconds(target, n) for n in range(1, LONGEST_PASS + 1)),),
+        draft_seconds=(seconds(drafter, 1),),
+        draft_read2_seconds=(seconds(drafter, 2),),
+    )
+    ratio = _byte_ratio(target, drafter, engine, precision)
+    return Way(f"{engine} {precision}", False, rates.source, table, ratio, CONTEXT, longest)
+
+
+def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
+    """What this machine has measured of models of these shapes: doctor on a bundle, bench --synthetic."""
+    from edgespec_runtime.chooser.kept_costs import kept_for
+
+    ways = []
+    for kept in kept_for(target, drafter):
+        context = min(kept.costs.contexts, key=lambda at: abs(at - CONTEXT))
+        ratio = _byte_ratio(target, drafter, kept.engine, kept.precision)
+        ways.append(Way(f"{kept.engine} {kept.precision}", True, kept.source, kept.costs, ratio, context))
+    return ways
+
+
+def _streamed(shape: ModelShape, engine: str, precision: str) -> int:
+    return weight_bytes(shape, engine, precision, streamed=True)
+
+
+def _byte_ratio(target: ModelShape, drafter: ModelShape, engine: str, precision: str) -> float:
+    return _streamed(drafter, engine, precision) / _streamed(target, engine, precision)
+
+
+def fastest(ways: Sequence[Way], rate: float) -> Way:
+    """The way with the most tokens a second at an acceptance rate, each at its best γ."""
+    return max(ways, key=lambda way: way.best(rate)[1] * way.plain_rate)

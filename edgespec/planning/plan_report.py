@@ -1,0 +1,278 @@
+"""A plan in words and tables, and as JSON. Says what was measured, what was published, and what is assumed; computes little."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgespec.core.metrics import predicted_block_efficiency
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count, duration, table
+from edgespec.planning.devices_fit import Fit
+from edgespec.planning.estimate import size
+from edgespec.planning.hardware import Hardware
+from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest, rate_of
+from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
+from edgespec.recipe.drafter import DrafterShape, cost_ratios, describe
+from edgespec.recipe.schema import Recipe
+
+LENGTHS = (1, 2, 3, 4, 5, 7)
+QUIET = 0.85
+"""Share of the processors from which a measurement is one of the machine."""
+WORTH, HARDLY = 1.3, 1.05
+"""Speed-ups from which a drafter is called worth it, and below which it is called not worth it."""
+DAY, YEAR = 86400.0, 365.25 * 86400.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the report says.
+
+    `hardware` counts the devices that can share the work, of those `offered`; `fit`: the device's memory, where it is a profile;
+    `ways`: how the pair could run there; `recipes`: shipped ones for this target.
+    """
+
+    recipe: Recipe
+    recipe_name: str
+    recipes: tuple[str, ...]
+    target: ModelShape
+    drafter: DrafterShape
+    hardware: Hardware
+    offered: int
+    assumed: Assumed
+    stages: tuple[StageTime, ...]
+    storage: Storage
+    device: str
+    fit: Fit | None
+    ways: tuple[Way, ...]
+    alphas: tuple[float, ...]
+
+    @property
+    def measured(self) -> bool:
+        return any(way.measured for way in self.ways)
+
+
+def span(seconds: float) -> str:
+    """`report.duration`, in days and years where hours are too many to picture."""
+    if seconds >= 2 * YEAR:
+        return f"{count(seconds / YEAR)} years"
+    return f"{seconds / DAY:.1f} days" if seconds >= 3 * DAY else duration(seconds)
+
+
+def text(plan: Plan) -> str:
+    """The whole report."""
+    parts = [
+        describe(plan.target, plan.drafter),
+        _cost_of_drafting(plan),
+        _stages(plan),
+        _storage(plan),
+        *(_way(plan, way) for way in plan.ways),
+        _verdict_text(plan),
+    ]
+    return "\n\n".join(parts)
+
+
+def _cost_of_drafting(plan: Plan) -> str:
+    ratios = cost_ratios(plan.target, plan.drafter)
+    which = plan.recipe_name or "the defaults"
+    lines = [
+        f"A drafter step costs c = {ratios['parameters']:.2%} of the target's by parameters (the paper's c) and "
+        f"{ratios['streamed']:.2%} by weights streamed.",
+        f"Recipe: {which}.",
+    ]
+    others = [name for name in plan.recipes if name != plan.recipe_name]
+    if others:
+        lines.append(f"Recipes made for this target: {', '.join(others)} (--recipe NAME).")
+    return "\n".join(lines)
+
+
+def _stages(plan: Plan) -> str:
+    rows: list[tuple[str, ...]] = []
+    for stage in plan.stages:
+        cost = stage.cost
+        memory = size(stage.memory) + ("" if stage.fits else " (!)")
+        work = (cost.stage, count(cost.tokens), f"{cost.flops:.2e}", memory, str(stage.devices))
+        rows.append((*work, size(cost.disk), span(stage.seconds), stage.binds))
+    flops = sum(stage.cost.flops for stage in plan.stages)
+    disk = sum(stage.cost.disk for stage in plan.stages)
+    seconds = sum(stage.seconds for stage in plan.stages)
+    rows.append(("in all", "", f"{flops:.2e}", "", "", size(disk), span(seconds), ""))
+    headers = ("stage", "tokens", "FLOPs", "memory each", "on", "disk", "time", "binds")
+    return "\n".join([_rates(plan), table(headers, rows), *_assumptions(plan)])
+
+
+def _rates(plan: Plan) -> str:
+    """What the time is reckoned with."""
+    one = plan.hardware
+    kind = f"published peaks, {'bf16' if one.bf16 else 'float32: it has no bf16 units'}"
+    if one.measured:
+        kind = "measured with numpy in float32, memory that is free now"
+    return f"On {one} ({one.flops / 1e12:.3g} TFLOP/s, {one.bandwidth / 1e9:.0f} GB/s, {size(one.memory)} each; {kind}):"
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    lines = ["At most: every response has its full length, no draft token is accepted."]
+    one = plan.hardware
+    if not one.measured:
+        lines.append(
+            f"Assumed: training reaches {plan.assumed.mfu:.0%} of those FLOP/s (--mfu), decoding {plan.assumed.bandwidth:.0%} of "
+            "the bandwidth (--bandwidth-share)."
+        )
+    elif one.free < QUIET:
+        lines.append(
+            f"Other programs held {1 - one.free:.0%} of the processors while this was measured: on a quiet machine it is faster."
+        )
+    if plan.offered > one.count:
+        lines.append(
+            f"{plan.offered} were given and {one.count} can share the work: every batch size must be a multiple of their number "
+            "(--pretrain.batch-size, --distill.batch-size)."
+        )
+    return lines
+
+
+def _storage(plan: Plan) -> str:
+    stored = plan.storage
+    precisions = ", ".join((*plan.recipe.export.onnx, *plan.recipe.export.gguf))
+    download = f"{size(stored.download)} of it the target's download, " if stored.download else ""
+    return f"Storage: {size(stored.total)} in all, {download}{size(stored.bundle)} the bundle's models ({precisions})."
+
+
+def _way(plan: Plan, way: Way) -> str:
+    """One engine and precision on the device: what each γ costs and gives."""
+    rows: list[tuple[str, ...]] = []
+    for length in [length for length in LENGTHS if length <= way.most]:
+        alpha = way.break_even(length)
+        cells = [
+            f"{way.speedup(rate, length):.2f} ({way.memory_bound(rate, length):.2f})" for rate in plan.alphas
+        ]
+        pays = "never" if alpha is None else f"{alpha:.2f}"
+        rows.append((f"γ = {length}", f"{way.costs.v(length + 1, way.context):.2f}", pays, *cells))
+    best = [way.best(rate) for rate in plan.alphas]
+    rows.append(("best", "", "", *(f"{gain:.2f} at γ = {length}" for length, gain in best)))
+    headers = ("", "v(γ+1)", "break-even α", *(f"α = {rate:g}" for rate in plan.alphas))
+    kind = (
+        f"Measured: {way.where}."
+        if way.measured
+        else f"A budget, what an ideal engine reaches with {way.where}."
+    )
+    return "\n".join(
+        [
+            f"On {plan.device}, {way.name}: {way.plain_rate:.3g} plain tokens a second, a drafter step costs "
+            f"{way.costs.c_t(way.context):.3f} of one.",
+            kind,
+            f"Speed-up over plain decoding; in brackets MBSU, what memory alone would allow (c by bytes {way.byte_ratio:.2%}):",
+            table(headers, rows),
+        ]
+    )
+
+
+def verdict(plan: Plan) -> list[str]:
+    """Whether it is worth it, in sentences: the device, its room, the price, and what would make the answer surer."""
+    rate = rate_of(PAPER_TAU, PAPER_GAMMA)
+    way = fastest(plan.ways, rate)
+    length, gain = way.best(rate)
+    least = way.least(LENGTHS)
+    looks = "" if plan.measured else "looks "
+    if gain >= WORTH:
+        answer = f"{looks or 'is '}worth it"
+    elif gain >= HARDLY:
+        answer = f"{looks or 'is '}hardly worth it"
+    else:
+        answer = f"{looks or 'is '}not worth it"
+    speed = (
+        f"at γ = {length} ({gain * way.plain_rate:.3g} tokens a second)" if length else "with no draft at all"
+    )
+    lines = [
+        f"Speculation {answer} on {plan.device}: at the acceptance of the paper's drafter (τ {PAPER_TAU} at γ = {PAPER_GAMMA}, "
+        f"so α = {rate:.2f}) {way.name} would run {gain:.2f}x as fast as plain decoding, {speed}."
+    ]
+    if least is None:
+        lines.append("No acceptance rate makes a draft pay there.")
+    else:
+        lines.append(f"Speculation pays from α = {least[0]:.2f} on (γ = {least[1]}).")
+    if not plan.measured:
+        again = "" if plan.device == "this machine" else " on the device"
+        lines.append(
+            f"That is a budget and no measurement: run `edgespec bench --synthetic {plan.recipe.target}`{again} before you pay "
+            "for the training, and then this plan again, which uses what was measured."
+        )
+    return [*_room(plan), *lines, *_price(plan)]
+
+
+def _room(plan: Plan) -> list[str]:
+    if plan.fit is None or plan.fit.fits:
+        return []
+    there = size(plan.fit.profile.memory_bytes)
+    return [
+        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it "
+        f"(edgespec devices show {plan.device}); were there room:"
+    ]
+
+
+def _price(plan: Plan) -> list[str]:
+    seconds = sum(stage.seconds for stage in plan.stages)
+    busy = sum(stage.seconds * stage.devices for stage in plan.stages)
+    longest = max(plan.stages, key=lambda stage: stage.seconds)
+    hours = "" if plan.hardware.measured else f" ({busy / 3600:,.0f} GPU hours)"
+    name = longest.cost.stage
+    cure = f": fewer --{name}.steps cost less and give less" if name in TRAININGS else ""
+    share = f"{longest.seconds / seconds:.0%} of it {name}"
+    lines = [f"The build takes about {span(seconds)} on {plan.hardware}{hours}, {share}{cure}."]
+    tight = [stage.cost.stage for stage in plan.stages if not stage.fits]
+    if tight:
+        lines.append(
+            f"Memory does not suffice for {', '.join(tight)} (!): try a smaller micro_batch_size or generate.batch_size, "
+            "--inference.dtype bfloat16, --parallel fsdp, or devices with more memory."
+        )
+    return lines
+
+
+def _verdict_text(plan: Plan) -> str:
+    return "\n".join(verdict(plan))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Every figure of the report, in base units (seconds, bytes, FLOPs)."""
+    return {
+        "target": {"name": plan.recipe.target, **asdict(plan.target), "parameters": plan.target.parameters},
+        "drafter": {**asdict(plan.drafter), "parameters": plan.drafter.parameters},
+        "cost_ratios": cost_ratios(plan.target, plan.drafter),
+        "recipe": plan.recipe_name,
+        "hardware": asdict(plan.hardware) | {"offered": plan.offered},
+        "assumed": asdict(plan.assumed),
+        "stages": [asdict(stage) for stage in plan.stages],
+        "storage": asdict(plan.storage) | {"total": plan.storage.total},
+        "device": {
+            "name": plan.device,
+            "fits": None if plan.fit is None else plan.fit.fits,
+            "needed_bytes": None if plan.fit is None else plan.fit.needed,
+            "ways": [_way_json(plan, way) for way in plan.ways],
+        },
+        "verdict": verdict(plan),
+    }
+
+
+def _way_json(plan: Plan, way: Way) -> dict[str, Any]:
+    return {
+        "name": way.name,
+        "measured": way.measured,
+        "where": way.where,
+        "context": way.context,
+        "c_by_bytes": way.byte_ratio,
+        "c_t": way.costs.c_t(way.context),
+        "plain_tokens_per_second": way.plain_rate,
+        "lengths": [
+            {
+                "gamma": length,
+                "v": way.costs.v(length + 1, way.context),
+                "break_even_alpha": way.break_even(length),
+                "tau": {str(rate): predicted_block_efficiency(rate, length) for rate in plan.alphas},
+                "speedup": {str(rate): way.speedup(rate, length) for rate in plan.alphas},
+                "mbsu": {str(rate): way.memory_bound(rate, length) for rate in plan.alphas},
+            }
+            for length in LENGTHS
+        ],
+        "best": {
+            str(rate): dict(zip(("gamma", "speedup"), way.best(rate), strict=True)) for rate in plan.alphas
+        },
+    }

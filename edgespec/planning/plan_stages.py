@@ -1,0 +1,140 @@
+"""How long the stages of a recipe take on given hardware, how much of an accelerator's memory they fill, and what is on the disk.
+
+Time is the longer of two: FLOPs at the share of the peak that trainings reach, and bytes of weights and caches that are read for
+one token after another, at the share of the bandwidth that decoding reaches. Both shares are the user's to set. Arithmetic only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
+from edgespec.planning.estimate import EVALUATED, PROMPT_TOKENS, StageCost, estimate, inference_bytes
+from edgespec.planning.hardware import Hardware
+from edgespec.recipe.schema import Recipe, TrainingOptions
+
+TOGETHER = ("tune", "pretrain", "generate", "store", "reference", "distill")
+"""Stages that all processes work on; the others are one process's."""
+TRAININGS = ("tune", "pretrain", "reference", "distill")
+ON_HOST = ("export", "pack")
+"""Stages that take the machine's memory and not an accelerator's."""
+SAMPLINGS = 2
+"""Ways of sampling that the evaluation measures (evaluation_report.SAMPLINGS)."""
+DISK_RATE = 0.5e9
+"""Assumed bytes a second of reading weights and writing files, for stages that do little else."""
+PUBLISHED_BYTES = 2
+"""Of a weight as the hub has it (bf16 or f16)."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A stage on hardware: seconds, memory of one device in bytes, and whether that fits. `binds`: what the time is spent on."""
+
+    cost: StageCost
+    devices: int
+    seconds: float
+    memory: int
+    fits: bool
+    binds: str
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """`mfu`: share of the peak FLOP/s that training reaches; `bandwidth`: share of the bandwidth that decoding reaches."""
+
+    mfu: float
+    bandwidth: float
+
+
+def for_processes(recipe: Recipe, processes: int) -> Recipe:
+    """The recipe as one of several processes meets it: a share of every batch is its own, in passes no larger than before."""
+
+    shares: dict[str, Any] = {}
+    for name in TRAININGS:
+        options: TrainingOptions = getattr(recipe, name)
+        own = math.ceil(options.batch_size / processes)
+        shares[name] = replace(options, micro_batch_size=min(options.micro_batch_size or own, own))
+    return replace(recipe, **shares)
+
+
+def trainings(recipe: Recipe) -> list[str]:
+    """The trainings that this recipe has."""
+    selects = recipe.distill.select_fraction < 1
+    return [name for name in TRAININGS if getattr(recipe, name).steps and (selects or name != "reference")]
+
+
+def usable(recipe: Recipe, count: int) -> int:
+    """Processes that can share the recipe: the most of `count` that divide every training's batch."""
+    batches = [getattr(recipe, name).batch_size for name in trainings(recipe)]
+    return max(n for n in range(1, count + 1) if all(batch % n == 0 for batch in batches))
+
+
+def stage_times(
+    recipe: Recipe, target: ModelShape, drafter: ModelShape, hardware: Hardware, assumed: Assumed
+) -> list[StageTime]:
+    """Every stage in order. FLOPs of a stage are all processes' together; its memory is one process's."""
+    processes, mfu, share = hardware.count, assumed.mfu, assumed.bandwidth
+    if hardware.measured:
+        mfu = share = 1.0  # a measured rate is no peak
+    stages = estimate(for_processes(recipe, processes), target, drafter, processes)
+    found = []
+    for cost in stages:
+        devices = processes if cost.stage in TOGETHER else 1
+        computing = cost.flops / (devices * hardware.flops * mfu)
+        reading = _bytes_in_turn(cost.stage, recipe, target, drafter, devices) / (hardware.bandwidth * share)
+        writing = (cost.disk + cost.memory) / DISK_RATE if cost.stage in ON_HOST else 0.0
+        seconds, binds = max((computing, "arithmetic"), (reading, "memory"), (writing, "disk"))
+        elsewhere = cost.stage in ON_HOST and not hardware.measured
+        fits = elsewhere or not hardware.memory or cost.memory <= hardware.memory
+        found.append(StageTime(cost, devices, seconds, cost.memory, fits, binds))
+    return found
+
+
+def _bytes_in_turn(
+    stage: str, recipe: Recipe, target: ModelShape, drafter: ModelShape, devices: int
+) -> float:
+    """Bytes that one device reads token by token: the weights at every step, and the cache as far as it is filled by then."""
+    each = inference_bytes(recipe.inference, target) / target.parameters
+    if stage == "generate":
+        generate = recipe.generate
+        batches = math.ceil(generate.prompts / (generate.batch_size * devices))
+        return batches * _decoding_bytes(target, each, generate.batch_size, generate.max_new_tokens)
+    if stage == "evaluate":
+        options = recipe.evaluate
+        batches, new = math.ceil(options.prompts / options.batch_size), options.max_new_tokens
+        plain = _decoding_bytes(target, each, options.batch_size, new)
+        speculative = sum(
+            plain + (gamma + 1) * _decoding_bytes(drafter, costs.FLOAT, options.batch_size, new)
+            for gamma in options.draft_lengths
+        )
+        return SAMPLINGS * batches * (plain + EVALUATED * speculative)
+    return 0.0
+
+
+def _decoding_bytes(shape: ModelShape, each: float, rows: int, new: int) -> float:
+    """Of `new` steps of a batch: all streamed weights, `each` bytes a weight, and keys and values of the tokens so far."""
+    cache = costs.FLOAT * costs.cache_values(shape) * rows
+    return new * (each * shape.streamed_parameters + cache * (PROMPT_TOKENS + new / 2))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Bytes: the target as published, what each stage leaves at its largest, and the bundle alone."""
+
+    download: int
+    stages: dict[str, int]
+    bundle: int
+
+    @property
+    def total(self) -> int:
+        return self.download + sum(self.stages.values())
+
+
+def storage(times: Sequence[StageTime], target: ModelShape, *, hub: bool) -> Storage:
+    """What the whole build takes on disks. `hub`: the target is still to be downloaded."""
+    stages = {time.cost.stage: time.cost.disk for time in times if time.cost.disk}
+    return Storage(PUBLISHED_BYTES * target.parameters * hub, stages, stages.get("pack", 0))

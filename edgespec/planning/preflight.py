@@ -1,0 +1,186 @@
+"""Before a build starts: does what it will need fit on this disk and in this memory? Compares the estimate with what is free.
+
+Only stages that are still to be done count, since a build that goes on has its files already. The estimate is "at most" for text
+and tokens, so `--force` goes on all the same. Arithmetic, and questions to the system.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import shares_blocks
+from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.shapes import ModelShape
+from edgespec.planning.estimate import StageCost, estimate, size
+from edgespec.planning.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.schema import Recipe
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, is_hub_id
+
+RUNNING = 400 * 2**20
+"""Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One thing there is too little of. `what`: 'disk' or 'memory'; bytes."""
+
+    what: str
+    stage: str
+    needed: int
+    free: int
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.stage} needs {size(self.needed)} of {self.what} and {size(self.free)} are free {self.where}"
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a build may take. `memory` in bytes, None where it is not known; `on_gpu`: it is an accelerator's.
+
+    `processes`: of the whole run; `sharing`: how many of them take from this memory.
+    """
+
+    disk: int
+    memory: int | None
+    on_gpu: bool = False
+    processes: int = 1
+    sharing: int = 1
+
+
+def room_here(out: Path) -> Room:
+    """The disk of `out` and this machine's memory, shared by the processes that torchrun started here."""
+    world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return Room(free_disk(out), free_memory(), processes=world, sharing=local)
+
+
+def shortages(
+    stages: Sequence[StageCost], room: Room, place: Path, done: Sequence[str] = ()
+) -> list[Shortage]:
+    """What is too little for the stages that are not in `done`: the disk for all of them together, memory for each."""
+    left = [stage for stage in stages if _folder(stage) not in done]
+    found = []
+    needed = sum(stage.disk for stage in left)
+    if needed > room.disk:
+        largest = max(left, key=lambda stage: stage.disk)
+        name = (
+            f"the build (of it {_folder(largest)} {size(largest.disk)})"
+            if len(left) > 1
+            else _folder(largest)
+        )
+        found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}"))
+    if room.memory is not None:
+        where = "on the GPU" if room.on_gpu else "on this machine"
+        for stage in left:
+            if room.on_gpu and stage.stage in ON_HOST:
+                continue
+            sharing = room.sharing if stage.stage in TOGETHER else 1
+            memory = sharing * (stage.memory + RUNNING)
+            if memory > room.memory:
+                name = _folder(stage) + (f" in {sharing} processes" if sharing > 1 else "")
+                found.append(Shortage("memory", name, memory, room.memory, where))
+    return found
+
+
+def _folder(stage: StageCost) -> str:
+    """The folder of a stage in a build: the first word of its name."""
+    return stage.stage.split()[0]
+
+
+def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
+    """What the rest of a build in `out` will lack; [] where the target's shape is not known before it is fetched or looked at."""
+    target = _known_shape(recipe)
+    if target is None:
+        return []
+    stages, done = _stages(recipe, out, target, room.processes)
+    if recipe.target == TINY_CHAT and any(
+        (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
+    ):
+        done.append("target")
+    if shares_blocks(out):
+        done.append("pack")  # its copies take no room
+    return shortages(stages, room, out, done) + _download(recipe.target, out, target)
+
+
+def disk_left(recipe: Recipe, out: Path) -> int:
+    """Bytes that the stages of a build in `out` which are not done write, at most; 0 where that is not known."""
+    target = _known_shape(recipe)
+    if target is None:
+        return 0
+    stages, done = _stages(recipe, out, target, 1)
+    return sum(stage.disk for stage in stages if _folder(stage) not in done)
+
+
+def _known_shape(recipe: Recipe) -> ModelShape | None:
+    """The target's shape, where it is known before the target is fetched and the drafter's follows from it."""
+    try:
+        target = find_shape(recipe.target)
+    except InputError:
+        return None  # its own stage says what is wrong with it
+    return None if recipe.drafter.init == "checkpoint" else target
+
+
+def _stages(
+    recipe: Recipe, out: Path, target: ModelShape, processes: int
+) -> tuple[list[StageCost], list[str]]:
+    """(what the stages take, the names of those that are done)."""
+    stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
+    return stages, [_folder(stage) for stage in stages if (out / _folder(stage) / "stage.json").exists()]
+
+
+def check_processes(recipe: Recipe, processes: int) -> None:
+    """What a later stage would refuse after hours: work that does not divide among the processes. Raises InputError."""
+    trained = trainings(recipe)
+    odd = [name for name in trained if getattr(recipe, name).batch_size % processes]
+    if odd:
+        seen = " and ".join(f"{name}.batch_size is {getattr(recipe, name).batch_size}" for name in odd)
+        raise InputError(
+            f"{seen}; it must be a multiple of the {processes} processes: start {usable(recipe, processes)}, or give another"
+        )
+    generate = recipe.generate
+    shards = -(-generate.prompts // generate.shard_size)
+    if shards < processes:
+        raise InputError(
+            f"{processes} processes cannot share {shards} shards of responses (generate.prompts {generate.prompts} / "
+            f"generate.shard_size {generate.shard_size}); give --generate.shard-size {max(1, generate.prompts // processes)}"
+        )
+
+
+def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
+    """The room that a target from the hub lacks in the hub's cache."""
+    repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
+    if repo is None or Path(name).is_dir() or (out / "target" / "stage.json").exists():
+        return []
+    place = hub_cache()
+    if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
+        return []  # there, or under way: what is left of it cannot be told without the hub
+    needed, free = PUBLISHED_BYTES * target.parameters, free_disk(place)
+    return [Shortage("disk", f"the download of {repo}", needed, free, f"in {place}")] if needed > free else []
+
+
+def hub_cache() -> Path:
+    """Where huggingface_hub keeps downloads: $HF_HUB_CACHE, else in $HF_HOME, else in the user's cache folder."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("HF_HOME", f"{base}/huggingface")).expanduser() / "hub"
+
+
+def refuse(found: Sequence[Shortage]) -> None:
+    """Raises InputError with every shortage and what to do about it; nothing where there is none."""
+    if not found:
+        return
+    cures = {
+        "disk": "--out (and HF_HOME, for a download) on another disk, fewer --pretrain.steps, fewer precisions",
+        "memory": "a smaller --distill.micro-batch-size or --generate.batch-size, --inference.dtype bfloat16, a larger machine",
+    }
+    kinds = dict.fromkeys(shortage.what for shortage in found)
+    raise InputError(
+        f"{'; '.join(map(str, found))}. Try {'; or '.join(cures[kind] for kind in kinds)}; `edgespec plan` shows every stage; "
+        "--force starts all the same"
+    )

@@ -1,0 +1,1 @@
+"""What a person chooses: target, drafter, device, data, knobs."""

@@ -1,0 +1,134 @@
+"""What is wrong with a recipe file, all of it at once, before anything runs. Makes nothing and downloads nothing.
+
+Knows the knobs, the files a recipe names and, where the target's config is on this machine, its bounds. Whether a hub name exists
+only the hub can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.options import from_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.data_sources import HUB, parse_hub
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
+from edgespec.recipe.targets import TINY_CHAT, find_shape
+
+ANY_TARGET = TINY_CHAT
+"""Stands for the target of a recipe that leaves it to the command line."""
+
+
+def problems(file: Path) -> list[str]:
+    """Every problem of a recipe file in its own words; none where it can run."""
+    try:
+        values = load_recipe(file)
+    except InputError as error:
+        return [str(error)]
+    found = list(dict.fromkeys(_knob_problems(values)))
+    if found:
+        return found
+    try:
+        recipe = resolve({"target": ANY_TARGET, **values}, {})
+    except InputError as error:
+        return [str(error)]
+    found += _file_problems(recipe)
+    if "target" in values:
+        try:
+            shape = find_shape(recipe.target)
+        except InputError as error:
+            return [str(error), *found]
+        if shape is not None:
+            found += _shape_problems(recipe, shape)
+    return found
+
+
+def _knob_problems(values: Mapping[str, Any]) -> Iterator[str]:
+    """Each knob is read alone, so that one bad value does not hide the next."""
+    for key, value in values.items():
+        parts = [{name: item} for name, item in value.items()] if isinstance(value, Mapping) else [value]
+        for part in parts or [{}]:
+            try:
+                from_mapping(Recipe, {"target": ANY_TARGET, key: part})
+            except InputError as error:
+                yield str(error)
+
+
+def _file_problems(recipe: Recipe) -> list[str]:
+    """Sources the recipe will read and that are not there; what a stage that is off would read is left alone."""
+    drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
+    named = {
+        "pretrain.text": recipe.pretrain.text,
+        "generate.instructions": recipe.generate.instructions,
+        "evaluate.prompts_file": recipe.evaluate.prompts_file,
+        "tune.conversations": tune.conversations if tune.steps else "",
+        "distill.fixed": distill.fixed if distill.fixed_fraction else "",
+    }
+    found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
+    if drafter.checkpoint and not (Path(drafter.checkpoint).expanduser() / "config.json").is_file():
+        found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no model folder (it has no config.json)")
+    if tune.steps and tune.teacher:
+        try:
+            find_shape(tune.teacher)
+        except InputError as error:
+            found.append(f"tune.teacher: {error}")
+    return found
+
+
+def _source_problem(source: str) -> str:
+    if source in ("", PYTHON_STDLIB):
+        return ""
+    if source.startswith(HUB):
+        try:
+            parse_hub(source)
+        except InputError as error:
+            return str(error)
+        return ""
+    if Path(source).expanduser().exists():
+        return ""
+    return f"{source!r} does not exist; give a file, a folder or hub:NAME"
+
+
+def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
+    """Stages whose texts would be longer than the target's, each in words."""
+    bare = replace(
+        target, rope_border=None
+    )  # of what reads one text at a time, or has one set of RoPE factors: the drafter
+    stages = {
+        "tune": recipe.tune,
+        "pretrain": recipe.pretrain,
+        "distill": recipe.distill,
+        **({"reference": recipe.reference} if recipe.distill.select_fraction < 1 else {}),
+    }
+    found = []
+    for name, stage in stages.items():
+        reads = bare if name == "pretrain" else target
+        if stage.steps and stage.context > reads.one_rope_length:
+            found.append(
+                f"{name}.context is {stage.context}; the target's context is {reads.told_length()}: give at most that"
+            )
+    lengths = {
+        "generate": (recipe.generate.max_new_tokens, target if recipe.inference.source == "torch" else bare),
+        "evaluate": (recipe.evaluate.max_new_tokens, target),
+    }
+    return found + [
+        f"{name}.max_new_tokens is {length}; the target's context of {reads.told_length()} leaves no room for a prompt"
+        for name, (length, reads) in lengths.items()
+        if length >= reads.one_rope_length
+    ]
+
+
+def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:
+    """What does not fit the target: contexts beyond its own, a drafter that cannot be derived."""
+    found = context_problems(recipe, target)
+    if recipe.drafter.init != "checkpoint":
+        try:
+            derive(target, recipe.drafter)
+        except InputError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,138 @@
+"""The drafter's shape from the target's shape and a size budget. Arithmetic only.
+
+Rule: one layer for every eight of the target's; the head size, the ratio of query to key heads, the FFN ratio and the tying of
+the embeddings are the target's; the hidden size is the multiple of the step nearest to the budget in parameters. The step is
+256 (a K-quant row) where the target is at least 1,024 wide and 64 below. For Llama-2-7B this is the paper's drafter: 4 layers,
+hidden 1024, FFN 2816, 8 heads (direct alignment, Table 1).
+
+With a vocabulary subset the tables have one row for each token kept and one that is read in the place of any other token, and the
+size budget counts them so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count, table
+from edgespec.recipe.schema import DrafterOptions
+
+WIDE_TARGET = 1024
+WIDE_STEP = 256
+NARROW_STEP = 64
+LAYERS_RATIO = 8
+
+
+@dataclass(frozen=True)
+class DrafterShape(ModelShape):
+    """A Llama-architecture drafter (every engine runs it). `vocab_size` is the target's, or tokens kept + 1."""
+
+    def llama_config(self) -> dict[str, Any]:
+        """Keyword arguments of transformers.LlamaConfig."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context_length,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tied,
+        }
+
+
+def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
+    """c = draft / target: by parameters (the paper's) and by weights streamed for a token (equal precision on both sides)."""
+    return {
+        "parameters": drafter.parameters / target.parameters,
+        "streamed": drafter.streamed_parameters / target.streamed_parameters,
+    }
+
+
+def _vocab_size(target: ModelShape, kept: int | None) -> int:
+    """Rows of the drafter's tables. Raises InputError where the subset is none."""
+    if kept is None:
+        return target.vocab_size
+    if kept >= target.vocab_size:
+        raise InputError(
+            f"drafter.vocabulary is {kept} and the target has {target.vocab_size} tokens; give fewer, or leave it out to keep all"
+        )
+    return kept + 1
+
+
+def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: int) -> DrafterShape:
+    head_dim = target.head_dim if hidden % target.head_dim == 0 else NARROW_STEP
+    heads = hidden // head_dim
+    group = max(1, target.heads // target.kv_heads)
+    kv_heads = heads // group if heads % group == 0 else heads
+    intermediate = step * math.ceil(hidden * target.intermediate / target.hidden / step)
+    return DrafterShape(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=intermediate,
+        vocab_size=vocab_size,
+        tied=target.tied,
+        context_length=target.context_length,
+        rope_theta=target.rope_theta,
+        rms_norm_eps=target.rms_norm_eps,
+    )
+
+
+def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
+    """The drafter for a target. Raises InputError where it, or its vocabulary, would not be smaller than the target's."""
+    vocab_size = _vocab_size(target, options.vocabulary)
+    step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
+    layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
+    if options.hidden is not None:
+        if options.hidden % NARROW_STEP:
+            raise InputError(
+                f"drafter.hidden is {options.hidden}; it must be a multiple of {NARROW_STEP} (of {step} for fast quantised rows)"
+            )
+        chosen = _shape(target, options.hidden, layers, step, vocab_size)
+    else:
+        budget = options.size_fraction * target.parameters
+        candidates = [
+            _shape(target, hidden, layers, step, vocab_size)
+            for hidden in range(step, max(step, target.hidden) + 1, step)
+        ]
+        chosen = min(candidates, key=lambda shape: abs(shape.parameters - budget))
+    if chosen.parameters >= target.parameters:
+        raise InputError(
+            f"the drafter would have {count(chosen.parameters)} parameters and the target has {count(target.parameters)}; "
+            "give fewer with --drafter.layers, --drafter.hidden or --drafter.size-fraction"
+        )
+    return chosen
+
+
+def describe(target: ModelShape, drafter: ModelShape) -> str:
+    """The table a person sees before training starts."""
+    rows = [
+        (name, *(f"{getattr(shape, field):,}" for shape in (target, drafter)))
+        for name, field in (
+            ("layers", "layers"),
+            ("hidden", "hidden"),
+            ("FFN", "intermediate"),
+            ("heads", "heads"),
+            ("key/value heads", "kv_heads"),
+            ("vocabulary", "vocab_size"),
+            ("parameters", "parameters"),
+            ("streamed per token", "streamed_parameters"),
+        )
+    ]
+    if drafter.vocab_size < target.vocab_size:
+        kept = drafter.vocab_size - 1
+        share = f"{kept / target.vocab_size:.0%}"
+        rows.insert(6, ("tokens kept", "", f"{kept:,} ({share}), 1 row for the rest"))
+    ratios = cost_ratios(target, drafter)
+    rows.append(("c by parameters", "", f"{ratios['parameters']:.2%}"))
+    rows.append(("c by bytes streamed", "", f"{ratios['streamed']:.2%}"))
+    return table(("", "target", "drafter"), rows)

@@ -1,0 +1,106 @@
+"""From a recipe's file and the flags beside it to a recipe: what wins, and what no single knob can see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.options import from_mapping, merge, to_mapping
+from edgespec.recipe.devices import profile
+from edgespec.recipe.schema import PRESETS, DistillOptions, InferenceOptions, Recipe
+
+RECIPE_FILE = "recipe.resolved.yaml"
+
+
+def load_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"recipe {path} does not exist; give a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe {path} is not valid YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise InputError(f"recipe {path} holds {type(values).__name__}; it must be a mapping of options")
+    return values
+
+
+def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
+    """flag > device of a flag > YAML > preset, device of the YAML > default."""
+    values = _with_device(file_values, flags)
+    distill = values.get("distill")
+    if isinstance(distill, dict) and distill.get("preset") in PRESETS:
+        values = {**values, "distill": merge(PRESETS[distill["preset"]], distill)}
+    recipe = from_mapping(Recipe, values)
+    _check_together(recipe)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML: every knob with the value it had."""
+    import yaml
+
+    return yaml.safe_dump(to_mapping(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _with_device(file_values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Both, with the files that the device's profile names. Raises InputError for an unknown device."""
+    name = flags.get("device", file_values.get("device"))
+    if not name or not isinstance(name, str):
+        return merge(file_values, flags)
+    files = {"export": profile(name).export()}
+    if "device" in flags:
+        return merge(merge(file_values, files), flags)
+    return merge(files, merge(file_values, flags))
+
+
+def _check_together(recipe: Recipe) -> None:
+    """What no single knob can see. Raises InputError."""
+    drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
+    if (drafter.init == "checkpoint") != bool(drafter.checkpoint):
+        raise InputError(
+            f"drafter.init is {drafter.init!r} and drafter.checkpoint is {drafter.checkpoint!r}; "
+            "give both init: checkpoint and the folder, or neither"
+        )
+    if tune.steps and not tune.conversations:
+        raise InputError(
+            "tune.steps is given without tune.conversations; give a file of conversations with responses"
+        )
+    if distill.fixed_fraction and not distill.fixed:
+        raise InputError(
+            f"distill.fixed_fraction is {distill.fixed_fraction:g} without distill.fixed; give conversations with responses"
+        )
+    if distill.labels == "hard" and distill.select_fraction < 1:
+        raise InputError(
+            "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
+        )
+    _check_inference(recipe.inference, distill)
+
+
+def _check_inference(inference: InferenceOptions, distill: DistillOptions) -> None:
+    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch."""
+    own = {"file": "file", "server": "url"}
+    for source, name in own.items():
+        given = getattr(inference, name)
+        if (inference.source == source) != bool(given):
+            raise InputError(
+                f"inference.source is {inference.source!r} and inference.{name} is {given!r}; "
+                f"give both source: {source} and {name}, or neither"
+            )
+    if inference.source == "torch" or not distill.steps:
+        return
+    asked = {"text_fraction": 0.0, "fixed_fraction": 0.0, "student_fraction": 0.0}
+    wanted = [name for name, value in asked.items() if getattr(distill, name) != value]
+    if distill.labels == "soft" and (wanted or distill.target_side != "stored"):
+        seen = (
+            f"distill.{wanted[0]} is {getattr(distill, wanted[0]):g}" if wanted else "target_side is 'live'"
+        )
+        raise InputError(
+            f"inference.source is {inference.source!r}, which gives the target's distributions on its own responses alone, and "
+            f"{seen}; give --distill.target-side stored --distill.text-fraction 0 and no fixed or student data"
+        )

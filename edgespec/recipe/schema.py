@@ -1,0 +1,350 @@
+"""The recipe of `edgespec build-drafter`: every knob of the way from a target to a bundle, with its type, default and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgespec.core.options import knob, section, with_default
+
+PYTHON_STDLIB = "python-stdlib"
+
+
+@dataclass(frozen=True)
+class InferenceOptions:
+    """How the target runs where it writes responses and distributions: for targets that do not fit as float32 weights."""
+
+    source: str = knob(
+        "torch",
+        "the target's weights in torch, an exported file through the runtime's engine, or an OpenAI-compatible server",
+        choices=("torch", "file", "server"),
+    )
+    dtype: str = knob(
+        "float32",
+        "torch: type of the target's weights in memory",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    max_memory: tuple[str, ...] = knob(
+        (),
+        "torch: spread the target over devices, whole layers at a time: auto, or a budget for each (0=20GiB,cpu=8GiB); "
+        "layers beyond stay on the disk (accelerate)",
+    )
+    bits: int | None = knob(
+        None,
+        "torch: round the target's matrices to so many bits; needs a GPU and bitsandbytes",
+        choices=(4, 8),
+    )
+    file: str = knob("", "file: a bundle, an ONNX model folder or a .gguf file of the target")
+    precision: str = knob(
+        "", "file: which of a bundle's precisions, q4_0 or int4 for example (default: the bundle's)"
+    )
+    context: int | None = knob(
+        None,
+        "file: length of the context in tokens (default: the model's); its cache takes memory",
+        at_least=2,
+    )
+    threads: int | None = knob(None, "file: compute threads (default: all processors)", at_least=1)
+    url: str = knob("", "server: its address up to and without /v1, as http://127.0.0.1:8000")
+    model: str = knob("", "server: the model's name there (default: the only one it has)")
+    prompts: str = knob(
+        "auto",
+        "server: send prompts as token ids, as text, or as ids where it takes them (auto)",
+        choices=("auto", "ids", "text"),
+    )
+    parallel: int = knob(8, "server: requests at once", at_least=1, at_most=256)
+    timeout: float = knob(600.0, "server: seconds to wait for an answer", at_least=0.1)
+    retries: int = knob(
+        5, "server: further tries after a failure that may pass, after 1, 2, 4 ... seconds", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    strict: bool = knob(
+        False, "refuse a file of conversations with turns of tools, instead of skipping those rows"
+    )
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    size_fraction: float = knob(
+        0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
+    )
+    layers: int | None = knob(None, "number of layers instead of the rule's", at_least=1)
+    hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
+    vocabulary: int | None = knob(
+        None,
+        "keep only so many of the target's tokens, the most frequent ones; the others get q = 0",
+        at_least=16,
+    )
+    init: str = knob(
+        "random",
+        "first weights: random, cut out of the target (weight subcloning), or a local checkpoint",
+        choices=("random", "subclone", "checkpoint"),
+    )
+    checkpoint: str = knob(
+        "", "model folder to start from, with the target's tokenizer, where init is checkpoint"
+    )
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What every training has: AdamW under WarmupDecayLR."""
+
+    steps: int = knob(1000, "optimizer steps; 0 leaves the stage out", at_least=0)
+    batch_size: int = knob(16, "sequences in a step, over all processes", at_least=1)
+    micro_batch_size: int | None = knob(
+        None, "sequences in one pass, where a step's share of one process does not fit in memory", at_least=1
+    )
+    context: int = knob(512, "tokens in a sequence", at_least=64)
+    learning_rate: float = knob(1e-3, "peak learning rate", at_least=0.0)
+    min_learning_rate: float = knob(1e-6, "learning rate at the last step", at_least=0.0)
+    warmup_steps: int = knob(100, "linear warm-up steps", at_least=0)
+    weight_decay: float = knob(0.1, "AdamW weight decay", at_least=0.0)
+    save_steps: int = knob(200, "optimizer steps between resumable checkpoints", at_least=1)
+
+
+@dataclass(frozen=True)
+class TuneOptions(TrainingOptions):
+    """Tuning the target to a task, or a target from a larger one, before anything else (AdaSPEC, section 4)."""
+
+    steps: int = with_default(TrainingOptions, "steps", 0)
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 1e-5)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+    conversations: str = knob("", "conversations with responses to learn; any instruction format")
+    teacher: str = knob(
+        "", "a larger target (alias, hub id, folder) to distil from; without one the responses are the labels"
+    )
+
+
+@dataclass(frozen=True)
+class PretrainOptions(TrainingOptions):
+    text: str = knob(
+        PYTHON_STDLIB,
+        "plain text: .txt, .jsonl ('text'), .parquet (gz too), a folder of such, hub:NAME[:SPLIT[:FIELD]], or python-stdlib",
+    )
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    instructions: str = knob(
+        PYTHON_STDLIB,
+        "seed instructions: .jsonl, .json or .parquet in any known format (alpaca, dolly, ...), or python-stdlib",
+    )
+    prompts: int = knob(
+        2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
+    )
+    temperatures: tuple[float, ...] = knob(
+        (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
+    )
+    top_p: float = knob(0.95, "nucleus mass", at_least=1e-6, at_most=1.0)
+    min_p: float = knob(
+        0.0, "least probability of a token, as a share of the highest one", at_least=0.0, at_most=1.0
+    )
+    system_prompts: tuple[str, ...] = knob(
+        ("", "You are a helpful assistant.", "Answer briefly."), "system prompts, used in turn ('' for none)"
+    )
+    max_new_tokens: int = knob(128, "longest response in tokens", at_least=1)
+    batch_size: int = knob(64, "responses sampled together", at_least=1)
+    shard_size: int = knob(256, "responses in one resumable shard", at_least=1)
+
+
+@dataclass(frozen=True)
+class ReferenceOptions(TrainingOptions):
+    """AdaSPEC's reference: a copy of the drafter, distilled with forward KL on the target's responses."""
+
+    steps: int = with_default(TrainingOptions, "steps", 500)
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+
+
+DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "tvd++", "lk")
+_EQ_2: dict[str, Any] = {"mean": "sequences"}
+PRESETS: dict[str, dict[str, Any]] = {
+    "seqkd": {**_EQ_2, "labels": "hard", "divergence": "fkl", "fixed_fraction": 0.0, "student_fraction": 0.0},
+    "supervised-kd": {**_EQ_2, "divergence": "fkl", "fixed_fraction": 1.0, "student_fraction": 0.0},
+    "imitkd": {**_EQ_2, "divergence": "fkl", "fixed_fraction": 0.5, "student_fraction": 1.0},
+    "f-distill": {**_EQ_2, "divergence": "tvd", "fixed_fraction": 0.0, "student_fraction": 0.5},
+    "gkd": {**_EQ_2, "divergence": "jsd", "fixed_fraction": 0.0, "student_fraction": 1.0},
+}
+"""DistillSpec's named points in the space of loss and data (its Eq. 2, Table 1 and Algorithm A.2); text_fraction is apart."""
+
+
+@dataclass(frozen=True)
+class DistillOptions(TrainingOptions):
+    preset: str = knob(
+        "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
+    )
+    divergence: str = knob("fkl", "loss between target p and draft q", choices=DIVERGENCES)
+    jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
+    tvdpp_estimator: str = knob(
+        "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
+    )
+    tvdpp_scope: str = knob(
+        "batch",
+        "what tvd++ normalises its rewards over: one token's position, a sequence, or the whole batch",
+        choices=("batch", "sequence", "token"),
+    )
+    mean: str = knob(
+        "tokens",
+        "how a batch is averaged: all its tokens alike, or over each sequence's tokens and then over the sequences, which "
+        "DistillSpec's presets do",
+        choices=("tokens", "sequences"),
+    )
+    labels: str = knob(
+        "soft",
+        "learn the target's distributions (soft) or the written tokens (hard)",
+        choices=("soft", "hard"),
+    )
+    batch_size: int = with_default(TrainingOptions, "batch_size", 40)
+    text_fraction: float = knob(
+        0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
+    )
+    fixed: str = knob("", "conversations with responses of somebody else's (DistillSpec's fixed data)")
+    fixed_fraction: float = knob(
+        0.0, "λ1: share of the rest of a batch that is fixed data", at_least=0.0, at_most=1.0
+    )
+    student_fraction: float = knob(
+        0.0,
+        "λ2: share of what then is left that the drafter writes itself, during training; the target wrote the remainder",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    student_temperature: float = knob(
+        1.0, "sampling temperature of the drafter's own responses", at_least=0.0
+    )
+    student_max_new_tokens: int = knob(64, "longest response of the drafter's own in tokens", at_least=1)
+    target_side: str = knob(
+        "live",
+        "the target's distributions: computed live, or read from a stored top-k-plus-remainder cache",
+        choices=("live", "stored"),
+    )
+    stored_top_k: int = knob(64, "tokens stored for a position; the rest share the remainder", at_least=1)
+    select_fraction: float = knob(
+        1.0, "AdaSPEC's k: learn from this share of a batch's tokens only", at_least=1e-6, at_most=1.0
+    )
+    scale_learning_rate: bool = knob(True, "multiply the learning rate by k (AdaSPEC's linear scaling rule)")
+    learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
+    weight_decay: float = with_default(TrainingOptions, "weight_decay", 0.0)
+    watch_steps: int = knob(
+        50, "steps between measurements of the acceptance rate on held-out responses; 0 for none", at_least=0
+    )
+    watch_rows: int = knob(4, "rows of responses held out for that", at_least=1)
+    keep_steps: int = knob(
+        0, "steps between drafters kept as models of their own; 0 keeps the last", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How both models' logits are warped."""
+
+    temperature: float
+    top_p: float
+
+    @property
+    def label(self) -> str:
+        return f"T={self.temperature:g}" + (f" top-p {self.top_p:g}" if self.top_p < 1 else "")
+
+    @property
+    def key(self) -> str:
+        return f"t{self.temperature:g}-p{self.top_p:g}"
+
+
+SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
+"""Greedy, and the paper's open-ended generation (direct alignment, section 3)."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    prompts_file: str = knob(
+        PYTHON_STDLIB, "held-out prompts: .jsonl, .json or .parquet in any known format, or python-stdlib"
+    )
+    prompts: int = knob(48, "held-out prompts", at_least=2)
+    max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=1)
+    draft_lengths: tuple[int, ...] = knob((3, 5), "draft lengths γ", at_least=1)
+    batch_size: int = knob(48, "prompts decoded together", at_least=1)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    onnx: tuple[str, ...] = knob(
+        ("fp32", "int4"), "ONNX precisions", choices=("fp32", "fp16", "int8", "int4")
+    )
+    gguf: tuple[str, ...] = knob(
+        ("f16", "q8_0"),
+        "GGUF precisions",
+        choices=("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
+    )
+    npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=("fp32", "qdq8", "qdq16"))
+    npu_length: int = knob(
+        1024,
+        "static graphs: tokens of the KV cache, the longest text (at most the model's context)",
+        at_least=2,
+    )
+    npu_prefill: int = knob(
+        64, "static graphs: tokens of the one that reads a prompt", at_least=2, at_most=4096
+    )
+    npu_gamma: int = knob(
+        3,
+        "static graphs: draft tokens that the verifying one takes, besides the token before them",
+        at_least=1,
+        at_most=64,
+    )
+    context: int | None = knob(
+        None, "tokens of context that a device's memory is planned for (default: its profile's)", at_least=2
+    )
+    verify_prompts: int = knob(8, "held-out prompts on which every file is held against torch", at_least=1)
+    acceptance_prompts: int = knob(
+        16,
+        "held-out prompts on which the acceptance of the exported pairs is measured; 0 for none",
+        at_least=0,
+    )
+    bundle_prompts: int = knob(64, "held-out prompts that travel in the bundle, for bench", at_least=1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    target: str = knob(help="alias (edgespec targets list), hub id, or local folder in Hugging Face layout")
+    seed: int = knob(0, "seed of every random choice", at_least=0)
+    device: str = knob(
+        "",
+        "device profile (edgespec devices list): which files are exported, and how chat and bench run them",
+    )
+    inference: InferenceOptions = section(
+        InferenceOptions, "how the target runs where it writes responses and distributions"
+    )
+    data: DataOptions = section(DataOptions, "how instructions, prompts and conversations are read")
+    drafter: DrafterOptions = section(DrafterOptions, "shape of the drafter")
+    tune: TuneOptions = section(
+        TuneOptions, "tune the target before anything else (off unless steps are given)"
+    )
+    pretrain: PretrainOptions = section(PretrainOptions, "next-token training of the drafter on plain text")
+    generate: GenerateOptions = section(GenerateOptions, "the target writes responses to seed instructions")
+    reference: ReferenceOptions = section(
+        ReferenceOptions, "AdaSPEC's reference model, made where distill.select_fraction is below 1"
+    )
+    distill: DistillOptions = section(DistillOptions, "white-box distillation on those responses")
+    evaluate: EvaluateOptions = section(
+        EvaluateOptions, "acceptance and block efficiency in torch on held-out prompts"
+    )
+    export: ExportOptions = section(ExportOptions, "files for the device")
+
+
+def reference_options(recipe: Recipe) -> DistillOptions:
+    """How AdaSPEC's reference is distilled: forward KL on the data of the distillation itself, on all tokens.
+
+    Knobs that this does not read have their defaults, so that recipes which differ in them alone have one reference.
+    """
+    own = {name: getattr(recipe.reference, name) for name in TrainingOptions.__dataclass_fields__}
+    unread = (
+        "jsd_beta",
+        "tvdpp_estimator",
+        "tvdpp_scope",
+        "scale_learning_rate",
+        "select_fraction",
+        "labels",
+    )
+    plain = DistillOptions(divergence="fkl")
+    own |= {name: getattr(plain, name) for name in unread}
+    return replace(recipe.distill, **own, divergence="fkl", watch_steps=0, keep_steps=0)

@@ -1,0 +1,90 @@
+"""Recipes that come with the package: where they lie, and what the comment at their head says.
+
+A recipe is a document. Its head is one line that says what it is and four fields, each of one or more comment lines:
+
+    # NAME: what it is.
+    #
+    # Purpose: ...
+    # Needs:   ...
+    # Cost:    ...
+    # Command: edgespec build-drafter ...
+
+Knows the files, not what their values mean.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.recipe.read import load_recipe
+
+FIELDS = ("purpose", "needs", "cost", "command")
+_FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
+_MORE = re.compile(r"#  +(.*)")
+
+
+def _configs() -> Path | None:
+    spec = find_spec("edgespec_recipes")  # finds the room without importing it
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0]) / "configs"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file of the recipes of build-drafter that come with the package."""
+    folder = _configs()
+    files = sorted(folder.glob("*.yaml")) if folder else []
+    return {path.stem: path for path in files if not path.stem.startswith("target-")}
+
+
+def launch_files() -> dict[str, Path]:
+    """launch/NAME -> file: configs of accelerate launch and sbatch scripts that come with the package."""
+    folder = _configs()
+    files = sorted((folder / "launch").iterdir()) if folder else []
+    return {f"launch/{path.stem}": path for path in files if path.suffix in (".yaml", ".sbatch")}
+
+
+def made_target(alias: str) -> Mapping[str, Any]:
+    """The options of a target that edgespec makes itself: its shape and its training. Raises InputError where there are none."""
+    folder = _configs()
+    if folder is None:
+        raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")
+    return load_recipe(folder / f"target-{alias}.yaml")
+
+
+def recipe_file(name: str) -> Path:
+    """A shipped recipe's name, or the path of a file -> the file. Raises InputError."""
+    shipped = shipped_recipes()
+    if name in shipped:
+        return shipped[name]
+    if Path(name).is_file():
+        return Path(name)
+    raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe{did_you_mean(name, shipped)}")
+
+
+def header(file: Path) -> dict[str, str]:
+    """The four fields at the head of a recipe, in lower case, each on one line; one that is missing is left out."""
+    found: dict[str, str] = {}
+    current = ""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if field := _FIELD.fullmatch(line.rstrip()):
+            current = field[1].lower()
+            found[current] = field[2]
+        elif current and (more := _MORE.fullmatch(line.rstrip())):
+            found[current] = f"{found[current].removesuffix(chr(92)).rstrip()} {more[1]}"
+        else:
+            current = ""
+    return found
+
+
+def command_words(file: Path) -> list[str]:
+    """The command at the head of a recipe as a shell would split it."""
+    return shlex.split(header(file).get("command", ""), comments=True)

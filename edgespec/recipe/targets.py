@@ -1,0 +1,195 @@
+"""Targets edgespec knows by name, the shape of any target that can be had without a download, and the user's cache folder.
+
+A table and what reads it; loading a model is the recipes room's work.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.weights_check import refuse_quantised
+
+TINY_CHAT = "tiny-chat"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One alias. `repo` is the hub id (None: edgespec makes the model itself); `parameters` as published.
+
+    `shape` is what the model's public config.json says, so that a plan needs no download.
+    """
+
+    alias: str
+    repo: str | None
+    parameters: str
+    licence: str
+    gated: bool = False
+    shape: ModelShape | None = None
+
+
+# Positional below: hidden size, layers, heads, key/value heads, head size, FFN size, vocabulary.
+_llama = partial(ModelShape, tied=False)
+_qwen25 = partial(ModelShape, context_length=32768, rope_theta=1e6, rms_norm_eps=1e-6, attention_bias=True)
+_qwen3 = partial(ModelShape, context_length=40960, rope_theta=1e6, rms_norm_eps=1e-6, head_norms=True)
+_smollm = partial(ModelShape, tied=True)
+_SHAPES = {
+    "llama-2-7b-chat": _llama(4096, 32, 32, 32, 128, 11008, 32000, context_length=4096),
+    "llama-2-13b-chat": _llama(5120, 40, 40, 40, 128, 13824, 32000, context_length=4096),
+    "tinyllama-1.1b-chat": _llama(2048, 22, 32, 4, 64, 5632, 32000, context_length=2048),
+    "qwen2.5-0.5b-instruct": _qwen25(896, 24, 14, 2, 64, 4864, 151936, tied=True),
+    "qwen2.5-1.5b-instruct": _qwen25(1536, 28, 12, 2, 128, 8960, 151936, tied=True),
+    "qwen2.5-3b-instruct": _qwen25(2048, 36, 16, 2, 128, 11008, 151936, tied=True),
+    "qwen2.5-7b-instruct": _qwen25(3584, 28, 28, 4, 128, 18944, 152064, tied=False),
+    "qwen2.5-14b-instruct": _qwen25(5120, 48, 40, 8, 128, 13824, 152064, tied=False),
+    "qwen3-0.6b": _qwen3(1024, 28, 16, 8, 128, 3072, 151936, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 28, 16, 8, 128, 6144, 151936, tied=True),
+    "qwen3-4b": _qwen3(2560, 36, 32, 8, 128, 9728, 151936, tied=True),
+    "qwen3-8b": _qwen3(4096, 36, 32, 8, 128, 12288, 151936, tied=False),
+    "smollm2-135m-instruct": _smollm(576, 30, 9, 3, 64, 1536, 49152, context_length=8192, rope_theta=1e5),
+    "smollm2-360m-instruct": _smollm(960, 32, 15, 5, 64, 2560, 49152, context_length=8192, rope_theta=1e5),
+    "smollm2-1.7b-instruct": _smollm(
+        2048, 24, 32, 32, 64, 8192, 49152, context_length=8192, rope_theta=1.3e5
+    ),
+    "smollm3-3b": _smollm(
+        2048, 36, 16, 4, 128, 11008, 128256, context_length=65536, rope_theta=5e6, rms_norm_eps=1e-6
+    ),
+}
+
+TARGETS = {
+    target.alias: replace(target, shape=_SHAPES.get(target.alias))
+    for target in (
+        Target(
+            TINY_CHAT,
+            None,
+            "3.02M",
+            "Apache-2.0; trained on this machine from the Python standard library's own text (PSF)",
+        ),
+        Target(
+            "llama-2-7b-chat",
+            "meta-llama/Llama-2-7b-chat-hf",
+            "6.74B",
+            "Llama 2 Community License",
+            gated=True,
+        ),
+        Target(
+            "llama-2-13b-chat",
+            "meta-llama/Llama-2-13b-chat-hf",
+            "13.0B",
+            "Llama 2 Community License",
+            gated=True,
+        ),
+        Target("tinyllama-1.1b-chat", "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "1.10B", "Apache-2.0"),
+        Target("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", "494M", "Apache-2.0"),
+        Target("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", "1.54B", "Apache-2.0"),
+        Target("qwen2.5-3b-instruct", "Qwen/Qwen2.5-3B-Instruct", "3.09B", "Qwen Research License"),
+        Target("qwen2.5-7b-instruct", "Qwen/Qwen2.5-7B-Instruct", "7.62B", "Apache-2.0"),
+        Target("qwen2.5-14b-instruct", "Qwen/Qwen2.5-14B-Instruct", "14.8B", "Apache-2.0"),
+        Target("qwen3-0.6b", "Qwen/Qwen3-0.6B", "596M", "Apache-2.0"),
+        Target("qwen3-1.7b", "Qwen/Qwen3-1.7B", "1.72B", "Apache-2.0"),
+        Target("qwen3-4b", "Qwen/Qwen3-4B", "4.02B", "Apache-2.0"),
+        Target("qwen3-8b", "Qwen/Qwen3-8B", "8.19B", "Apache-2.0"),
+        Target("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "Apache-2.0"),
+        Target("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", "362M", "Apache-2.0"),
+        Target("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.71B", "Apache-2.0"),
+        Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0"),
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Where edgespec keeps what it makes once: $EDGESPEC_HOME, else the user's cache folder."""
+    if home := os.environ.get("EDGESPEC_HOME"):
+        return Path(home).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".cache") / "edgespec"
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name reads as ORGANISATION/MODEL and not as a path."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
+
+
+def refuse_gguf(name: str) -> None:
+    """Raises InputError for a model that is named by a GGUF file: what is trained and exported are a folder's float weights."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        raise InputError(
+            f"{name!r} is a GGUF file, and a model folder is wanted: give the folder or hub id that it was made from; "
+            f"--inference.source file --inference.file {name} has the target read from the file in a build"
+        )
+
+
+def find_shape(name: str) -> ModelShape | None:
+    """The shape of a target by alias, local folder or hub id, without download or training; None where only the hub knows it.
+
+    Raises InputError: unknown name, a folder without config.json, a config that is no Llama-style decoder's.
+    """
+    target, path = TARGETS.get(name), Path(name).expanduser()
+    if target is not None:
+        return target.shape or (
+            _made_shape(target.alias) if target.repo is None else _cached_shape(target.repo)
+        )
+    refuse_gguf(name)
+    if path.is_dir():
+        return shape_in(path / "config.json")
+    if is_hub_id(name):
+        return _cached_shape(name)
+    raise InputError(
+        f"unknown target {name!r}: it is neither an alias nor a folder here{did_you_mean(name, TARGETS)}"
+    )
+
+
+def shape_of_target(name: str) -> ModelShape:
+    """`find_shape`, for those who cannot go on without. Raises InputError where the shape is not on this machine."""
+    shape = find_shape(name)
+    if shape is None:
+        repo = TARGETS[name].repo if name in TARGETS else name
+        raise InputError(
+            f"the config.json of {name} is not on this machine; fetch it with `hf download {repo} config.json`, "
+            "or give a local folder"
+        )
+    return shape
+
+
+def shape_in(file: Path) -> ModelShape:
+    """The shape that a config.json describes. Raises InputError for another kind of model, and for quantised weights."""
+    config = read_json(file)
+    try:
+        shape = ModelShape.from_config(config)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
+    refuse_quantised(config, file.parent)
+    return shape
+
+
+def _cached_shape(repo: str) -> ModelShape | None:
+    """From the hub's own cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(repo, "config.json")
+    return shape_in(Path(file)) if isinstance(file, str) else None
+
+
+def _made_shape(alias: str) -> ModelShape:
+    """From the recipe of a target that edgespec makes: a Llama whose embeddings are tied."""
+    from edgespec.recipe.shipped import made_target
+
+    made = made_target(alias)
+    return ModelShape(
+        hidden=made["hidden"],
+        layers=made["layers"],
+        heads=made["heads"],
+        kv_heads=made["kv_heads"],
+        head_dim=made["hidden"] // made["heads"],
+        intermediate=made["intermediate"],
+        vocab_size=made["vocab_size"],
+        tied=True,
+        context_length=made["context_length"],
+        rms_norm_eps=1e-6,
+    )

@@ -1,0 +1,111 @@
+"""The things that stages read, each as `Reads`: model folders, texts and instructions, a target's exported file.
+
+A model folder or responses inside the build are known by the stage that made them, all others by their files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.manifest import MANIFEST
+from edgespec.model_folder.chat_template import MORE_TEMPLATES
+from edgespec.recipe.data_sources import (
+    HUB,
+    ROW_FILES,
+    TEXT_FILES,
+    BuildData,
+    hub_revision,
+    parse_hub,
+    source_files,
+)
+from edgespec.recipe.schema import PYTHON_STDLIB, InferenceOptions
+from edgespec.stages.record import Reads, Source
+
+SETTINGS = (
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    f"{MORE_TEMPLATES}/*.jinja",
+)  # config, tokenizer, chat templates
+WEIGHTS = "*.safetensors"
+
+
+def stages(out: Path, *names: str) -> Reads:
+    """Other stages of the build in `out`."""
+    return Reads(stages={name: out / name for name in names})
+
+
+def model(purpose: str, folder: Path, out: Path, *, weights: bool = True) -> Reads:
+    """A model folder: config, tokenizer and, unless told not to, weights."""
+    return _made_or_found(purpose, folder, out, (*SETTINGS, WEIGHTS) if weights else SETTINGS)
+
+
+def responses(folder: Path, out: Path) -> Reads:
+    """What the target wrote; the checksums beside the shards stand for them."""
+    return _made_or_found("responses", folder, out, ("shard-*.json",))
+
+
+def _made_or_found(purpose: str, folder: Path, out: Path, patterns: Sequence[str]) -> Reads:
+    if folder.is_relative_to(out):
+        stage = folder if folder.parent == out else folder.parent
+        return Reads(stages={stage.relative_to(out).as_posix(): stage})
+    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return _files(purpose, folder, sorted(found))
+
+
+def one_file(purpose: str, file: Path) -> Reads:
+    return _files(purpose, file, [file] if file.is_file() else [])
+
+
+def _files(purpose: str, root: Path, files: Sequence[Path]) -> Reads:
+    return Reads(files={purpose: Source(root, tuple(files))})
+
+
+def text(purpose: str, source: str) -> Reads:
+    """Plain text as `documents.read_documents` reads it."""
+    return _data(purpose, source, TEXT_FILES)
+
+
+def conversations(purpose: str, source: str) -> Reads:
+    """Instructions or prompts as `instructions.read_conversations` reads them."""
+    return _data(purpose, source, ROW_FILES)
+
+
+def everything(data: BuildData) -> Reads:
+    """All that a build or a study names."""
+    texts = [text(name, source) for name, source in data.texts.items()]
+    rows = {**data.prompts, **data.replies}
+    return reduce(or_, [*texts, *(conversations(name, rows[name]) for name in rows)], Reads())
+
+
+def _data(purpose: str, source: str, suffixes: Sequence[str]) -> Reads:
+    """Files, or a hub dataset's revision; nothing for what comes with Python. What is wrong with them their reader says."""
+    if source in ("", PYTHON_STDLIB):
+        return Reads()
+    root = Path(source).expanduser()
+    if source.startswith(HUB):
+        folder = parse_hub(source).folder
+        if folder is None:
+            return Reads(revisions={source: lambda: hub_revision(source)})
+        root = folder
+    try:
+        return _files(purpose, root, source_files(source, suffixes))
+    except InputError:
+        return _files(purpose, root, [])
+
+
+def exported(options: InferenceOptions) -> Reads:
+    """The target's file where `inference` names one; a bundle's manifest stands for its files, which it holds checksums of."""
+    if options.source != "file":
+        return Reads()
+    path = Path(options.file).expanduser()
+    manifest = path / MANIFEST
+    if manifest.is_file():
+        return _files("inference.file", path, [manifest])
+    found = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.is_file())
+    return _files("inference.file", path, found)

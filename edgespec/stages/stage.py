@@ -1,0 +1,93 @@
+"""Stages of a build: a folder that holds `stage.json` is complete and is skipped; one without it is resumed by its stage.
+
+Knows nothing of what a stage does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.no_room import place_of, write_error
+
+_PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
+
+Body = Callable[[Path], dict[str, Any]]
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that shape a result."""
+    found = {"python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The processes that run a stage: this one's number, and a call that returns when all have come to it."""
+
+    rank: int = 0
+    wait: Callable[[], None] = lambda: None
+
+
+def run_stage(
+    folder: Path, options: dict[str, Any], body: Body, crew: Crew | None = None, *, together: bool = False
+) -> dict[str, Any]:
+    """Run `body(folder)` unless it has completed before; return the counts it returned.
+
+    `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package
+    versions and the seconds spent (summed over interrupted runs as far as they were recorded). Of several processes all run the
+    body where they work `together`, else the first one alone; all return the same counts.
+    """
+    crew = crew or Crew()
+    marker = folder / "stage.json"
+    crew.wait()
+    done = marker.exists()
+    crew.wait()  # nobody writes the marker before everybody has looked
+    if not done:
+        if not crew.rank:
+            _run(folder, marker, options, body)
+        elif together:
+            _tried(folder, body)
+        crew.wait()
+    counts: dict[str, Any] = read_json(marker)["counts"]
+    return counts
+
+
+def _tried(folder: Path, body: Body) -> dict[str, Any]:
+    """What the body returns. Raises NoRoom where the disk is full, whichever library met that and however it says so."""
+    try:
+        return body(folder)
+    except Exception as error:
+        message = write_error(place_of(error, folder), error)
+        if message is None:
+            raise
+        raise message from error
+
+
+def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> None:
+    clock = folder / "clock.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
+    start = time.monotonic()
+    try:
+        counts = _tried(folder, body)
+    except BaseException:
+        with suppress(EdgespecError):  # where the disk is full, what is full is the news
+            write_json(clock, {"seconds": before + time.monotonic() - start})
+        raise
+    seconds = round(before + time.monotonic() - start, 2)
+    write_json(marker, {"seconds": seconds, "options": options, "counts": counts, "versions": versions()})
+    clock.unlink(missing_ok=True)

@@ -1,0 +1,183 @@
+"""Make a drafter for a target: plan, pretrain, let the target write, distil, evaluate, export, verify, bundle.
+
+Every stage owns a folder under --out. Interrupt it at any point and run the same command: what is complete is skipped, what was
+under way goes on. `torchrun --nproc_per_node N -m edgespec build-drafter ...` shares the work among N processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgespec.building.pipeline import Build
+from edgespec.core.errors import InputError, MissingExtra, NoRoom
+from edgespec.core.files import write_text
+from edgespec.core.folder_lock import held, is_empty
+from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping
+from edgespec.planning.estimate import size
+from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
+from edgespec.planning.preflight import check as shortages_of
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, load_recipe, resolve
+from edgespec.recipe.schema import Recipe
+from edgespec.recipe.shipped import recipe_file, shipped_recipes
+from edgespec.stages.stage import Crew
+
+
+@dataclass(frozen=True)
+class Options(Recipe):
+    out: str = knob("", "folder for everything that is made (default: build/TARGET)")
+    recipe: str = knob(
+        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
+    )
+    dry_run: bool = knob(False, "print sizes, memory, FLOPs and disk of every stage, and make nothing")
+    force: bool = knob(False, "start although the estimate says that disk or memory will not suffice")
+    parallel: str = knob(
+        "ddp",
+        "how several processes share a training: every one with whole models (ddp) or with a part of them (fsdp)",
+        choices=("ddp", "fsdp"),
+    )
+
+
+OPTIONS = Options
+OWN = ("out", "recipe", "dry_run", "force", "parallel")
+
+
+def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
+    """The recipe, and the options of this run alone (its target is a placeholder)."""
+    flags = dict(given)
+    own = {name: flags.pop(name) for name in OWN if name in flags}
+    run = Options(target="", **{name: _checked(name, value) for name, value in own.items()})
+    name, target = run.recipe, flags.get("target", "")
+    file = recipe_file(name) if name else shipped_recipes().get(target)
+    recipe = resolve(load_recipe(file) if file else {}, flags)
+    return recipe, run
+
+
+def _checked(name: str, value: Any) -> Any:
+    field = Options.__dataclass_fields__[name]
+    return check(value, {"dry_run": bool, "force": bool}.get(name, str), field, name)
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Everything the last stage needs is asked for before the first one starts. Raises MissingExtra."""
+    wanted = ["torch", "transformers", "accelerate"]
+    wanted += ["onnx", "onnxruntime_genai"] if recipe.export.onnx else []
+    wanted += ["gguf"] if recipe.export.gguf else []
+    for package in wanted:
+        if find_spec(package) is None:
+            raise MissingExtra(package, "all", "Building a drafter")
+
+
+def claim(out: Path, recipe: Recipe) -> None:
+    """Make `out` this recipe's folder, or refuse it where it is another's."""
+    file = out / RECIPE_FILE
+    if file.exists():
+        seen, wanted = _filled(yaml.safe_load(file.read_text(encoding="utf-8"))), to_mapping(recipe)
+        if seen != wanted:
+            raise InputError(
+                f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
+            )
+        return
+    if not is_empty(out):
+        raise InputError(
+            f"{out} holds other files and no {RECIPE_FILE}; give an empty or new folder with --out"
+        )
+    write_text(file, dump_recipe(recipe))
+
+
+def _filled(seen: Any) -> Any:
+    """A build's recipe with the defaults of the knobs that it is older than."""
+    try:
+        return to_mapping(from_mapping(Recipe, seen))
+    except InputError:
+        return seen
+
+
+def _difference(seen: Any, wanted: Any, where: str = "") -> str:
+    if isinstance(seen, dict) and isinstance(wanted, dict):
+        for key in [*wanted, *seen]:
+            if seen.get(key) != wanted.get(key):
+                return _difference(seen.get(key), wanted.get(key), f"{where}.{key}" if where else str(key))
+    return f"{where} is {seen!r} there and {wanted!r} here"
+
+
+def _room(out: Path, parallel: str) -> Room:
+    """What the build may take: where a GPU trains whole models, its memory and not the machine's."""
+    import torch
+
+    room = room_here(out)
+    if not torch.cuda.is_available():
+        return room
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    memory = (
+        None if parallel == "fsdp" else int(torch.cuda.mem_get_info()[0])
+    )  # parts of a model are not estimated
+    return replace(room, memory=memory, on_gpu=True, sharing=1)
+
+
+def _crew(parallel: str) -> Crew:
+    """The processes torchrun started; one, without it. Only the first one prints."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Crew()
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and parallel != "fsdp":
+        raise InputError(f"accelerate's config is FSDP and --parallel is {parallel}; add --parallel fsdp")
+    os.environ["EDGESPEC_PARALLEL"] = parallel
+    from edgespec_recipes.parallel import processes
+
+    if processes.rank():
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the program)
+    processes.start()
+    return Crew(processes.rank(), processes.wait)
+
+
+def run(given: dict[str, Any]) -> int:
+    recipe, options = _read_options(given)
+    if options.dry_run:
+        from edgespec.planning.estimate import dry_run
+
+        print(dry_run(recipe))
+        return 0
+    check_packages(recipe)
+    out = Path(options.out) if options.out else Path("build") / Path(recipe.target).name
+    crew = _crew(options.parallel)
+    crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
+    check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
+    if not options.force:
+        refuse(shortages_of(recipe, out, _room(out, options.parallel)))
+    command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
+    fresh = not out.exists()
+    with nullcontext() if crew.rank else held(out, command):
+        _build(recipe, out, crew, command, fresh)
+    return 0
+
+
+def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> None:
+    """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
+
+    Raises NoRoom with what the rest of the build will take.
+    """
+    if not crew.rank:
+        claim(out, recipe)
+        write_text(out / "command.txt", command + "\n")
+    try:
+        Build(recipe, out, crew).run()
+    except NoRoom as error:
+        needed = disk_left(recipe, out)
+        raise NoRoom(
+            f"{error}; the build still takes about {size(needed)}" if needed else str(error)
+        ) from error
+    except Exception:
+        if (
+            fresh and not crew.rank and not (out / "target" / "stage.json").exists()
+        ):  # a target that cannot be had leaves nothing behind
+            shutil.rmtree(out, ignore_errors=True)
+        raise

@@ -1,0 +1,242 @@
+"""Export a target and its drafter: files for a device or in the formats you name, each held against torch, packed as a bundle.
+
+Give two model folders (--target, --drafter), or the folder of a build. Interrupt it at any point and run the same command: what
+is complete is skipped.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.building.pipeline_export import ExportStages
+from edgespec.building.preflight_pair import check_pair
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import read_json, shares_blocks, write_text
+from edgespec.core.folder_lock import held
+from edgespec.core.free_space import free_disk
+from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration, table
+from edgespec.planning import costs
+from edgespec.planning.devices_fit import weight_bytes
+from edgespec.planning.estimate import size
+from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
+from edgespec.recipe.read import RECIPE_FILE, load_recipe, resolve
+from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe
+from edgespec.recipe.targets import refuse_gguf
+from edgespec.stages import sources as sources
+from edgespec.stages.build_data import held_out_of
+from edgespec.stages.record import Reads
+from edgespec.verbs.build import check_packages, claim
+
+
+@dataclass(frozen=True)
+class Options:
+    build: str = knob("", "folder of a build, instead of --target and --drafter", positional=True)
+    target: str = knob("", "model folder of the target (config.json, safetensors, tokenizer)")
+    drafter: str = knob("", "model folder of the drafter")
+    out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
+    device: str = knob(
+        "", "device profile (edgespec devices list): which files, and how chat and bench run them"
+    )
+    context: int | None = with_default(ExportOptions, "context", None)
+    formats: tuple[str, ...] = knob((), "formats to write (default: the device's, or all)", choices=FORMATS)
+    precisions: tuple[str, ...] = knob(
+        (), "precisions to write, of any format (default: the device's, or each format's usual)"
+    )
+    prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
+    verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
+    bundle_prompts: int = with_default(ExportOptions, "bundle_prompts", ExportOptions().bundle_prompts)
+
+
+OPTIONS = Options
+
+
+@dataclass(frozen=True)
+class Source:
+    """The two models and what is known of them; `responses`: the folder of what the target wrote."""
+
+    target: Path
+    drafter: Path
+    name: str
+    source: str
+    recipe: Recipe
+    licence: str = ""
+    evaluation: Path | None = None
+    responses: Path | None = None
+
+
+@dataclass
+class Export(ExportStages):
+    """The last three stages of a build, on models that are there."""
+
+    source: Source = field(kw_only=True)
+
+    def run(self) -> Path:
+        """Export, verify, pack; returns the bundle's folder."""
+        source = self.source
+        self._readable(held_out_of(self.recipe, self.out))
+        target, drafter = (
+            ModelShape.from_config(read_json(folder / "config.json"))
+            for folder in (source.target, source.drafter)
+        )
+        self._fitted(target, drafter, source.name)
+        self._possible()
+        if not (self.out / "export" / "stage.json").exists():
+            checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
+            check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
+        self._exported(source.target, source.drafter)
+        found = {"name": source.name, "source": source.source, "licence": source.licence}
+        self._packed(source.target, source.drafter, found)
+        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
+        print(f"bundle: {self.out / 'bundle'}", flush=True)
+        return self.out / "bundle"
+
+    def _possible(self) -> None:
+        """What the export, its verification or the bundle would refuse, before anything is written. Raises InputError."""
+        from edgespec_export.bundle.write import check_same_tokenizer
+
+        source = self.source
+        for note in check_pair(source.target, source.drafter, self.recipe.export):
+            print(f"Note: {note}", flush=True)
+        check_same_tokenizer(source.target, source.drafter)
+
+    def _responses(self) -> Path:
+        return self.source.responses or super()._responses()
+
+    def _measured(self) -> Reads:
+        file = self.source.evaluation
+        return sources.one_file("evaluation", file) if file is not None else Reads()
+
+    def _evaluation(self) -> dict[str, Any]:
+        file = self.source.evaluation
+        measured: dict[str, Any] = read_json(file) if file is not None and file.is_file() else {}
+        return measured
+
+
+def check_disk(
+    out: Path, options: ExportOptions, shapes: Sequence[ModelShape], *, checkpoint: int = 0
+) -> None:
+    """Refuse an export for which the disk has no room. Raises InputError with both numbers.
+
+    checkpoint: bytes of the drafter's own weights that go into the bundle.
+    """
+    wanted = [(engine, one) for engine, name in FORMAT_OF.items() for one in getattr(options, name)]
+    files = sum(weight_bytes(shape, engine, precision) for shape in shapes for engine, precision in wanted)
+    copies = 0 if shares_blocks(out) else files + checkpoint
+    needed, free = files + copies, free_disk(out)
+    if needed > free:
+        raise InputError(
+            f"the files and the bundle's copies of them take {size(needed)} on the disk and {out} has {size(free)} free; make "
+            "room, or choose fewer --precisions"
+        )
+
+
+def _folder(path: str, what: str) -> Path:
+    folder = Path(path).expanduser()
+    refuse_gguf(path)
+    if not (folder / "config.json").is_file():
+        raise InputError(
+            f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout"
+        )
+    return folder
+
+
+def find_source(options: Options) -> Source:
+    """The models asked for. Raises InputError: neither or both ways of naming them, folders that hold no model."""
+    if bool(options.build) == bool(options.target and options.drafter) or (
+        options.build and options.target + options.drafter
+    ):
+        raise InputError(
+            f"the models are build {options.build!r}, target {options.target!r}, drafter {options.drafter!r}; "
+            "give either the folder of a build, or both --target and --drafter"
+        )
+    if options.build:
+        return _source_of_build(Path(options.build).expanduser())
+    target = _folder(options.target, "target")
+    name = target.resolve().name
+    return Source(
+        target, _folder(options.drafter, "drafter"), name, "local folder", Recipe(target=str(target))
+    )
+
+
+def _source_of_build(build: Path) -> Source:
+    """What a build has made so far. Raises InputError where its drafter is not done."""
+    for stage in ("target", "distill"):
+        if not (build / stage / "stage.json").is_file():
+            raise InputError(
+                f"{build} has no finished stage {stage!r}; give the folder of a build that has come so far (build-drafter --out)"
+            )
+    found = read_json(build / "target" / "stage.json")["counts"]
+    recipe = resolve(load_recipe(build / RECIPE_FILE), {})
+    target = build / "tune" / "model" if recipe.tune.steps else Path(found["folder"])
+    return Source(
+        _folder(str(target), "target"),
+        _folder(str(build / "distill" / "model"), "drafter"),
+        found["name"],
+        found["source"],
+        recipe,
+        found.get("licence", ""),
+        build / "evaluate" / "evaluation.json",
+        build / "generate",
+    )
+
+
+def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]:
+    """Precisions by format: those named, else the device's, else the usual ones; of the formats named alone.
+
+    Raises InputError for a precision of no format, or one whose format was not named.
+    """
+    offered = {
+        field.name: field.metadata["choices"] for field in fields(ExportOptions) if field.name in FORMATS
+    }
+    chosen_by = profile(options.device) if options.device else usual
+    written = {name: tuple(getattr(chosen_by, name)) for name in FORMATS}
+    formats = options.formats or FORMATS
+    known = [one for name in formats for one in offered[name]]
+    for precision in options.precisions:
+        if precision not in known:
+            raise InputError(
+                f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, known)}"
+            )
+    if options.precisions:
+        home = {one: name for name in reversed(formats) for one in offered[name]}  # fp32 alone is ONNX's
+        written = {name: tuple(one for one in options.precisions if home[one] == name) for name in FORMATS}
+    chosen = {name: list(written[name]) if name in formats else [] for name in FORMATS}
+    if not any(chosen.values()):
+        raise InputError(
+            f"nothing is to be written: {options.device} has no files in {', '.join(formats)}; give --precisions"
+        )
+    return chosen
+
+
+def export_recipe(options: Options, source: Source) -> Recipe:
+    """The recipe of the export: the build's own or the defaults, with the files and the device asked for."""
+    own = ("context", "verify_prompts", "bundle_prompts")
+    export = {**choose_files(options, source.recipe.export), **{name: getattr(options, name) for name in own}}
+    if options.device and profile(options.device).engine == STATIC:
+        export["npu_length"] = options.context or profile(options.device).context
+        export["npu_gamma"] = profile(options.device).draft_length
+    values: dict[str, Any] = {"export": export, "device": options.device}
+    if options.prompts_file:
+        values["evaluate"] = {"prompts_file": options.prompts_file}
+    return resolve(to_mapping(source.recipe), values)
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    source = find_source(options)
+    recipe = export_recipe(options, source)
+    check_packages(recipe)
+    ending = f"-{options.device}" if options.device else "-export"
+    out = Path(options.out) if options.out else Path("build") / f"{source.name}{ending}"
+    command = shlex.join(["edgespec", "export", *as_flags(given)])
+    with held(out, command):
+        claim(out, replace(recipe, target=str(source.target)))
+        write_text(out / "command.txt", command + "\n")
+        Export(recipe, out, source=source).run()
+    return 0

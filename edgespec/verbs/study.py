@@ -1,0 +1,151 @@
+"""Compare ways to make a drafter: train every arm of a study for several seeds, count, and write what was found.
+
+A study is a YAML file: a base recipe, tasks, arms, claims to hold the outcome against. Interrupt it at any point and run the same
+command: what is complete is skipped, what was under way goes on.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError, MissingExtra, did_you_mean
+from edgespec.core.files import compact_json, read_json, write_text
+from edgespec.core.folder_lock import held, is_empty
+from edgespec.core.options import as_flags, from_mapping, knob
+from edgespec.core.table import interval
+from edgespec.recipe.read import load_recipe
+from edgespec.recipe.study_options import Study, dump_study, read_study
+
+STUDY_FILE = "study.resolved.yaml"
+
+
+@dataclass(frozen=True)
+class Options:
+    study: str = knob("alignment", "a YAML file, or the name of a shipped study", positional=True)
+    target: str = knob("", "alias, hub id or folder of the target, instead of the study's own")
+    data: str = knob("", "folder the study's files of text, instructions and prompts lie in")
+    out: str = knob("", "folder for everything that is made (default: build/study-STUDY)")
+    results: str = knob(
+        "", "write the report to this .md file, plots and .json beside it (default: results.md in --out)"
+    )
+    arms: tuple[str, ...] | None = knob(None, "run these arms only, and the baseline")
+    seeds: tuple[int, ...] | None = knob(None, "run these seeds only", at_least=0)
+    check: bool = knob(True, "run real speculative decoding with the best arm too")
+    render: bool = knob(False, "run nothing: write the report again from the .json beside it")
+
+
+OPTIONS = Options
+
+
+def shipped_studies() -> dict[str, Path]:
+    """Name -> file of the studies that come with the package."""
+    spec = find_spec("edgespec_recipes")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    folder = Path(spec.submodule_search_locations[0]) / "configs" / "studies"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _study_file(name: str) -> Path:
+    shipped = shipped_studies()
+    if name in shipped:
+        return shipped[name]
+    if Path(name).is_file():
+        return Path(name)
+    raise InputError(f"study {name!r} is neither a file nor a shipped study{did_you_mean(name, shipped)}")
+
+
+def _open(options: Options) -> Study:
+    file = _study_file(options.study)
+    if options.data and not Path(options.data).is_dir():
+        raise InputError(
+            f"the data folder {options.data} does not exist; give the folder the study's files lie in"
+        )
+    study = read_study(file.stem, load_recipe(file), target=options.target, data=options.data)
+    study = study.only(options.arms, options.seeds)
+    for name in study.files:
+        if not Path(name).expanduser().exists():
+            raise InputError(
+                f"study {study.name} reads {name}, which does not exist; give the folder of its files with --data"
+            )
+    return study
+
+
+def command_of(given: dict[str, Any]) -> str:
+    """The command line of a run, as a shell takes it."""
+    flags = {name: value for name, value in given.items() if name != "study"}
+    return shlex.join(["edgespec", "study", given.get("study", Options.study), *as_flags(flags)])
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    out = Path(options.out) if options.out else Path("build") / f"study-{Path(options.study).stem}"
+    report = Path(options.results) if options.results else out / "results.md"
+    if report.suffix != ".md":
+        raise InputError(f"results is {options.results!r}; give a file that ends with .md")
+    if not options.render:
+        study = _open(options)
+        for package in ("torch", "transformers", "accelerate", "matplotlib"):
+            if find_spec(package) is None:
+                raise MissingExtra(package, "all", "A study")
+        command = command_of(given)
+        with held(out, command):
+            _make(study, out, report.with_suffix(".json"), command, options.check)
+    best = write_report(report)
+    print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
+    return 0
+
+
+def _make(study: Study, out: Path, results_file: Path, command: str, check: bool) -> None:
+    """Run what is missing and write results.json."""
+    import yaml
+    from edgespec_recipes.study.numbers import Numbers, results
+    from edgespec_recipes.study.runs import KEPT, Runs, check_alone, now
+
+    check_alone()
+    if not is_empty(out) and not (out / STUDY_FILE).exists():
+        raise InputError(
+            f"{out} holds other files and no {STUDY_FILE}; give an empty or new folder with --out"
+        )
+    write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
+    write_text(out / "command.txt", command + "\n")
+    runs = Runs(study, out)
+    runs.everything()
+    raw: dict[tuple[str, int], list[Any]] = {}
+    for name in study.arms:
+        for seed in study.options.seeds:
+            raw.setdefault((name, 0), []).append(read_json(runs.counts_file(name, seed)))
+            for kept in runs.kept(runs.drafter(name, seed), name):
+                step = int(kept.name.removeprefix(KEPT))
+                raw.setdefault((name, step), []).append(read_json(runs.counts_file(name, seed, kept.name)))
+    about = runs.about()
+    numbers = Numbers(study, raw, {name: arm["cost_ratio"] for name, arm in about["arms"].items()})
+    checked: dict[str, Any] = {}
+    if check:
+        winner = numbers.ranking()[0]
+        rows = numbers.check_rows(winner, runs.checked(winner, numbers.gammas[0]))
+        checked = {"arm": winner, "rows": rows}
+    found = results(numbers, {"command": command, "date": now(), **about}, checked)
+    write_text(results_file, compact_json(found))
+
+
+def write_report(report: Path) -> dict[str, Any]:
+    """Write `report` and its plots from the .json beside it; return what that says of the best arm. Raises InputError."""
+    from edgespec_recipes.study.numbers import SCHEMA
+    from edgespec_recipes.study.plot import plot_study
+    from edgespec_recipes.study.report import Report
+
+    file = report.with_suffix(".json")
+    found = read_json(file)
+    if found.get("schema") != SCHEMA:
+        raise InputError(
+            f"{file} has the schema {found.get('schema')!r}; {SCHEMA} is read: run the study again"
+        )
+    pictures = plot_study(found, report.parent, report.stem)
+    write_text(report, Report(found).text(pictures))
+    best: dict[str, Any] = found["best"]
+    return best

@@ -1,0 +1,213 @@
+"""README.md of a bundle: a model card with front matter, what was measured, and what each engine needs and should show.
+
+Names, licences and sources come from strangers: in the front matter they pass through a YAML writer, in the text through `plain`,
+in commands only where they are hub ids. Knows nothing of how the figures came about; which engines there are is
+card_engines.py's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from edgespec_runtime.engines.vocabulary import Vocabulary
+
+from edgespec.core.manifest import BundleModel
+from edgespec.core.table import count, interval, table
+from edgespec_export.bundle.card_engines import Commands, Rates, Values, engine_sections
+from edgespec_export.other_engines.other_engines import Elsewhere
+from edgespec_export.verify.exported_pair_report import about, acceptance_table
+
+MAX_TEXT = 200  # characters of a stranger's name, licence or source
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
+SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|&~!$:@])")  # what Markdown or a renderer of it would read as markup
+# What the hub calls the licences of edgespec's own table of targets.
+LICENCES = {"apache-2.0": "apache-2.0", "llama 2 community license": "llama2"}
+
+
+@dataclass(frozen=True)
+class CardFile:
+    """One line of the table of files; both sizes in bytes, `streamed` is what one token reads."""
+
+    path: str
+    size: int
+    streamed: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """Everything the card says. `evaluation` is evaluation.json's content ({}: nothing was measured).
+
+    `acceptance` is verify.json's: what quantising cost the pair. `gguf` is the precision to name in llama.cpp's command (None:
+    the bundle has no pair of GGUF files); `subset` the drafter's own vocabulary; `licence` is the note that came with the target.
+    """
+
+    target: BundleModel
+    drafter: BundleModel
+    files: Sequence[CardFile]
+    cost_ratio: float
+    default: Mapping[str, str]
+    elsewhere: Elsewhere
+    onnx: Sequence[str]
+    gguf: str | None
+    evaluation: Mapping[str, Any]
+    acceptance: Sequence[dict[str, Any]] = ()
+    licence: str = ""
+    subset: Vocabulary | None = None
+
+    def text(self) -> str:
+        """The whole file."""
+        parts = [
+            self._head(),
+            self._measured(),
+            *([self._exported()] if self.acceptance else []),
+            self._engines(),
+            self._files(),
+            self._limits(),
+            self._licence(),
+        ]
+        return self._front_matter() + "\n".join(parts)
+
+    def _front_matter(self) -> str:
+        fields: dict[str, Any] = {"library_name": "edgespec", "pipeline_tag": "text-generation"}
+        name, note = licence_of(self.licence)
+        if name:
+            fields["license"] = name
+            if name == "other":
+                fields["license_name"] = note
+        if repo := hub_id(self.target.source):
+            fields["base_model"] = repo
+        tags = ["speculative-decoding", "draft-model"]
+        fields["tags"] = tags + ["onnx"] * bool(self.onnx) + ["gguf"] * bool(self.gguf)
+        return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10_000)}---\n\n"
+
+    def _head(self) -> str:
+        known = (
+            f" The drafter knows {len(self.subset.ids):,} of the target's {self.subset.target_vocab_size:,} tokens and never "
+            "proposes another; the target still writes them all."
+            if self.subset is not None
+            else ""
+        )
+        return (
+            f"# {plain(self.target.name)} with a drafter\n\n"
+            f"A chat model of {count(self.target.parameters)} parameters and a drafter of {count(self.drafter.parameters)} "
+            f"({self.cost_ratio:.2%}) that proposes tokens for it. The target decides every token: the text has the "
+            f"distribution of the target alone.{known}\n\n"
+            "    edgespec chat .\n    edgespec bench .\n    edgespec elsewhere .    # the pair in the other engines below\n\n"
+            f"Default: {self.default['engine']} {self.default['precision']} ({plain(self.default['reason'])}).\n"
+        )
+
+    def _measured(self) -> str:
+        rows = [
+            (
+                f"{rates.where}, γ = {rates.draft_length}",
+                _shown(rates.tau),
+                _shown(rates.lossless),
+                _shown(rates.match_greedy),
+                _shown(rates.match_sampled),
+            )
+            for rates in rates_of(self.evaluation)
+        ]
+        if not rows:
+            return "## Measured\n\nNothing: this bundle was made without an evaluation.\n"
+        headers = ("sampling", "τ", "α lossless", "α greedy match", "α sampled match")
+        return (
+            f"## Measured\n\nIn torch with float32 weights, on {int(self.evaluation.get('prompts', 0))} held-out prompts; "
+            "brackets are 95 % bootstrap intervals over prompts. τ is the tokens emitted per target pass, α the share of "
+            "draft tokens accepted at positions of the target's own text: under rejection sampling (lossless, "
+            "Σ min(p, q)), where the draft is greedy and kept if a sample of the target equals it (p(argmax q)), and where it "
+            "is sampled and kept so (Σ p·q). Rounded weights change both models and with them these figures.\n\n"
+            f"{table(headers, rows, markdown=True)}\n"
+        )
+
+    def _exported(self) -> str:
+        return (
+            "## The exported files\n\nThe same pair from its files, on edgespec's engines, by what was quantised: "
+            f"{about(self.acceptance)}. Differences are paired, to the float files of that engine.\n\n"
+            f"{acceptance_table(self.acceptance, markdown=True)}\n"
+        )
+
+    def _engines(self) -> str:
+        commands = Commands(
+            target=hub_id(self.target.source) or "TARGET",
+            precision=self.elsewhere.genai,
+            others=tuple(name for name in self.onnx if name != self.elsewhere.genai),
+            gguf=self.gguf,
+            checkpoint=self.elsewhere.checkpoint,
+        )
+        if self.subset is not None:
+            text = (
+                "The target's files also run elsewhere alone. The drafter's do not pair with them there: it has token numbers "
+                f"of its own, which {self.drafter.vocabulary} maps and edgespec translates.\n"
+            )
+        else:
+            text = engine_sections(commands, rates_of(self.evaluation))
+        return f"## In other engines\n\n{text}"
+
+    def _files(self) -> str:
+        rows = [
+            (f"`{file.path}`", f"{file.size / 2**20:.1f} MiB", f"{file.streamed / 2**20:.2f} MiB")
+            for file in self.files
+        ]
+        return (
+            f"## Files\n\n{table(('file', 'size', 'read per token'), rows, markdown=True)}\n\n"
+            "evaluation.json has block efficiency and acceptance on held-out prompts, verify.json the distance of every file "
+            "to torch, manifest.json the sha256 of everything.\n"
+        )
+
+    def _limits(self) -> str:
+        context = min(int(model.shape["context_length"]) for model in (self.target, self.drafter))
+        return (
+            "## Limits\n\n"
+            f"- The drafter serves this target and its tokenizer only, up to {context:,} tokens of context.\n"
+            "- α and τ are those of prompts like the held-out ones; on other topics, languages or templates they are lower, and "
+            "speculation can then cost more than it gains. The text stays the target's all the same.\n"
+            "- Whether it is faster depends on the machine: `edgespec doctor .` measures that.\n"
+        )
+
+    def _licence(self) -> str:
+        _, note = licence_of(self.licence)
+        source = hub_id(self.target.source)
+        known = f"{plain(note)}. " if note else "not recorded here; look it up where the target comes from. "
+        return (
+            f"## Licence\n\nThe target's licence covers both models: {known}"
+            f"Target: {plain(source or self.target.source)}. The drafter was trained on the target's own output.\n"
+        )
+
+
+def plain(text: str) -> str:
+    """A stranger's text as one line of Markdown that reads as written: nothing in it is markup, a link, HTML or a line's end."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    cut = line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
+    return SPECIAL.sub(r"\\\1", cut)
+
+
+def hub_id(source: str) -> str | None:
+    """ORGANISATION/MODEL of a source like it or with @revision behind it; None of any other (a folder, 'made here')."""
+    repo = source.partition("@")[0]
+    return repo if HUB_ID.fullmatch(repo) else None
+
+
+def licence_of(note: str) -> tuple[str | None, str]:
+    """(the hub's name for a licence, the note itself): `other` for one it has no name for, None where nothing is known."""
+    line = " ".join(note.split())[:MAX_TEXT]
+    if not line or line.startswith("see the "):
+        return None, ""
+    return LICENCES.get(line.partition(";")[0].lower(), "other"), line
+
+
+def rates_of(evaluation: Mapping[str, Any]) -> list[Rates]:
+    """The distilled drafter's settings (else those of the last drafter listed), by temperature and γ."""
+    settings = evaluation.get("settings") or []
+    names = [setting["drafter"] for setting in settings]
+    name = "distilled" if "distilled" in names else (names or [""])[-1]
+    chosen = [setting for setting in settings if setting["drafter"] == name]
+    found = [Rates.of(setting) for setting in chosen]
+    return sorted(found, key=lambda rates: (rates.temperature, rates.draft_length))
+
+
+def _shown(values: Values | None) -> str:
+    return interval(*values) if values else "not measured"

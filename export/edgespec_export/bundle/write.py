@@ -1,0 +1,263 @@
+"""A bundle: the exported pair, its one tokenizer, held-out prompts, measurements, a card, and the manifest, written last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
+
+from edgespec import __version__
+from edgespec.core.errors import InputError
+from edgespec.core.files import (
+    copy_file,
+    read_json,
+    sha256_file,
+    whole_folder,
+    write_json,
+    write_jsonl,
+    write_text,
+)
+from edgespec.core.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import GENERATION, read_generation_config
+from edgespec.recipe.devices import Profile
+from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.stage import versions
+from edgespec_export.bundle.card import Card, CardFile
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
+from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
+
+DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
+FLOAT_LIMIT = 256 * 2**20  # bytes of fp32 weights per token up to which the unrounded model is the default
+
+
+def write_bundle(
+    out: Path,
+    export_folder: Path,
+    target_folder: Path,
+    drafter_folder: Path,
+    options: ExportOptions,
+    *,
+    target_name: str,
+    target_source: str,
+    prompts: Sequence[Sequence[dict[str, str]]],
+    evaluation: dict[str, Any],
+    verification: dict[str, Any],
+    metrics: dict[str, Any],
+    provenance: dict[str, Any],
+    device: Profile | None = None,
+    licence: str = "",
+) -> dict[str, Any]:
+    """Write the bundle `out` (whole or not at all); return the number of files and bytes.
+
+    `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
+    verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
+    note that came with the target, for the card. Exported files are copied (their blocks shared where the file system can).
+    Beside them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
+    InputError where the two tokenizers differ or an exported file is missing.
+    """
+    folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
+    configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
+    shapes = {role: ModelShape.from_config(config) for role, config in configs.items()}
+    subset = check_same_tokenizer(target_folder, drafter_folder)
+    files = exported_files(export_folder, options)
+    if not files:
+        raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
+    with whole_folder(out) as folder:
+        for file in files:
+            _place(file.path, folder / file.path.relative_to(export_folder))
+        _write_tokenizer(folder / "tokenizer", target_folder)
+        if subset is not None:
+            write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
+        write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
+        write_json(folder / "evaluation.json", evaluation)
+        write_json(folder / "verify.json", verification)
+        names = {"target": target_name, "drafter": f"{target_name}-drafter"}
+        sources = {"target": target_source, "drafter": "made by edgespec"}
+        models = {
+            role: BundleModel(
+                names[role],
+                sources[role],
+                asdict(shape),
+                shape.parameters,
+                _table(files, role, export_folder),
+                DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
+                _fast_table(files, role, export_folder),
+            )
+            for role, shape in shapes.items()
+        }
+        streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
+        ratios: dict[str, Any] = {
+            "parameters": shapes["drafter"].parameters / shapes["target"].parameters,
+            "bytes": {
+                pair: streamed["drafter", pair] / streamed["target", pair]
+                for role, pair in streamed
+                if role == "target"
+            },
+        }
+        default = _default(options, streamed, device)
+        both = _both(files)
+        onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
+        gguf = both.get("llama.cpp", []) if subset is None else []
+        elsewhere = write_elsewhere(
+            folder, drafter_folder if subset is None and device is None else None, onnx, default["precision"]
+        )
+        card = Card(
+            **models,
+            files=[
+                CardFile(
+                    file.path.relative_to(export_folder).as_posix(),
+                    _size(file.path),
+                    streamed[file.role, f"{file.engine}/{file.precision}"],
+                )
+                for file in files
+            ],
+            cost_ratio=ratios["parameters"],
+            default=default,
+            elsewhere=elsewhere,
+            onnx=onnx,
+            gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
+            evaluation=evaluation,
+            acceptance=verification.get("acceptance", []),
+            licence=licence,
+            subset=subset,
+        )
+        write_text(folder / "README.md", card.text())
+        tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
+        manifest = Manifest(
+            pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
+            target=models["target"],
+            drafter=models["drafter"],
+            default=default,
+            cost_ratio=ratios,
+            metrics=metrics,
+            provenance={**provenance, "versions": versions(), "edgespec": __version__},
+            files=describe_files(folder),
+            device=device.settings(min(shape.context_length for shape in shapes.values()))
+            if device is not None
+            else {},
+        )
+        write_manifest(folder, manifest)
+    return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:
+    """A draft token must mean the same to both models. Returns the drafter's subset of the target's tokens (None: all of them).
+
+    Raises InputError saying what differs.
+    """
+    subset = vocabulary_of(drafter_folder)
+    target, drafter = (
+        int(read_json(folder / "config.json")["vocab_size"]) for folder in (target_folder, drafter_folder)
+    )
+    if subset is not None and (subset.target_vocab_size, subset.rows) != (target, drafter):
+        raise InputError(
+            f"{drafter_folder / VOCABULARY} lists {len(subset.ids)} of {subset.target_vocab_size} tokens; the target has "
+            f"{target} and the drafter {drafter} rows instead of {subset.rows}: make the drafter for this target"
+        )
+    if subset is None and target != drafter:
+        raise InputError(
+            f"the vocabularies differ: target {target} tokens, drafter {drafter}; make the drafter for this target"
+        )
+    ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
+    for part in (
+        "model",
+        "added_tokens",
+        "normalizer",
+        "pre_tokenizer",
+    ):  # not padding, truncation: they are calls' business
+        if ours.get(part) != theirs.get(part):
+            raise InputError(
+                f"the tokenizers of {target_folder} and {drafter_folder} differ in {part!r}; a drafter needs its target's "
+                "tokenizer: make the drafter for this target"
+            )
+    return subset
+
+
+def _place(source: Path, destination: Path) -> None:
+    """Copy a file, or every file of a folder."""
+    if not source.exists():
+        raise InputError(f"{source} is missing; run the export again")
+    if source.is_dir():
+        for child in sorted(source.iterdir()):
+            _place(child, destination / child.name)
+        return
+    copy_file(source, destination)
+
+
+def _write_tokenizer(folder: Path, target_folder: Path) -> None:
+    folder.mkdir()
+    copy_tokenizer(target_folder, folder)
+    if (target_folder / GENERATION).is_file():
+        write_json(folder / GENERATION, read_generation_config(target_folder))
+
+
+def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
+    engines: dict[str, dict[str, str]] = {}
+    for file in files:
+        if file.role == role:
+            engines.setdefault(file.engine, {})[file.precision] = file.path.relative_to(root).as_posix()
+    return engines
+
+
+def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
+    """{engine: precisions} that both models have."""
+    of = {role: [(f.engine, f.precision) for f in files if f.role == role] for role in ROLES}
+    found: dict[str, list[str]] = {}
+    for engine, precision in of["target"]:
+        if (engine, precision) in of["drafter"]:
+            found.setdefault(engine, []).append(precision)
+    return found
+
+
+def _best_gguf(precisions: list[str]) -> str | None:
+    """The one to name first: Q8_0, which changes least, else the last (the exporter lists the smallest there)."""
+    if not precisions:
+        return None
+    return "q8_0" if "q8_0" in precisions else precisions[-1]
+
+
+def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
+    """The graphs for the fast mode that the export wrote beside the usual ones."""
+    engines: dict[str, dict[str, str]] = {}
+    for file in files:
+        graph = file.fast_graph
+        if file.role == role and graph is not None:
+            engines.setdefault(file.engine, {})[file.precision] = graph.relative_to(root).as_posix()
+    return engines
+
+
+def _default(
+    options: ExportOptions, streamed: dict[tuple[str, str], int], device: Profile | None
+) -> dict[str, str]:
+    """What chat runs unless told otherwise, and why: a device's own choice; ONNX Runtime needs no extra; floats while they are
+    cheap to read.
+    """
+    if device is not None:
+        reason = f"the profile of {device.name}"
+        return {"engine": device.engine, "precision": device.target, "reason": reason}
+    if not options.onnx and not options.gguf:
+        return {
+            "engine": "static",
+            "precision": options.npu[0],
+            "reason": "the bundle has static graphs only",
+        }
+    if not options.onnx:
+        precision = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+        return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
+    size = streamed.get(("target", "onnxruntime/fp32"))
+    if size is None or ("int4" in options.onnx and size > FLOAT_LIMIT):
+        reason = "int4 reads an eighth of the float weights" if size else "the bundle has no float weights"
+        precision = "int4" if "int4" in options.onnx else options.onnx[0]
+        return {"engine": "onnxruntime", "precision": precision, "reason": reason}
+    reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
+    return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(child.stat().st_size for child in path.iterdir())

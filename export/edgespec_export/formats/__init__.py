@@ -1,0 +1,1 @@
+"""Which files are written for a device, and how large they are."""

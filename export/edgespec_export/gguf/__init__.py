@@ -1,0 +1,1 @@
+"""GGUF files: families, RoPE, tokenizers, types."""

@@ -1,0 +1,98 @@
+"""The precisions of a GGUF file and the bytes of its weights in each. Knows numbers and blocks, not models.
+
+F32, F16, BF16, Q8_0 and Q4_0 are written here, a few rows at a time. In Q4_0 files the output head is Q8_0: it is read for every
+token whose probability is compared, and 4 bits there cost the most. The K types need llama.cpp, which makes a whole new file
+from an F16 one.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import quantize
+
+from edgespec.core.errors import EdgespecError
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`kind` of the matrices, `head` of the output head, and whether llama.cpp has to make the file (from an F16 one)."""
+
+    kind: Kind
+    file_type: LlamaFileType
+    head: Kind | None = None  # None: as the other matrices
+    by_llama_cpp: bool = False
+
+
+PRECISIONS = {
+    "f32": Precision(Kind.F32, LlamaFileType.ALL_F32),
+    "f16": Precision(Kind.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": Precision(Kind.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": Precision(Kind.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": Precision(Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0, head=Kind.Q8_0),
+    "q4_k_m": Precision(Kind.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, by_llama_cpp=True),
+    "q5_k_m": Precision(Kind.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, by_llama_cpp=True),
+    "q6_k": Precision(Kind.Q6_K, LlamaFileType.MOSTLY_Q6_K, by_llama_cpp=True),
+}
+K_BLOCK = 256  # weights that share scales in a K type
+BUFFER = 2**28  # bytes of rows that llama.cpp holds at once
+
+
+def kind_of(shape: tuple[int, ...], precision: Precision, *, head: bool) -> Kind:
+    """The type of a tensor: F32 for vectors, F16 for a matrix whose rows are no whole number of blocks."""
+    if len(shape) == 1:
+        return Kind.F32
+    kind = precision.head if head and precision.head is not None else precision.kind
+    return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[kind][0] else kind
+
+
+def bytes_of(shape: tuple[int, ...], kind: Kind) -> int:
+    """Bytes of a tensor in a file."""
+    weights, size = GGML_QUANT_SIZES[kind]
+    return int(np.prod(shape)) // int(weights) * int(size)
+
+
+def packed(rows: Array, kind: Kind) -> Array:
+    """Rows of float32 as the file holds them."""
+    return np.ascontiguousarray(quantize(rows, kind))
+
+
+def quantize_file(source: Path, out: Path, precision: Precision, threads: int = 0) -> list[str]:
+    """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes. `threads=0`: one for every core.
+
+    llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
+    EdgespecError where llama.cpp fails.
+    """
+    from edgespec_runtime.engines.llamacpp import load_library
+
+    library = load_library()
+    params = library.llama_model_quantize_default_params()
+    params.ftype = int(precision.file_type)
+    params.nthread = threads
+    params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
+    status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
+    if status != 0:
+        raise EdgespecError(
+            f"llama.cpp cannot quantise {source} to {precision.file_type.name} (status {status}); choose q8_0 or q4_0"
+        )
+    # shape[0] is a row's length here: GGUF counts dimensions from the inside
+    odd = [
+        tensor
+        for tensor in GGUFReader(out).tensors
+        if len(tensor.shape) > 1 and int(tensor.shape[0]) % K_BLOCK
+    ]
+    if not odd:
+        return []
+    kinds = sorted({tensor.tensor_type.name for tensor in odd})
+    return [
+        f"{len(odd)} matrices are {', '.join(kinds)} because their rows are no multiple of {K_BLOCK} ({odd[0].name} ...)"
+    ]

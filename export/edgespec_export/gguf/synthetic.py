@@ -1,0 +1,151 @@
+"""GGUF files of a model's real shape with random weights: for measuring speed where the weights are not at hand.
+
+Blocks are drawn as bytes and get one small scale for each matrix, so a file costs no more than writing it. The files have no
+vocabulary but its size (llama.cpp's "no_vocab"). Every matrix has the file's type, the output head too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFWriter
+from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import whole_file
+from edgespec.core.shapes import ModelShape
+from edgespec_export.gguf.families import FAMILIES, write_hyperparameters
+
+F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
+Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
+PRECISIONS = {
+    "f16": (F16, LlamaFileType.MOSTLY_F16),
+    "q8_0": (Q8_0, LlamaFileType.MOSTLY_Q8_0),
+    "q4_0": (Q4_0, LlamaFileType.MOSTLY_Q4_0),
+}
+# Standard deviation of a block's integers when their bytes are uniform: of n equally likely steps it is √((n² − 1) / 12).
+SPREAD = {Q4_0: (16**2 / 12 - 1 / 12) ** 0.5, Q8_0: (256**2 / 12 - 1 / 12) ** 0.5}
+SCALE_BYTES = 2
+CHUNK = 2**25  # weights drawn at once
+
+
+def family_of(shape: ModelShape) -> str:
+    """The Hugging Face model_type that has a layer of this shape."""
+    return "qwen3" if shape.head_norms else "qwen2" if shape.attention_bias else "llama"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+
+    @property
+    def nbytes(self) -> int:
+        weights, size = GGML_QUANT_SIZES[self.kind]
+        return int(np.prod(self.shape)) // int(weights) * int(size)
+
+
+def planned_bytes(shape: ModelShape, precision: str) -> int:
+    """Bytes of the file's tensors; its header is a few kilobytes more."""
+    return sum(tensor.nbytes for tensor in _tensors(shape, precision))
+
+
+def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0) -> None:
+    """Write `out_file`, whole or not at all; one matrix is in memory at a time.
+
+    Weights have mean near 0 and standard deviation 1/√columns, norms are 1, biases 0: logits stay finite and spread like a
+    trained model's. Raises InputError for an unknown precision or rows that are no multiple of a block.
+    """
+    family = FAMILIES[family_of(shape)]
+    tensors = list(_tensors(shape, precision))
+    writer = GGUFWriter(None, family.name)
+    writer.add_name(family.name)
+    write_hyperparameters(writer, family, shape, {"model_type": family.name}, [])
+    writer.add_file_type(PRECISIONS[precision][1])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_tokenizer_model("no_vocab")
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.kind
+        )
+    generator = np.random.Generator(np.random.SFC64(seed))
+    with whole_file(out_file) as temporary:
+        try:
+            writer.write_header_to_file(temporary)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in tensors:
+                writer.write_tensor_data(_drawn(tensor, generator))
+        finally:
+            writer.close()
+
+
+def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
+    """Every tensor in the order of the file."""
+    if precision not in PRECISIONS:
+        raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
+    kind = PRECISIONS[precision][0]
+    block = GGML_QUANT_SIZES[kind][0]
+    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for size in (hidden, query, shape.intermediate):
+        if size % block:
+            raise InputError(
+                f"a matrix has rows of {size}, and {precision} needs a multiple of {block}; choose the precision f16"
+            )
+
+    def matrix(name: str, *size: int) -> Tensor:
+        return Tensor(f"{name}.weight", size, kind)
+
+    def vector(name: str, size: int) -> Tensor:
+        return Tensor(name, (size,), F32)
+
+    yield matrix("token_embd", shape.vocab_size, hidden)
+    for layer in range(shape.layers):
+        at = f"blk.{layer}"
+        yield vector(f"{at}.attn_norm.weight", hidden)
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            yield matrix(f"{at}.attn_{part}", rows, hidden)
+            if shape.attention_bias:
+                yield vector(f"{at}.attn_{part}.bias", rows)
+        if shape.head_norms:
+            yield vector(f"{at}.attn_q_norm.weight", shape.head_dim)
+            yield vector(f"{at}.attn_k_norm.weight", shape.head_dim)
+        yield matrix(f"{at}.attn_output", hidden, query)
+        yield vector(f"{at}.ffn_norm.weight", hidden)
+        yield matrix(f"{at}.ffn_gate", shape.intermediate, hidden)
+        yield matrix(f"{at}.ffn_up", shape.intermediate, hidden)
+        yield matrix(f"{at}.ffn_down", hidden, shape.intermediate)
+    yield vector("output_norm.weight", hidden)
+    if not shape.tied:
+        yield matrix("output", shape.vocab_size, hidden)
+
+
+def _drawn(tensor: Tensor, generator: np.random.Generator) -> np.ndarray[Any, Any]:
+    """Content of a tensor: uint8 [bytes] of a quantised one, else floats of its shape."""
+    if len(tensor.shape) == 1:
+        value = 0.0 if tensor.name.endswith(".bias") else 1.0
+        return np.full(tensor.shape, value, dtype=np.float32)
+    rows, columns = tensor.shape
+    deviation = columns**-0.5
+    step = max(1, CHUNK // columns)
+    if tensor.kind is F16:
+        floats = np.empty(tensor.shape, dtype=np.float16)
+        for start in range(0, rows, step):
+            part = floats[start : start + step]
+            part[:] = generator.standard_normal(part.shape, dtype=np.float32) * np.float32(deviation)
+        return floats
+    weights, size = GGML_QUANT_SIZES[tensor.kind]
+    blocks = np.empty((rows * columns // weights, size), dtype=np.uint8)
+    scale = np.frombuffer(np.float16(deviation / SPREAD[tensor.kind]).tobytes(), dtype=np.uint8)
+    for start in range(0, len(blocks), CHUNK // weights):
+        part = blocks[start : start + CHUNK // weights]
+        part[:, :SCALE_BYTES] = scale
+        part[:, SCALE_BYTES:] = np.frombuffer(
+            generator.bytes(len(part) * (size - SCALE_BYTES)), dtype=np.uint8
+        ).reshape(len(part), -1)
+    return blocks.reshape(-1)

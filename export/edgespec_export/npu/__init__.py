@@ -1,0 +1,1 @@
+"""Static graphs for NPUs, and their integer form."""

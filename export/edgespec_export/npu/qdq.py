@@ -1,0 +1,275 @@
+"""Static graphs with int8 weights and integer activations (QDQ), as NPUs want them: ranges from real text, fixed ever after.
+
+    weights       int8, symmetric, one scale for each output of a matrix
+    activations   unsigned, 8 or 16 bits, one range for each tensor, the smallest and largest value that calibration saw
+    floats        embedding rows, RMS norms, rotary embedding, the probabilities' input where nothing is masked
+
+Ranges are collected once over all three graphs and given to each, so the three stay one function: a token's logits do not depend
+on the graph it came in. (`quantize_dynamic` has a range for each pass: a draft token that will be rejected would move the logits
+of those before it.) What the past and the new keys share is one range too, so that joining them rounds nothing twice.
+
+A masked score is far below all others, and a range that holds it would leave nothing for them. So the range ends FLOOR below the
+smallest score a token may look at: what is masked saturates there, and its share of the softmax is e^-FLOOR.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engines.static import StaticEngine
+from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings, read_static_settings
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import whole_folder, write_json
+from edgespec.core.progress import progress
+from edgespec_export.npu.weights import DATA, DataFile
+from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+
+Array = np.ndarray[Any, Any]
+Ranges = dict[str, tuple[float, float]]
+BITS = {"qdq8": 8, "qdq16": 16}
+"""Of the activations, by precision."""
+QUANTISED = ("MatMul", "Add", "Mul", "Sigmoid", "Softmax", "Concat", "Reshape", "Transpose")
+FLOOR = 20.0
+IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the ranges were collected on."""
+
+    rows: int
+    tokens: int
+    ranges: Ranges
+
+
+def export_qdq(
+    float_folder: Path, out_folder: Path, precision: str, calibration: Calibration
+) -> dict[str, Any]:
+    """Quantise a static float export; write `out_folder` whole or not at all. Returns {"bytes", "notes"}.
+
+    `calibration` is what `calibrate` saw on the same folder. Raises InputError for an unknown precision.
+    """
+    if precision not in BITS:
+        raise InputError(
+            f"the precision {precision!r} of static graphs is unknown{did_you_mean(precision, BITS)}"
+        )
+    settings = read_static_settings(float_folder)
+    with whole_folder(out_folder) as folder, tempfile.TemporaryDirectory() as scratch:
+        with open(folder / DATA, "wb") as stream:
+            sink = DataFile(folder / DATA, stream)
+            shared: dict[tuple[str, bytes], Any] = {}
+            for name in settings.blocks:
+                graph = _quantised(
+                    float_folder / f"{name}.onnx", Path(scratch), precision, calibration.ranges
+                )
+                _share(graph, sink, shared)
+                (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
+        write_json(folder / SETTINGS, replace(settings, precision=precision).plain())
+        write_json(
+            folder / "calibration.json",
+            {"rows": calibration.rows, "tokens": calibration.tokens, "ranges": calibration.ranges},
+        )
+        copy_tokenizer(float_folder, folder)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": [f"calibrated on {calibration.tokens} tokens of {calibration.rows} rows"]}
+
+
+def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
+    """Smallest and largest value of every float tensor of the three graphs while they read `rows`.
+
+    `rows` are token ids of real prompts with their responses; short ones are read as one, until they fill every graph. A row goes
+    through all graphs: prompt pieces first, then verification blocks and single steps in turns. No piece is padded:
+    what padding computes is no value of the model. Raises InputError where no row is long enough for every graph.
+    """
+    engine = StaticEngine(folder, threads=1)
+    rows = list(_long_enough(rows, sum(engine.settings.blocks.values())))
+    observed = {name: _Observed(folder / f"{name}.onnx", engine.settings) for name in engine.settings.blocks}
+    used, tokens = 0, 0
+    try:
+        with progress("calibrate", len(rows), "row") as bar:
+            for row in rows:
+                engine.rewind(0)
+                for piece in _pieces(list(row[: engine.context_length]), engine.settings.blocks):
+                    name, feeds = engine.feeds(piece)
+                    observed[name].run(feeds)
+                    engine.forward(piece)
+                used, tokens = used + (engine.n_past > 0), tokens + engine.n_past
+                bar.update(1)
+    finally:
+        engine.close()
+    if not used:
+        wanted = sum(engine.settings.blocks.values())
+        raise InputError(
+            f"the text for the ranges is shorter than the {wanted} tokens that fill each graph once; "
+            "give more of it, or a shorter --export.npu-prefill"
+        )
+    ranges: Ranges = {}
+    for graph in observed.values():
+        for name, seen in graph.ranges.items():
+            ranges[name] = _union(ranges.get(name, seen), seen)
+    for layer in range(engine.settings.layers):
+        for kind, joined in (("key", "keys"), ("value", "values")):
+            one = (f"past.{layer}.{kind}", f"new.{layer}.{kind}", f"layers.{layer}.self_attn.{joined}")
+            both = ranges[one[0]]
+            for name in one[1:]:
+                both = _union(both, ranges[name])
+            ranges.update(dict.fromkeys(one, both))
+    return Calibration(used, tokens, ranges)
+
+
+def _long_enough(rows: Sequence[Sequence[int]], wanted: int) -> Iterator[list[int]]:
+    """Rows of at least `wanted` tokens: short ones joined with those after them."""
+    joined: list[int] = []
+    for row in rows:
+        joined += row
+        if len(joined) >= wanted:
+            yield joined
+            joined = []
+
+
+def _pieces(row: list[int], blocks: dict[str, int]) -> Iterator[list[int]]:
+    """The row cut into full blocks of all three lengths; prompt pieces leave room for one of each other."""
+    at, rest = 0, blocks["verify"] + blocks["step"]
+    while len(row) - at >= blocks["prefill"] + rest:
+        yield row[at : at + blocks["prefill"]]
+        at += blocks["prefill"]
+    while len(row) - at >= rest:
+        yield row[at : at + blocks["verify"]]
+        yield row[at + blocks["verify"] : at + rest]
+        at += rest
+
+
+def _union(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return min(a[0], b[0]), max(a[1], b[1])
+
+
+class _Observed:
+    """One graph with every float tensor as an output, and the ranges seen so far."""
+
+    def __init__(self, path: Path, settings: StaticSettings) -> None:
+        import onnx
+        import onnxruntime as ort
+
+        model = onnx.load(path, load_external_data=False)
+        graph = model.graph
+        known = {value.name for value in graph.output}
+        floats = [
+            value for value in graph.value_info if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+        ]
+        computed = {name for node in graph.node for name in node.output}
+        graph.output.extend(value for value in floats if value.name in computed - known)
+        self.names = [value.name for value in graph.output]
+        self.masked, self.passes = settings.masked, 0
+        self.ranges: Ranges = {}
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        watched = path.with_name(f".{path.stem}.watched.onnx")  # beside its data file
+        try:
+            watched.write_bytes(model.SerializeToString())
+            self.session = ort.InferenceSession(str(watched), options, providers=["CPUExecutionProvider"])
+        finally:
+            watched.unlink(missing_ok=True)
+
+    def run(self, feeds: dict[str, Array]) -> None:
+        self.passes += 1
+        self._see("attention_mask", feeds["attention_mask"])
+        for name, value in feeds.items():
+            if name.startswith("past."):
+                self._see(name, value)
+        for name, value in zip(self.names, self.session.run(self.names, feeds), strict=True):
+            if name.endswith(".scores.masked"):
+                seen = value[value > self.masked / 2]
+                self._see(name, np.array([seen.min() - FLOOR, seen.max()]))
+            else:
+                self._see(name, value)
+
+    def _see(self, name: str, value: Array) -> None:
+        seen = float(value.min()), float(value.max())
+        self.ranges[name] = _union(self.ranges.get(name, seen), seen)
+
+
+def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any:
+    """The ModelProto of one quantised graph, its weights in memory."""
+    import onnx
+    from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
+    from onnxruntime.quantization.calibrate import TensorData, TensorsData, save_tensors_data
+
+    cache, out = scratch / f"{path.stem}.ranges.json", scratch / path.name
+    data = {
+        name: TensorData(lowest=np.float32(low), highest=np.float32(high))
+        for name, (low, high) in ranges.items()
+    }
+    save_tensors_data(TensorsData(CalibrationMethod.MinMax, data), cache)
+    graph = onnx.load(path, load_external_data=False).graph
+    kind = QuantType.QUInt8 if BITS[precision] == 8 else QuantType.QUInt16
+    with _quiet():
+        quantize_static(
+            path,
+            out,
+            quant_format=QuantFormat.QDQ,
+            op_types_to_quantize=list(QUANTISED),
+            per_channel=True,
+            activation_type=kind,
+            weight_type=QuantType.QInt8,
+            nodes_to_exclude=[node.name for node in graph.node if is_float(node.name)],
+            calibration_cache_path=cache,
+            extra_options={
+                "WeightSymmetric": True,
+                "TensorQuantOverrides": {"logits": [{"quant_type": QuantType.QUInt16}]},
+            },
+        )
+    return onnx.load(out)
+
+
+def is_float(node: str) -> bool:
+    """Whether a node stays in floats: RMS norms, rotary embedding, the scale of the queries."""
+    return (
+        "norm" in node
+        or ".turned" in node
+        or node.startswith(("/new.", "/rope."))
+        or node.endswith(".q.scaled")
+    )
+
+
+class _quiet:
+    """The quantiser logs advice through the root logger, and with that gives it a handler; both are not for our user."""
+
+    def __enter__(self) -> None:
+        self.before, self.handlers = logging.root.manager.disable, logging.root.handlers[:]
+        logging.disable(logging.WARNING)
+        self.caught = warnings.catch_warnings()
+        self.caught.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.caught.__exit__(None, None, None)
+        logging.disable(self.before)
+        logging.root.handlers[:] = self.handlers
+
+
+def _share(model: Any, sink: DataFile, shared: dict[tuple[str, bytes], Any]) -> None:
+    """Move large tensors to the data file; one that another graph has already, by name and content, is pointed to."""
+    from onnx import numpy_helper
+
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.nbytes < IN_GRAPH:
+            continue
+        key = (tensor.name, _digest(values))
+        if key not in shared:
+            shared[key] = sink.add(tensor.name, values)
+        tensor.CopyFrom(shared[key])
+
+
+def _digest(values: Array) -> bytes:
+    import hashlib
+
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).digest()

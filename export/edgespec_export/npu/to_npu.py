@@ -1,0 +1,125 @@
+"""A model folder as static graphs for NPU compilers: fixed lengths, plain operators, one data file.
+
+    prefill.onnx  verify.onnx  step.onnx    the same decoder for 64, γ + 1 and 1 tokens (the graph: to_npu_graph)
+    weights.data                            what all three read
+    static.json                             lengths and names, for the runtime (engine_static reads it)
+
+The three are one function for three lengths; a host pads what it feeds up to the next length. No NPU was at hand: the graphs are
+compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/test_npu.py), and nothing more is claimed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings
+from edgespec_runtime.engines.vocabulary import vocabulary_of
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import whole_folder, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
+from edgespec.recipe.schema import ExportOptions
+from edgespec_export.npu.graph import MASKED, decoder
+from edgespec_export.npu.weights import DATA, DataFile, write_weights
+from edgespec_export.onnx.families import rope_types
+from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FLOAT_PRECISION = "fp32"
+FIXED_ROPE = frozenset(
+    {"default", "linear", "llama3", "yarn"}
+)  # angles that do not depend on how much was read
+
+
+def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | None = None) -> dict[str, Any]:
+    """Write `out_folder`, whole or not at all; of `options`, those that begin with npu_. Returns {"bytes", "notes"}.
+
+    Raises InputError for a family, an activation, a window of attention or a RoPE that the graph does not compute.
+    """
+    options = options or ExportOptions()
+    config = read_config(model_folder)
+    shape = ModelShape.from_config(config)
+    length = min(options.npu_length, shape.context_length)
+    check_exportable(config, model_folder, length)
+    blocks = {
+        "prefill": min(options.npu_prefill, length),
+        "verify": min(options.npu_gamma + 1, length),
+        "step": 1,
+    }
+    with whole_folder(out_folder) as folder:
+        with open(folder / DATA, "wb") as stream:
+            weights = write_weights(model_folder, shape, length, DataFile(folder / DATA, stream))
+        for name, tokens in blocks.items():
+            graph = decoder(shape, tokens, length, weights, f"{model_folder.name}-{name}")
+            (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
+        settings = StaticSettings(
+            precision=FLOAT_PRECISION,
+            vocab_size=shape.vocab_size,
+            length=length,
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            masked=MASKED,
+            blocks=blocks,
+        )
+        write_json(folder / SETTINGS, settings.plain())
+        copy_tokenizer(model_folder, folder)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": []}
+
+
+def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
+    """Refuse what the graph would compute wrongly. Raises InputError naming the value and the next step."""
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        raise InputError(
+            f"{folder} is a {kind!r} model; the static graph knows others{did_you_mean(kind, FAMILIES)}"
+        )
+    if config.get("hidden_act", "silu") != "silu":
+        raise InputError(f"{folder} has the activation {config['hidden_act']!r}; the static graph has 'silu'")
+    for rope in rope_types(config):
+        if rope not in FIXED_ROPE:
+            raise InputError(
+                f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(sorted(FIXED_ROPE))}"
+            )
+    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
+    if window is not None and window < length:
+        raise InputError(
+            f"{folder} attends to the last {window} tokens only, and the KV cache is to hold {length}; "
+            f"give --export.npu-length {window} or less"
+        )
+
+
+def export_static(
+    model_folder: Path,
+    out_folder: Path,
+    precision: str,
+    options: ExportOptions,
+    rows: Callable[[], Sequence[Sequence[int]]] | None,
+) -> dict[str, Any]:
+    """Static graphs in any precision: `export_npu`, then for integer activations calibrated and quantised (qdq).
+
+    `rows` gives token ids in the target's numbers; a drafter with a vocabulary subset sees them in its own. Raises what
+    `export_npu` raises, and InputError where integer activations are wanted and there is no text.
+    """
+    from edgespec_export.npu.qdq import calibrate, export_qdq
+
+    if precision == FLOAT_PRECISION:
+        return export_npu(model_folder, out_folder, options)
+    found = [list(row) for row in rows()] if rows is not None else []
+    if not any(found):
+        raise InputError(
+            f"{precision} needs text to find the ranges of its activations; give a build, or prompts"
+        )
+    subset = vocabulary_of(model_folder)
+    if subset is not None:
+        found = [subset.places().take(row).tolist() for row in found]
+    out_folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.") as scratch:
+        floats = Path(scratch) / "float"
+        export_npu(model_folder, floats, options)
+        return export_qdq(floats, out_folder, precision, calibrate(floats, found))

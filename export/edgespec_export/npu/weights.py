@@ -1,0 +1,119 @@
+"""The one data file that all graphs of a static export read: weights as float32, matrices as [in, out], and the RoPE tables.
+
+Written tensor by tensor: memory holds one of them, not the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec_export.gguf.to_gguf import Checkpoint
+
+Array = np.ndarray[Any, Any]
+DATA = "weights.data"
+ALIGNED = 4096  # bytes; offsets are multiples, so that a tensor can be mapped
+_WHOLE = {
+    "model.embed_tokens.weight": "embed_tokens",
+    "model.norm.weight": "norm",
+    "lm_head.weight": "lm_head",
+}
+_LAYER = re.compile(r"model\.(layers\.\d+\.[\w.]+?)(\.weight|\.bias)")
+
+
+class DataFile:
+    """A data file under construction; `add` returns the TensorProto that points into it."""
+
+    def __init__(self, path: Path, stream: BinaryIO) -> None:
+        self.name = path.name
+        self.stream = stream
+
+    def add(self, name: str, values: Array) -> Any:
+        """Append one tensor of any numpy type that ONNX knows."""
+        from onnx import TensorProto, helper
+
+        self.stream.write(bytes(-self.stream.tell() % ALIGNED))
+        offset = self.stream.tell()
+        np.ascontiguousarray(values).tofile(self.stream)
+        tensor = TensorProto(
+            name=name, dims=values.shape, data_type=helper.np_dtype_to_tensor_dtype(values.dtype)
+        )
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, value in (("location", self.name), ("offset", offset), ("length", values.nbytes)):
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+
+def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) -> dict[str, Any]:
+    """Append every weight of the model folder and the tables for `length` positions; TensorProtos by name.
+
+    A tied embedding is written twice, once as rows to look up and once as the columns of the output head.
+    Raises InputError for a tensor that the graph has no place for, and for one that is missing.
+    """
+    checkpoint = Checkpoint(folder)
+    tensors: dict[str, Any] = {}
+    for stored in checkpoint:
+        if shape.tied and stored == "lm_head.weight":
+            continue
+        name = graph_name(stored)
+        if name is None:
+            raise InputError(f"{folder} has a tensor {stored!r}, which the static graph has no place for")
+        whole = np.concatenate(list(checkpoint.pieces(stored)))
+        if name != "embed_tokens" and whole.ndim == 2:
+            whole = whole.T
+        tensors[name] = sink.add(name, whole)
+        if name == "embed_tokens" and shape.tied:
+            tensors["lm_head"] = sink.add("lm_head", whole.T)
+    for name, table in rope_tables(folder, shape, length).items():
+        tensors[name] = sink.add(name, table)
+    missing = sorted(_wanted(shape) - set(tensors))
+    if missing:
+        raise InputError(
+            f"{folder} has no tensor for {missing[0]} ({len(missing)} are missing); fetch the model again"
+        )
+    return tensors
+
+
+def graph_name(stored: str) -> str | None:
+    """The name in the graph of a tensor of the checkpoint: 'model.layers.0.mlp.up_proj.weight' is 'layers.0.mlp.up_proj'."""
+    if stored in _WHOLE:
+        return _WHOLE[stored]
+    match = _LAYER.fullmatch(stored)
+    return None if match is None else match[1] + (".bias" if match[2] == ".bias" else "")
+
+
+def _wanted(shape: ModelShape) -> set[str]:
+    parts = [
+        *(f"self_attn.{part}_proj" for part in "qkvo"),
+        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+        "input_layernorm",
+        "post_attention_layernorm",
+        *(("self_attn.q_norm", "self_attn.k_norm") if shape.head_norms else ()),
+        *((f"self_attn.{part}_proj.bias" for part in "qkv") if shape.attention_bias else ()),
+    ]
+    layers = {f"layers.{layer}.{part}" for layer in range(shape.layers) for part in parts}
+    return layers | set(_WHOLE.values())
+
+
+def rope_tables(folder: Path, shape: ModelShape, length: int) -> dict[str, Array]:
+    """Cosines and sines [length, d/2] float32 as the model's own code in transformers computes them."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    embedding = next(
+        value
+        for name, value in vars(module).items()
+        if name.endswith("RotaryEmbedding") and isinstance(value, type)
+    )
+    with torch.inference_mode():
+        cos, sin = embedding(config)(torch.zeros(1), torch.arange(length)[None])
+    half = shape.head_dim // 2
+    return {"rope.cos": cos[0, :, :half].float().numpy(), "rope.sin": sin[0, :, :half].float().numpy()}

@@ -1,0 +1,181 @@
+"""A model folder as an int4 ONNX folder, two layers at a time: for targets that the model builder cannot hold in memory.
+
+The builder loads all float weights (9 bytes of memory for each were seen). Here it sees slices of two layers in folders of their
+own: once with the embedding and the output layer, whose graph is then made longer, and for each further pair with a vocabulary
+of a few rows, from which only the layers' weights are taken. The graph and the weights are those that the builder makes of the
+whole model; a test holds one against the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec.core.progress import progress
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
+from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.onnx.synthetic import (
+    ALIGNED,
+    DATA,
+    LARGE,
+    TEMPLATE_LAYERS,
+    layer_of,
+    moved,
+    repeat_named,
+    repeat_nodes,
+)
+from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
+from edgespec_export.onnx.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
+
+PRECISION = "int4"
+FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
+NEXT_TO_ZERO = np.float32(
+    1e-37
+)  # in place of biases that are zero: the builder leaves those out, and all slices need one graph
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # every layer is like the others
+
+
+def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
+    """Write what `to_onnx.export_onnx(model_folder, out_folder, "int4")` writes; returns {"bytes", "notes"}.
+
+    Memory: one slice's weights and what the builder makes of them. Raises InputError for a family whose layers differ, and what
+    `export_onnx` raises.
+    """
+    config = read_config(model_folder)
+    shape = ModelShape.from_config(config)
+    if config.get("model_type") not in FAMILIES:
+        raise InputError(
+            f"{model_folder} is a {config.get('model_type')!r} model; an export by layers knows {', '.join(FAMILIES)}: "
+            "export it whole"
+        )
+    if shape.layers <= TEMPLATE_LAYERS:
+        return export_onnx(model_folder, out_folder, PRECISION)
+    checkpoint = Checkpoint(model_folder)
+    out_folder.parent.mkdir(parents=True, exist_ok=True)
+    for stale in out_folder.parent.glob(f".{out_folder.name}.slices.*"):  # left by a killed run
+        shutil.rmtree(stale, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.slices.") as scratch,
+        progress("export layers", shape.layers, "layer") as bar,
+    ):
+
+        def exported(first: int, *, whole: bool) -> Path:
+            """The ONNX folder of two layers from `first` on."""
+            source, made = Path(scratch) / "model", Path(scratch) / f"onnx-{first}"
+            shutil.rmtree(source, ignore_errors=True)
+            _write_slice(checkpoint, model_folder, config, source, first, whole=whole)
+            export_onnx(source, made, PRECISION)
+            shutil.rmtree(source)
+            bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
+            return made
+
+        _join(exported, out_folder, shape.layers, model_folder)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": ["exported two layers at a time"]}
+
+
+def _write_slice(
+    checkpoint: Checkpoint, model: Path, config: dict[str, Any], folder: Path, first: int, *, whole: bool
+) -> None:
+    """A model folder with layers `first` and the next (where there is none, the one before once more), and all of the
+    vocabulary or a few rows."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    last = int(config["num_hidden_layers"]) - 1
+    slots = {min(first, last): 0}
+    slots[min(first + 1, last) if first < last else last - 1] = 1
+    small = {**config, "num_hidden_layers": TEMPLATE_LAYERS, "torch_dtype": "float32", "dtype": "float32"}
+    if isinstance(config.get("layer_types"), list):
+        small["layer_types"] = config["layer_types"][:TEMPLATE_LAYERS]
+    if not whole:
+        small |= {"vocab_size": FEW_TOKENS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    write_json(folder / "config.json", small)
+    for name in (*TOKENIZER_FILES, "generation_config.json", "special_tokens_map.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+    tensors = {}
+    for name in checkpoint:
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        number = layer_of(name)
+        if number is not None and number not in slots:
+            continue
+        pieces = checkpoint.pieces(name)
+        if number is None and not whole and checkpoint.shape(name)[0] == int(config["vocab_size"]):
+            tensors[name] = np.zeros((FEW_TOKENS, *checkpoint.shape(name)[1:]), np.float32)
+            continue
+        placed = name if number is None else moved(name, slots[number] - number)
+        tensors[placed] = np.concatenate(list(pieces))
+        if name.endswith(".bias") and not tensors[placed].any():
+            tensors[placed].fill(NEXT_TO_ZERO)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: Path) -> None:
+    import onnx
+
+    template = exported(0, whole=True)
+    graph_file = onnx.load(template / "model.onnx", load_external_data=False)
+    graph = graph_file.graph
+    written = read_json(template / "genai_config.json")
+    written["model"]["decoder"]["num_hidden_layers"] = layers
+    with whole_folder(out_folder) as folder:
+        shutil.move(template / DATA, folder / DATA)
+        repeat_nodes(graph.node, layers)
+        for values in (graph.input, graph.output, graph.value_info):
+            repeat_named(values, layers)
+        _rename_behind(graph.initializer, layers)
+        with open(folder / DATA, "ab") as sink:
+            for first in range(TEMPLATE_LAYERS, layers, TEMPLATE_LAYERS):
+                part = exported(first, whole=False)
+                made = list(_weights(part, first, layers, sink))
+                graph.initializer.extend(made)
+                shutil.rmtree(part)
+        onnx.save(graph_file, folder / "model.onnx")
+        write_json(folder / "genai_config.json", written)
+        copy_tokenizer(model, folder)
+        write_fast_graph(folder)
+    shutil.rmtree(template, ignore_errors=True)
+
+
+def _rename_behind(weights: Any, layers: int) -> None:
+    """The last norm, which the graph numbers as a layer behind the others."""
+    for tensor in weights:
+        if layer_of(tensor.name) == TEMPLATE_LAYERS:
+            tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
+
+
+def _weights(part: Path, first: int, layers: int, sink: BinaryIO) -> Iterator[Any]:
+    """The layers' weights of a slice under their places in the whole model, their bytes appended to `sink`."""
+    import onnx
+
+    graph = onnx.load(part / "model.onnx", load_external_data=False).graph
+    with open(part / DATA, "rb") as source:
+        for tensor in graph.initializer:
+            slot = layer_of(tensor.name)
+            if slot not in range(min(TEMPLATE_LAYERS, layers - first)):
+                continue
+            made = copy.deepcopy(tensor)
+            made.name = moved(tensor.name, first)
+            if made.external_data:
+                entries = {entry.key: entry for entry in made.external_data}
+                offset, length = int(entries["offset"].value), int(entries["length"].value)
+                if length >= LARGE:
+                    sink.write(bytes(-sink.tell() % ALIGNED))
+                entries["offset"].value = str(sink.tell())
+                source.seek(offset)
+                data = source.read(length)
+                if len(data) != length:
+                    raise EdgespecError(f"{part / DATA} ends within {tensor.name}; export again")
+                sink.write(data)
+            yield made

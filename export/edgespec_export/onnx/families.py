@@ -1,0 +1,268 @@
+"""The families ONNX export knows, and what onnxruntime-genai's model builder must be told or corrected for each.
+
+The builder reads RoPE in one spelling, skips scalings it does not know without a word (linear in Llama models), attends in full
+where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
+sines in its graph are replaced by those of the model's own rotary module in torch; the factor is replaced too.
+LongRoPE has two sets of tables. The builder's graph chooses between them by the length of the attention mask; a metadata entry
+tells the runtime at which length (rope_border.py there).
+Knows no precisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import corrected_ids
+
+Array = np.ndarray[Any, Any]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_SETS = {
+    "short": "small",
+    "long": "large",
+}  # of LongRoPE's tables: ours, and the ending of the builder's names
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")  # one table each, torch's own
+ACTIVATIONS = frozenset(  # of the builder, each held against torch
+    {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
+)
+LONGROPE = ("longrope", "su")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one Hugging Face model_type is handed to the builder.
+
+    `tables`: the graph's names for the cosines and sines of each kind of layer, "cos_" and "sin_" left out; the kind is "" where
+    all layers share one. `scaled_embedding`: embeddings are multiplied by √hidden. `soft_caps`: the graph has them.
+    `longrope`: it has two tables and a choice between them. `partial_rotary`: torch rotates a part of a head where the config
+    says so. `window`: torch slides in all layers where the config has a window and says nothing of single layers.
+    """
+
+    tables: Mapping[str, str]
+    scaled_embedding: bool = False
+    soft_caps: bool = False
+    longrope: bool = False
+    partial_rotary: bool = False
+    window: bool = False
+
+
+_PLAIN = Family({"": "cache"})
+FAMILIES = {
+    "llama": _PLAIN,  # also TinyLlama and SmolLM
+    "mistral": Family({"": "cache"}, window=True),
+    "qwen2": _PLAIN,
+    "qwen3": _PLAIN,
+    "smollm3": _PLAIN,
+    "phi3": Family({"": "cache"}, longrope=True, partial_rotary=True, window=True),
+    "gemma2": Family({"": "cache"}, scaled_embedding=True, soft_caps=True),
+    "gemma3_text": Family({FULL: "cache_global", SLIDING: "cache_local"}, scaled_embedding=True),
+}
+
+
+def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The table's entry for a config.json. Raises InputError naming what is known."""
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        hint = "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)" * (
+            kind == "gemma3"
+        )
+        raise InputError(f"{where} is a {kind!r} model; ONNX export knows {', '.join(FAMILIES)}{hint}")
+    return FAMILIES[kind]
+
+
+def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
+    """The family of a config.json whose every setting the graph can express. Raises InputError naming the one that it cannot."""
+    family = family_of(config, where)
+
+    def refuse(what: str, wanted: str) -> None:
+        raise InputError(
+            f"{where} has {what}, and the ONNX graph of a {config['model_type']!r} model has {wanted}; leave ONNX out with "
+            "--export.onnx ''"
+        )
+
+    known = (*ROPE_TYPES, *(LONGROPE if family.longrope else ()))
+    for kind in rope_types(config):
+        if kind not in known:
+            refuse(f"RoPE of type {kind!r}", ", ".join(known))
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        refuse(f"the activation {activation!r}", ", ".join(sorted(ACTIVATIONS)))
+    kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING}
+    if kinds:
+        refuse(f"layers of the type {', '.join(map(str, kinds))}", f"{FULL} and {SLIDING}")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name) and not family.soft_caps:
+            refuse(f"{name} {config[name]}", "none")
+    if config.get("use_bidirectional_attention"):
+        refuse("attention in both directions", "causal attention")
+    return family
+
+
+def rope_types(config: Mapping[str, Any]) -> list[str]:
+    """The types of RoPE in a config.json, one for each kind of layer, in the old spelling (rope_scaling) and the new."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    nested = config.get("rope_parameters") or {}
+    kinds = [nested[kind] for kind in (FULL, SLIDING) if isinstance(nested.get(kind), Mapping)] or [rope]
+    return [str(one.get("rope_type") or one.get("type") or "default") for one in kinds]
+
+
+def prepare(config: Any) -> None:
+    """Change a transformers config, in memory, into what the builder reads; `finish` puts the real RoPE in place."""
+    family = family_of(config.to_dict(), "the model")
+    if not family.partial_rotary:  # as torch, which does not read it
+        config.partial_rotary_factor = 1.0
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    local = rope.get(SLIDING)
+    if isinstance(rope.get(FULL), Mapping):
+        rope = dict(rope[FULL])
+    if not family.partial_rotary:
+        rope.pop("partial_rotary_factor", None)
+    if _border(config):  # two sets of tables and a choice between them: the builder's own
+        rope["type"] = "longrope"
+        config.rope_parameters = rope
+    else:
+        plain = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        config.rope_parameters = {"rope_type": "default", **plain}
+        config.original_max_position_embeddings = config.max_position_embeddings
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in rope:
+            setattr(config, name, rope[name])
+    if config.model_type == "smollm3":  # the builder's own fails where a layer has no RoPE
+        config.architectures = ["LlamaForCausalLM"]
+    if local is not None:
+        config.rope_local_base_freq = local["rope_theta"]
+    if getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None):
+        if family.window:  # the builder would attend in full
+            config.layer_types = [SLIDING] * config.num_hidden_layers
+        else:
+            config.sliding_window = None
+
+
+def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
+    """Put torch's RoPE tables, layers without RoPE, and Gemma's exact factor into `folder`/model.onnx and its data file.
+
+    Raises EdgespecError where the builder's graph is not as expected.
+    """
+    import onnx
+
+    family, path = family_of(config, folder), folder / "model.onnx"
+    model = onnx.load(path, load_external_data=False)
+    places = {tensor.name: tensor for tensor in model.graph.initializer} | _branches(model.graph)
+    border, tables = _tables(model_folder, family)
+    for name, table in tables:
+        if name not in places:
+            raise EdgespecError(f"{path} has no {name}; this onnxruntime-genai names RoPE's tables otherwise")
+        _replace(folder, places[name], table)
+    if border is not None:
+        model.metadata_props.add(key=ROPE_BORDER, value=str(border))
+    for layer, rotated in enumerate(_rotated_layers(config)):
+        if not rotated:
+            _leave_unrotated(model.graph, layer)
+    if family.scaled_embedding:
+        _scale_embedding(model.graph, ModelShape.from_config(config), path)
+    onnx.save(model, path)
+
+
+def _border(config: Any) -> int | None:
+    """Most tokens of a text with the short factors, of a transformers config; None where there is one set."""
+    return ModelShape.from_config(config.to_dict()).rope_border
+
+
+def _branches(graph: Any) -> dict[str, Any]:
+    """The constants in the branches of an If node, by the names of their values."""
+    return {
+        node.output[0]: node.attribute[0].t
+        for choice in graph.node
+        if choice.op_type == "If"
+        for branch in choice.attribute
+        for node in branch.g.node
+        if node.op_type == "Constant"
+    }
+
+
+def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
+    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_folder, **corrected_ids(model_folder))
+    with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
+        skeleton = AutoModelForCausalLM.from_config(config)
+    rotary = type(skeleton.model.rotary_emb)(config=config)
+    border, context = _border(config), config.max_position_embeddings
+    lengths = {"": context} if border is None else {"short": border, "long": context}
+    found = []
+    for kind, name in family.tables.items():
+        for which, length in lengths.items():
+            positions = torch.arange(length)[None]  # torch goes by the largest
+            cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
+            half = cosines.shape[-1] // 2  # the second half repeats the first
+            own = f"{name}_{_SETS[which]}" if which else name
+            found += [
+                (f"cos_{own}", cosines[0, :, :half].numpy()),
+                (f"sin_{own}", sines[0, :, :half].numpy()),
+            ]
+    return border, found
+
+
+def _replace(folder: Path, tensor: Any, value: Array) -> None:
+    """Overwrite an initializer, in its data file where it has one."""
+    from onnx.external_data_helper import uses_external_data
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    if tuple(tensor.dims) != value.shape:
+        raise EdgespecError(
+            f"{folder}: {tensor.name} is {list(tensor.dims)}; torch's table is {list(value.shape)}"
+        )
+    data = np.ascontiguousarray(value, dtype=tensor_dtype_to_np_dtype(tensor.data_type)).tobytes()
+    if not uses_external_data(tensor):
+        tensor.raw_data = data
+        return
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    with open(folder / place["location"], "r+b") as stream:
+        stream.seek(int(place.get("offset", 0)))
+        stream.write(data)
+
+
+def _rotated_layers(config: Mapping[str, Any]) -> list[int]:
+    """SmolLM3: 0 for a layer without RoPE. Nothing for other models."""
+    if config.get("model_type") != "smollm3":
+        return []
+    period = int(config.get("no_rope_layer_interval") or 4)
+    default = [int((layer + 1) % period != 0) for layer in range(int(config["num_hidden_layers"]))]
+    return list(config.get("no_rope_layers") or default)
+
+
+def _leave_unrotated(graph: Any, layer: int) -> None:
+    node = next(node for node in graph.node if node.name == f"/model/layers.{layer}/attn/GroupQueryAttention")
+    for attribute in node.attribute:
+        if attribute.name == "do_rotary":
+            attribute.i = 0
+    for place, name in enumerate(node.input):
+        if name.startswith(("cos_", "sin_")):
+            node.input[place] = ""
+
+
+def _scale_embedding(graph: Any, shape: ModelShape, path: Path) -> None:
+    """√hidden to the last bit in place of the builder's two decimals."""
+    from onnx.numpy_helper import from_array, to_array
+
+    constants = {node.output[0]: node for node in graph.node if node.op_type == "Constant"}
+    for node in graph.node:
+        if node.name == "/model/embed_tokens/Mul":
+            rounded = to_array(constants[node.input[1]].attribute[0].t)
+            exact = np.array(shape.hidden**0.5, dtype=rounded.dtype)
+            graph.initializer.append(from_array(exact, "model.embed_tokens.scale"))
+            node.input[1] = "model.embed_tokens.scale"  # its own: the constant may serve other nodes
+            return
+    raise EdgespecError(
+        f"{path} does not scale its embeddings; this onnxruntime-genai writes Gemma otherwise"
+    )

@@ -1,0 +1,193 @@
+"""A model folder as an ONNX graph for ONNX Runtime: fp32, or fp16, int8, int4 weights with float arithmetic.
+
+The graph comes from onnxruntime-genai's model builder, run in this process: GroupQueryAttention over one shared KV buffer, logits
+of every token. int4 is MatMulNBits in blocks of 32 with accuracy level 1 (float activations): the builder's default of 4 rounds
+activations to int8 and lets a block's logits drift from those of single steps. It is faster, so a second small
+graph has it, for those who prefer speed; both graphs read the same data file. The output head is quantised too, and a tied
+embedding shares its int4 table.
+
+int8 is the same with bytes, but for the graph with float activations: with 8 bits that kernel takes many times as long as fp32,
+so the graph widens the bytes when it is loaded (to_onnx_stored). fp16 halves the file and nothing else: ONNX Runtime's CPU
+kernels multiply in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.core.files import read_json, whole_file, whole_folder
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import corrected_folder, read_config
+from edgespec_export.onnx.families import check_settings, finish, prepare
+from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
+from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+
+ACCURACY_LEVEL = 1  # float activations
+FAST_ACCURACY_LEVEL = 4  # int8 activations
+FAST_GRAPH = "model-fast.onnx"
+BLOCK_SIZE = 32
+HEAD_STEP = 16  # GroupQueryAttention on CPU
+_BLOCKS = [f"accuracy_level={ACCURACY_LEVEL}", f"block_size={BLOCK_SIZE}"]
+PRECISIONS: dict[str, list[str]] = {
+    "fp32": [],
+    "fp16": [],
+    "int8": [*_BLOCKS, "op_types_to_quantize=MatMul"],
+    "int4": _BLOCKS,
+}
+BUILT_AS = {"fp16": "fp32"}  # the builder's own fp16 is for GPUs; on a CPU it has no GroupQueryAttention
+FAST = frozenset({"int8", "int4"})  # with a graph that rounds activations
+COMMON = ["hf_token=false", "windowed_kv_cache=false"]  # a ring of keys and values could not be rolled back
+
+
+@cache
+def _builder() -> Any:
+    """The model builder, imported once; what its import does to the process's logging is undone."""
+    root = logging.getLogger()
+    before = (root.level, root.handlers[:])
+    try:
+        from onnxruntime.quantization import matmul_nbits_quantizer  # noqa: F401 (configures the root logger)
+        from onnxruntime_genai.models import builder
+    except ImportError as error:
+        raise MissingExtra(error.name or "onnxruntime-genai", "export", "Exporting to ONNX") from error
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]
+    logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
+    return builder
+
+
+def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
+    """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
+
+    int4 and int8 also get model-fast.onnx, with accuracy level 4 in every matrix and no weights of its own.
+
+    What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
+    or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the builder fails.
+    """
+    if precision not in PRECISIONS:
+        raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
+    config = read_config(model_folder)
+    check_config(config, model_folder)
+    builder = _builder()
+    with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
+        with tempfile.TemporaryDirectory() as scratch, corrected_folder(model_folder) as readable:
+            where = (None, str(readable), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
+            try:
+                options = builder.parse_extra_options(*where, [*COMMON, *PRECISIONS[precision]])
+                prepare(options["hf_details"]["hf_config"])
+                builder.create_model(*where, **options)
+            except (NotImplementedError, ValueError, RuntimeError) as error:
+                raise EdgespecError(
+                    f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
+                ) from error
+        copy_tokenizer(model_folder, folder)
+        _check_config(folder / "genai_config.json", config)
+        finish(folder, model_folder, config)
+        if precision == "int8" and ModelShape.from_config(config).tied:
+            share_int8_table(folder)
+        if precision in FAST:
+            write_fast_graph(folder)
+        if precision == "int8":
+            widen_int8(folder)
+        if precision == "fp16":
+            store_halves(folder)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": []}
+
+
+def write_fast_graph(folder: Path) -> None:
+    """Write model-fast.onnx beside the builder's model.onnx of int4 or int8: the same graph and data file, at accuracy level 4.
+
+    Raises EdgespecError where the graph has no matrix with an accuracy level to change.
+    """
+    import onnx
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    levels = [
+        attribute
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+        for attribute in node.attribute
+        if attribute.name == "accuracy_level"
+    ]
+    if not levels:
+        raise EdgespecError(
+            f"{folder / 'model.onnx'} has no MatMulNBits with an accuracy level; this onnxruntime-genai quantises otherwise"
+        )
+    for level in levels:
+        level.i = FAST_ACCURACY_LEVEL
+    with whole_file(folder / FAST_GRAPH) as temporary:
+        onnx.save(model, temporary)
+
+
+def check_config(config: dict[str, Any], model_folder: Path) -> None:
+    """Refuse what the graph would compute wrongly or ONNX Runtime would refuse at the first token. Raises InputError."""
+    family = check_settings(config, model_folder)
+    shape = ModelShape.from_config(config)
+    check_shape(shape, str(model_folder))
+    rope = config.get("rope_parameters") or {}
+    partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    partial = partial if family.partial_rotary else 1.0
+    rotated = int(shape.head_dim * partial)
+    if rotated % HEAD_STEP:
+        raise InputError(
+            f"{model_folder} rotates {rotated} of {shape.head_dim} values of a head; ONNX Runtime's GroupQueryAttention needs a "
+            f"multiple of {HEAD_STEP}: leave ONNX out with --export.onnx ''"
+        )
+
+
+def check_shape(shape: ModelShape, name: str) -> None:
+    """Refuse heads that GroupQueryAttention does not take, and `check_widths`. Raises InputError."""
+    if shape.head_dim % HEAD_STEP:
+        raise InputError(
+            f"{name} has heads of {shape.head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
+            "leave ONNX out with --export.onnx '' or choose a model with other heads"
+        )
+    check_widths(shape, name)
+
+
+def check_widths(shape: ModelShape, name: str) -> None:
+    """Refuse a layer with a matrix of as many rows as there are tokens: the builder takes each such for the output head.
+
+    Raises InputError.
+    """
+    inner = (shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim)
+    if shape.vocab_size in inner:
+        raise InputError(
+            f"{name} has a vocabulary of {shape.vocab_size}, and matrices in its layers have as many rows; the ONNX model "
+            "builder would mistake one of them for the output head: choose another width, or llama.cpp alone"
+        )
+
+
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    """The written settings must be the model's: the builder guesses what it cannot read."""
+    written, shape = read_json(path), ModelShape.from_config(config)
+    seen = (
+        written["model"]["vocab_size"],
+        written["model"]["context_length"],
+        written["model"]["decoder"]["head_size"],
+    )
+    wanted = (shape.vocab_size, shape.context_length, shape.head_dim)
+    if seen != wanted:
+        raise EdgespecError(
+            f"the ONNX model builder wrote vocabulary, context, head size {seen}; the model has {wanted}"
+        )
+
+
+@contextlib.contextmanager
+def _quiet(log: Path) -> Iterator[Path]:
+    """Send prints and progress bars to a log file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        open(log, "w", encoding="utf-8") as stream,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        yield log

@@ -1,0 +1,160 @@
+"""Weights that are small in the file and float32 in memory: fp16 and int8 on ONNX Runtime's CPU kernels.
+
+ONNX Runtime on a CPU multiplies neither both fast and exactly. A float16 GroupQueryAttention graph runs there, with a Cast to
+float32 around every MatMul and the rest rounded to float16, so that it is no faster and a block is 4e-3 from single steps.
+MatMulNBits with 8 bits and float activations takes 7 to 15 times as long as fp32 (docs/npu.md has the measurements). So the
+graphs here widen each matrix in front of its MatMul. The widening is made of constants, and ONNX Runtime does it once, when it
+loads: arithmetic, speed and memory are those of fp32, the file is a half or a quarter of it.
+
+Knows the names that the model builder gives; the rest of an export is to_onnx's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.core.errors import EdgespecError
+
+DATA = "model.onnx.data"
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
+IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
+UINT8_ZERO = 128.0
+_TABLES = ("cos_cache", "sin_cache")  # of RoPE; with other endings where a family has several
+
+
+def store_halves(folder: Path) -> None:
+    """Rewrite the fp32 folder `folder`: matrices and embeddings as float16, widened by a Cast.
+
+    Raises EdgespecError where a weight is beyond float16's range.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    model = onnx.load(folder / "model.onnx")
+    graph = model.graph
+    casts = []
+    for tensor in graph.initializer:
+        if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) < 2 or tensor.name.startswith(_TABLES):
+            continue
+        values = numpy_helper.to_array(tensor)
+        largest = float(np.abs(values).max())
+        if largest > float(np.finfo(np.float16).max):
+            raise EdgespecError(
+                f"{tensor.name} has a weight of {largest:g}, which float16 cannot hold; export fp32 instead"
+            )
+        stored = f"{tensor.name}_F16"
+        casts.append(
+            helper.make_node(
+                "Cast", [stored], [tensor.name], name=f"/widen/{tensor.name}", to=TensorProto.FLOAT
+            )
+        )
+        tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), stored))
+    _put_first(graph, casts)
+    _save_whole(model, folder)
+
+
+def share_int8_table(folder: Path) -> None:
+    """Have a tied embedding of an int8 folder read its rows from the output head's bytes; the builder keeps a float table for it.
+
+    Rewrites model.onnx and its data file. Raises EdgespecError where the graph is not built as expected.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    model = onnx.load(folder / "model.onnx")
+    graph = model.graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+    readers = [node for node in graph.node if TABLE in node.input]
+    if [node.op_type for node in readers] != ["Gather"] or f"{HEAD}_Q8" not in tensors:
+        raise EdgespecError(
+            f"{folder} does not read {TABLE} with one Gather; this onnxruntime-genai writes int8 otherwise"
+        )
+    width = tensors[TABLE].dims[1]
+    ids, output, at = readers[0].input[1], readers[0].output[0], "/widen/embed_tokens/"
+    constants = {"zero": np.float32(UINT8_ZERO), "last": np.array([-1]), "rows": np.array([0, 0, width])}
+    nodes = [
+        helper.make_node("Gather", [f"{HEAD}_Q8", ids], [at + "bytes"], name=at + "GatherBytes"),
+        helper.make_node("Cast", [at + "bytes"], [at + "float"], name=at + "Cast", to=TensorProto.FLOAT),
+        helper.make_node("Sub", [at + "float", at + "zero"], [at + "centred"], name=at + "Sub"),
+        helper.make_node("Gather", [f"{HEAD}_scales", ids], [at + "scale"], name=at + "GatherScales"),
+        helper.make_node("Unsqueeze", [at + "scale", at + "last"], [at + "scales"], name=at + "Unsqueeze"),
+        helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
+        helper.make_node("Reshape", [at + "blocks", at + "rows"], [output], name=at + "Reshape"),
+    ]
+    rest = [node for node in graph.node if node is not readers[0]]
+    place = list(graph.node).index(readers[0])
+    del graph.node[:]
+    graph.node.extend([*rest[:place], *nodes, *rest[place:]])
+    graph.initializer.remove(tensors[TABLE])
+    graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(value), at + name) for name, value in constants.items()
+    )
+    _save_whole(model, folder)
+
+
+def widen_int8(folder: Path) -> None:
+    """Rewrite model.onnx of an int8 folder: the bytes and scales of each MatMulNBits, widened in front of a MatMul.
+
+    Reads and writes the graph alone; the data file stays. Raises EdgespecError where the graph has no such node.
+    """
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    graph = model.graph
+    nodes = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    if not nodes:
+        raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 otherwise")
+    added: list[Any] = []
+    constants: dict[str, Any] = {"zero": np.float32(UINT8_ZERO)}
+    for node in nodes:
+        settings = {attribute.name: attribute.i for attribute in node.attribute}
+        packed, scales = node.input[1:3]
+        rows, columns, size = settings["N"], settings["K"], settings["block_size"]
+        if settings["bits"] != 8 or columns % size or len([name for name in node.input if name]) != 3:
+            raise EdgespecError(
+                f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
+                "their rows are wanted"
+            )
+        blocks, whole = f"shape_{rows}_{columns}_blocks", f"shape_{rows}_{columns}"
+        constants[blocks] = np.array([rows, columns // size, 1], dtype=np.int64)
+        constants[whole] = np.array([rows, columns], dtype=np.int64)
+        at = f"/widen/{packed}/"
+        added += [
+            helper.make_node("Cast", [packed], [at + "float"], name=at + "Cast", to=TensorProto.FLOAT),
+            helper.make_node("Sub", [at + "float", "/widen/zero"], [at + "centred"], name=at + "Sub"),
+            helper.make_node(
+                "Reshape", [scales, f"/widen/{blocks}"], [at + "scales"], name=at + "ReshapeScales"
+            ),
+            helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
+            helper.make_node(
+                "Reshape", [at + "blocks", f"/widen/{whole}"], [at + "rows"], name=at + "Reshape"
+            ),
+            helper.make_node("Transpose", [at + "rows"], [at + "matrix"], name=at + "Transpose", perm=[1, 0]),
+        ]
+        node.CopyFrom(helper.make_node("MatMul", [node.input[0], at + "matrix"], node.output, name=node.name))
+    graph.initializer.extend(
+        numpy_helper.from_array(np.asarray(value), f"/widen/{name}") for name, value in constants.items()
+    )
+    _put_first(graph, added)
+    onnx.save(model, folder / "model.onnx")
+
+
+def _save_whole(model: Any, folder: Path) -> None:
+    """Graph and data file anew."""
+    import onnx
+
+    (folder / DATA).unlink()
+    onnx.save(
+        model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
+    )
+
+
+def _put_first(graph: Any, nodes: list[Any]) -> None:
+    """Nodes of constants go before all others: a graph is listed in the order of its computation."""
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])

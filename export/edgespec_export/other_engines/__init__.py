@@ -1,0 +1,1 @@
+"""The pair in llama.cpp, onnxruntime-genai, transformers and OpenVINO."""

@@ -1,0 +1,270 @@
+"""Run a bundle's pair in engines written elsewhere: is the greedy text edgespec's own, and is as much accepted as it should be?
+
+Each engine gets the bundle's own files and settings, and answers held-out prompts greedily with drafts of 3 tokens. Beside it
+stands edgespec on the same files: at temperature 0 every engine's rule accepts where two argmaxes agree, so the tokens per pass
+should be the same but for the last block of a reply. Above 0 edgespec runs the rule that the engine is known by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+
+from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.files import write_json
+from edgespec.core.manifest import Manifest, open_manifest
+from edgespec.core.metrics import RawCounts
+from edgespec.core.options import from_mapping, knob
+from edgespec.core.progress import progress
+from edgespec.core.table import table
+from edgespec_export.other_engines.engines import (
+    Answer,
+    Draw,
+    GenAi,
+    LlamaCppPython,
+    OtherEngine,
+    Transformers,
+    until_stop,
+)
+from edgespec_export.other_engines.llamacpp import SERVER, LlamaServer, LlamaSpeculativeSimple, program_of
+from edgespec_export.other_engines.other_engines import DRAFT_LENGTH, GENAI_SETTINGS
+
+GENAI, PYTHON, TRANSFORMERS, BINARY = "onnxruntime-genai", "llama-cpp-python", "transformers", "llama.cpp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    bundle: str = knob(help="bundle folder", positional=True)
+    engines: tuple[str, ...] = knob(
+        (), "which engines (default: those the bundle and the flags below allow)",
+        choices=(GENAI, PYTHON, BINARY, TRANSFORMERS),
+    )  # fmt: skip
+    target: str = knob(
+        "", "the target's model folder, for transformers; the bundle has only the drafter's weights"
+    )
+    llama_binary: str = knob(
+        "", "path of llama-server or llama-speculative-simple, for llama.cpp's own drafting"
+    )
+    prompts: int = knob(16, "held-out prompts of the bundle", at_least=1)
+    max_new_tokens: int = knob(64, "longest reply in tokens", at_least=1)
+    temperature: float = knob(
+        0.0, "of both; above 0 texts are drawn and differ, and only the acceptance is compared", at_least=0.0
+    )
+    json: str = knob("", "also write every prompt's counts to this file")
+
+
+OPTIONS = Options
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    rendered: str
+
+
+@dataclass(frozen=True)
+class Ours:
+    """edgespec's own reply to one prompt: its tokens without the stop token, its text, and the counts of speculation."""
+
+    tokens: tuple[int, ...]
+    text: str
+    counts: RawCounts
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One engine on all prompts beside edgespec on the same files; `drawn`: at a temperature above 0."""
+
+    name: str
+    files: str
+    rule: str
+    drawn: bool
+    answers: list[Answer]
+    ours: list[Ours]
+
+    @property
+    def same(self) -> int:
+        """Prompts with the same greedy text."""
+        return sum(same_text(ours, answer) for ours, answer in zip(self.ours, self.answers, strict=True))
+
+    def row(self) -> tuple[str, ...]:
+        """Tokens per pass and acceptance of both; for equal texts the engine's passes are taken over edgespec's tokens."""
+        counts = [one.counts for one in self.ours]
+        emitted = sum(one.emitted for one in counts)
+        theirs = sum(len(answer.tokens) + 1 if answer.tokens is not None else 0 for answer in self.answers)
+        accepted, drafted, tested = (
+            sum(value for answer in self.answers if (value := getattr(answer, name)) is not None)
+            for name in ("accepted", "drafted", "tested")
+        )
+        mine = sum(sum(one.accepted) for one in counts)
+        return (
+            self.name,
+            self.files,
+            self.rule,
+            "" if self.drawn else f"{self.same}/{len(self.ours)}",
+            f"{(theirs if self.drawn and theirs else emitted) / sum(answer.passes for answer in self.answers):.2f}",
+            f"{emitted / sum(one.blocks for one in counts):.2f}",
+            f"{accepted / tested:.3f}" if tested else "",
+            f"{mine / sum(sum(one.tested) for one in counts):.3f}",
+            f"{accepted / drafted:.3f}" if accepted and drafted else "",
+            f"{mine / sum(one.drafted for one in counts):.3f}",
+        )
+
+
+HEADERS = (
+    *(
+        "engine",
+        "files",
+        "rule here",
+        "same text",
+        "τ",
+        "τ here",
+        "accepted/tested",
+        "here",
+        "accepted/drafted",
+        "here",
+    ),
+)
+
+
+def same_text(ours: Ours, answer: Answer) -> bool:
+    """Equal tokens; of an engine that gives text, whether it holds ours (it prints the prompt before and may go on after)."""
+    if answer.tokens is not None:
+        return answer.tokens == ours.tokens
+    return ours.text.strip() in (answer.text or "")
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    bundle = Path(options.bundle)
+    manifest = open_manifest(bundle)
+    if manifest.drafter.vocabulary is not None:
+        raise InputError(
+            f"the drafter of {bundle} has a vocabulary of its own, which only edgespec translates; no other engine runs the pair"
+        )
+    found = []
+    for name in chosen(options, manifest):
+        found.append(compare(name, bundle, manifest, options))
+    print(table(HEADERS, [one.row() for one in found], left=3), flush=True)
+    if options.json:
+        write_json(Path(options.json), [asdict(one) for one in found])
+    parted = [one for one in found if not one.drawn and one.same < len(one.ours)]
+    if parted:
+        names = ", ".join(f"{one.name} ({len(one.ours) - one.same} of {len(one.ours)})" for one in parted)
+        raise CheckFailed(f"the greedy text is not edgespec's own in {names}")
+    return 0
+
+
+def chosen(options: Options, manifest: Manifest) -> list[str]:
+    """The engines to run, in the order of the table. Raises InputError where one asked for lacks a file or a flag."""
+    pairs = {engine for engine, _ in manifest.pairs()}
+    wanting = {
+        GENAI: ""
+        if GENAI_SETTINGS in manifest.files
+        else f"the bundle has no {GENAI_SETTINGS}; build it again",
+        PYTHON: "" if "llama.cpp" in pairs else "the bundle has no pair of GGUF files",
+        BINARY: ("" if "llama.cpp" in pairs else "the bundle has no pair of GGUF files")
+        if options.llama_binary
+        else "give --llama-binary PATH",
+        TRANSFORMERS: "" if options.target else "give --target FOLDER, the target's own weights",
+    }
+    for name in options.engines:
+        if wanting[name]:
+            raise InputError(f"{name} cannot run here: {wanting[name]}")
+    names = [
+        name for name in wanting if name in options.engines or (not options.engines and not wanting[name])
+    ]
+    if not names:
+        raise InputError(
+            f"no engine can run this bundle: {'; '.join(f'{n}: {w}' for n, w in wanting.items())}"
+        )
+    return names
+
+
+def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Compared:
+    """Both on the same files: edgespec first, then the other engine."""
+    gguf = gguf_precision(manifest)
+    engine, precision = {
+        GENAI: ("onnxruntime", ""),
+        TRANSFORMERS: ("onnxruntime", "fp32"),
+    }.get(name, ("llama.cpp", gguf))
+    if name == GENAI:
+        precision = GenAi.precision_of(bundle)
+    if name == TRANSFORMERS and (engine, precision) not in manifest.pairs():
+        engine, precision = manifest.pairs()[0]
+    pair = open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))
+    try:
+        prompts = [
+            Prompt(pair.tokenizer.encode_chat(chat), pair.tokenizer.render(chat))
+            for chat in pair.prompts()[: options.prompts]
+        ]
+        rule = "match-greedy" if engine == "llama.cpp" else "lossless"
+        ours = [
+            reply_of(pair, prompt, options.max_new_tokens, rule, Draw(options.temperature, seed))
+            for seed, prompt in enumerate(prompts)
+        ]
+        stops, context = frozenset(pair.tokenizer.stop_ids), pair.target.engine.context_length
+    finally:
+        pair.close()
+    opened = opener(name, bundle, manifest, options, stops, context)
+    answers = []
+    with opened() as other, progress(other.name, len(prompts), "prompt") as bar:
+        for seed, prompt in enumerate(prompts):
+            draw = Draw(options.temperature, seed)
+            answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
+            bar.update(1)
+        return Compared(other.name, f"{engine} {precision}", rule, options.temperature > 0, answers, ours)
+
+
+def opener(
+    name: str, bundle: Path, manifest: Manifest, options: Options, stops: frozenset[int], context: int
+) -> Callable[[], AbstractContextManager[OtherEngine]]:
+    """What loads the engine of that name."""
+    if name == GENAI:
+        return lambda: GenAi(bundle, stops)
+    if name == TRANSFORMERS:
+        return lambda: Transformers(bundle, Path(options.target), stops)
+    precision = gguf_precision(manifest)
+    target, drafter = (
+        bundle / model.files["llama.cpp"][precision] for model in (manifest.target, manifest.drafter)
+    )
+    if name == PYTHON:
+        return lambda: LlamaCppPython(target, drafter, precision, stops, context)
+    path = Path(options.llama_binary)
+    if program_of(path) == SERVER:
+        return lambda: LlamaServer(path, target, drafter, precision, context, stops)
+    return lambda: LlamaSpeculativeSimple(path, target, drafter, precision, context)
+
+
+def gguf_precision(manifest: Manifest) -> str:
+    """Q8_0 where the pair has it, which llama.cpp runs exactly; else the first."""
+    names = [precision for engine, precision in manifest.pairs() if engine == "llama.cpp"]
+    return "q8_0" if "q8_0" in names else (names or [""])[0]
+
+
+def reply_of(pair: Pair, prompt: Prompt, limit: int, rule: str, draw: Draw) -> Ours:
+    """edgespec's reply without a drafter, and the counts of its speculation with drafts of DRAFT_LENGTH tokens."""
+    how = DecodingOptions(
+        temperature=draw.temperature,
+        seed=draw.seed,
+        rule=rule,
+        draft_length=DRAFT_LENGTH,
+        max_new_tokens=limit,
+    )
+
+    def tokens(how: DecodingOptions, counts: RawCounts) -> list[int]:
+        blocks = decode(pair.target, pair.draft, prompt.ids, how, pair.tokenizer.stop_ids, counts)
+        return [token for block in blocks for token in block.tokens]
+
+    counts = RawCounts()
+    alone = tokens(plain(how), RawCounts())
+    tokens(how, counts)
+    kept = until_stop(alone, frozenset(pair.tokenizer.stop_ids))
+    return Ours(kept, pair.tokenizer.decode(kept), counts)

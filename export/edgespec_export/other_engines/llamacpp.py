@@ -1,0 +1,180 @@
+"""llama.cpp's own programs on the pair of GGUF files: llama-server and llama-speculative-simple, started by their path.
+
+Knows their options (those of 2026: `--spec-type draft-simple`; the older `--draft-max` is gone) and what they print. The server
+listens on this machine only, and is stopped with the object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec_export.other_engines.engines import GREEDY, Answer, Draw, until_stop
+from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
+
+SERVER, SIMPLE = "llama-server", "llama-speculative-simple"
+START_SECONDS, ANSWER_SECONDS = 120.0, 300.0
+TRIES = (
+    40  # its log is another thread's, which on a busy machine half the time is not done when the program ends
+)
+COUNTS = re.compile(r"\bn_(predict|drafted|accept)\s*=\s*(\d+)")
+
+
+def program_of(path: Path) -> str:
+    """Which of the two programs a path is, by its name. Raises InputError for another name or where no file is there."""
+    if not path.is_file():
+        raise InputError(f"{path} is not there; give the path of {SERVER} or {SIMPLE}")
+    for program in (SERVER, SIMPLE):
+        if path.stem == program:
+            return program
+    raise InputError(f"{path} is neither {SERVER} nor {SIMPLE}; give the path of one of them")
+
+
+def pair_arguments(target: Path, drafter: Path, context: int) -> list[str]:
+    """The options both programs share: the files, drafts of DRAFT_LENGTH tokens, exact attention, one thread."""
+    return [
+        *("-m", str(target), "-md", str(drafter), "--spec-type", "draft-simple"),
+        *("--spec-draft-n-max", str(DRAFT_LENGTH), "-c", str(context), "-fa", "on"),
+        *("-t", "1", "-td", "1"),
+    ]
+
+
+class LlamaSpeculativeSimple:
+    """The example program: one process for each answer; it prints the text and its counts."""
+
+    name, engine, rule = SIMPLE, "llama.cpp", "match-greedy"
+
+    def __init__(self, program: Path, target: Path, drafter: Path, precision: str, context: int) -> None:
+        self._command = [str(program), *pair_arguments(target, drafter, context)]
+        self.precision = precision
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing stays behind: every answer is a process of its own."""
+
+    def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
+        """It stops after the limit only at a block's end, so its text can be longer; special tokens of the prompt are parsed.
+
+        The prompt is given as a binary file: of a text file (-f) it drops the last newline, which is part of a chat's prompt.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / "prompt.txt"
+            file.write_bytes(rendered.encode("utf-8"))
+            for _ in range(TRIES):
+                done = subprocess.run(
+                    [*self._command, "-bf", str(file), "--no-escape", "-n", str(limit), *_drawn(draw)],
+                    capture_output=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL, check=False,
+                )  # fmt: skip
+                log = done.stderr.decode("utf-8", "replace")
+                if done.returncode:
+                    raise EdgespecError(f"{self.name} ended with code {done.returncode}: {_last(log)}")
+                counts = {name: int(value) for name, value in COUNTS.findall(log)}
+                if len(counts) == 3:
+                    break
+            else:
+                raise EdgespecError(f"{self.name} printed no counts in {TRIES} runs: {_last(log)}")
+        text = done.stdout.decode("utf-8", "replace")
+        passes = (
+            counts["predict"] - counts["accept"]
+        )  # a block emits its accepted tokens and one of the target's
+        return Answer(None, text, passes, counts["drafted"], counts["accept"])
+
+
+class LlamaServer:
+    """The HTTP server on a free port; prompts and replies are token ids."""
+
+    name, engine, rule = SERVER, "llama.cpp", "match-greedy"
+
+    def __init__(
+        self, program: Path, target: Path, drafter: Path, precision: str, context: int, stops: frozenset[int]
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        where = ["--host", "127.0.0.1", "--port", str(port), "--no-webui", "--parallel", "1"]
+        self._address = f"http://127.0.0.1:{port}"
+        self._command = [str(program), *pair_arguments(target, drafter, context), *where]
+        self._stops, self.precision = stops, precision
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self._process.poll() is None:
+            with contextlib.suppress(OSError, urllib.error.URLError):  # not yet listening, or still loading
+                self._ask("/health", None)
+                return self
+            time.sleep(0.1)
+        self._stop()
+        self._log.seek(0)
+        log = _last(self._log.read().decode("utf-8", "replace"))
+        self._log.close()
+        raise EdgespecError(f"{self.name} was not ready after {START_SECONDS:.0f} s: {log}")
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._log.close()
+
+    def _stop(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self._address + path, data, {"Content-Type": "application/json"} if data else {}
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
+            found: dict[str, Any] = json.load(reply)
+        return found
+
+    def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
+        reply = self._ask(
+            "/completion",
+            {
+                **{"prompt": list(prompt), "n_predict": limit, "cache_prompt": False, "return_tokens": True},
+                **{
+                    "temperature": draw.temperature,
+                    "seed": draw.seed,
+                    "top_k": 0,
+                    "top_p": 1.0,
+                    "min_p": 0.0,
+                },
+            },
+        )
+        timings = reply["timings"]
+        drafted, accepted = int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0))
+        emitted = int(timings["predicted_n"])
+        return Answer(until_stop(reply["tokens"], self._stops), None, emitted - accepted, drafted, accepted)
+
+
+def _drawn(draw: Draw) -> list[str]:
+    """Sampling from the whole vocabulary: llama.cpp's own defaults cut it."""
+    cuts = ("--top-k", "0", "--top-p", "1", "--min-p", "0")
+    return ["--temp", f"{draw.temperature:g}", "--seed", str(draw.seed), *cuts]
+
+
+def _last(log: str) -> str:
+    return " / ".join(log.strip().splitlines()[-3:])[-400:]

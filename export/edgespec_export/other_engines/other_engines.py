@@ -1,0 +1,156 @@
+"""What a bundle holds so that other engines run the pair without an edit: settings and the drafter's checkpoint.
+
+    genai_config.json             at the bundle's root, with the tokenizer beside it: onnxruntime-genai takes the bundle itself as
+                                  its model folder (it refuses a path with .. in it, so the settings must lie above both models)
+    drafter/checkpoint/           the drafter as transformers, vLLM and SGLang read it; its generation_config.json says how long
+                                  a draft is, which transformers obeys
+    elsewhere/vllm.yaml, elsewhere/sglang.yaml   settings that name the checkpoint, for `--config`
+
+Knows what these engines' documentation asks for, and no engine itself; a drafter with a vocabulary of its own fits none of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import copy_file, read_json, write_json, write_text
+from edgespec.core.manifest import ROLES
+from edgespec_export.onnx.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
+
+DRAFT_LENGTH = 3  # the direct-alignment paper's γ; every engine below takes another one as an option
+GENAI_SETTINGS = "genai_config.json"
+CHECKPOINT = "drafter/checkpoint"
+VLLM_SETTINGS, SGLANG_SETTINGS = "elsewhere/vllm.yaml", "elsewhere/sglang.yaml"
+CHECKPOINT_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json"),
+    *(*TOKENIZER_FILES, "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+)
+# What transformers reads from an assistant: a draft of a fixed length that no unsure token ends.
+ASSISTANT = {
+    "num_assistant_tokens": DRAFT_LENGTH,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What was written: the ONNX precision of genai_config.json (None: no such file), and whether there is a checkpoint."""
+
+    genai: str | None = None
+    checkpoint: bool = False
+
+
+def write_elsewhere(
+    folder: Path, drafter_folder: Path | None, precisions: tuple[str, ...], default: str
+) -> Elsewhere:
+    """Write the files above into the bundle `folder`, whose models are in place.
+
+    `drafter_folder` is the drafter's model folder (None: no checkpoint). `precisions` are the ONNX ones both models have;
+    genai_config.json names `default` where it is among them, else the first. Raises InputError where the checkpoint is not a
+    safetensors one.
+    """
+    genai = None
+    if precisions:
+        genai = default if default in precisions else precisions[0]
+        write_json(folder / GENAI_SETTINGS, pair_settings(folder, genai))
+        copy_tokenizer(folder / "tokenizer", folder)
+    if drafter_folder is not None:
+        _write_checkpoint(drafter_folder, folder / CHECKPOINT)
+        (folder / "elsewhere").mkdir()
+        for name, command, settings in (
+            (VLLM_SETTINGS, f"vllm serve TARGET --config {VLLM_SETTINGS}", vllm_settings()),
+            (
+                SGLANG_SETTINGS,
+                f"python -m sglang.launch_server --model-path TARGET --config {SGLANG_SETTINGS}",
+                sglang_settings(),
+            ),
+        ):
+            text = yaml.safe_dump(settings, sort_keys=False)
+            write_text(
+                folder / name,
+                f"# In the bundle's folder; TARGET: the target's hub id or folder.\n# {command}\n{text}",
+            )
+    return Elsewhere(genai, drafter_folder is not None)
+
+
+def runnable(folder: Path, precisions: Sequence[str]) -> tuple[str, ...]:
+    """The ONNX precisions whose folders onnxruntime-genai can read: those with settings of their own."""
+    places = {name: [folder / role / f"onnx-{name}" for role in ROLES] for name in precisions}
+    return tuple(
+        name for name, both in places.items() if all((place / GENAI_SETTINGS).is_file() for place in both)
+    )
+
+
+def pair_settings(folder: Path, precision: str) -> dict[str, Any]:
+    """genai_config.json of the pair: the target's own, with the drafter's decoder as model.draft.
+
+    The length is the shorter of both models' contexts. Adding `model.draft` is what turns speculation on (onnxruntime-genai
+    0.18, docs/SpeculativeDecoding.md).
+    """
+    places = {role: f"{role}/onnx-{precision}" for role in ROLES}
+    target, drafter = (read_json(folder / place / GENAI_SETTINGS) for place in places.values())
+    settings: dict[str, Any] = copy.deepcopy(target)
+    model = settings["model"]
+    model["context_length"] = min(part["model"]["context_length"] for part in (target, drafter))
+    settings["search"]["max_length"] = min(settings["search"]["max_length"], model["context_length"])
+    model["draft"] = copy.deepcopy(drafter["model"]["decoder"])
+    for block, place in (("decoder", places["target"]), ("draft", places["drafter"])):
+        model[block]["filename"] = f"{place}/{model[block]['filename']}"
+    settings["speculative"] = {"max_draft_tokens": DRAFT_LENGTH}
+    return settings
+
+
+def overlay(precision: str) -> dict[str, Any]:
+    """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair in another precision."""
+    return {
+        "model": {
+            "decoder": {"filename": f"target/onnx-{precision}/model.onnx"},
+            "draft": {"filename": f"drafter/onnx-{precision}/model.onnx"},
+        }
+    }
+
+
+def vllm_settings() -> dict[str, Any]:
+    """vLLM's `speculative-config`, as its YAML files want it: a nested mapping.
+
+    `probabilistic` draws the draft from q and tests it with p/q; vLLM's default drafts greedily and accepts with p alone.
+    """
+    return {
+        "speculative-config": {
+            "method": "draft_model",
+            "model": CHECKPOINT,
+            "num_speculative_tokens": DRAFT_LENGTH,
+            "draft_sample_method": "probabilistic",
+        }
+    }
+
+
+def sglang_settings() -> dict[str, Any]:
+    """SGLang's options for a plain draft model; without a tree it verifies one token more than it drafts."""
+    return {
+        "speculative-algorithm": "STANDALONE",
+        "speculative-draft-model-path": CHECKPOINT,
+        "speculative-num-steps": DRAFT_LENGTH,
+        "speculative-eagle-topk": 1,
+        "speculative-num-draft-tokens": DRAFT_LENGTH + 1,
+    }
+
+
+def _write_checkpoint(source: Path, out: Path) -> None:
+    if not any(source.glob("*.safetensors")):
+        raise InputError(f"{source} has no *.safetensors file; only such a drafter can go into a bundle")
+    out.mkdir(parents=True)
+    for pattern in CHECKPOINT_FILES:
+        for file in sorted(source.glob(pattern)):
+            copy_file(file, out / file.name)
+    settings = out / "generation_config.json"
+    known = read_json(settings) if settings.exists() else {}
+    write_json(settings, known | ASSISTANT)

@@ -1,0 +1,1 @@
+"""Every file against torch, and the exported pair measured."""

@@ -1,0 +1,203 @@
+"""Hold every file of a bundle against the models it was made of, its tokenizers against theirs, and measure the exported pairs.
+
+Exit code 1, with the tables, where a bound is broken. Without the models' folders (--models; those of the build the bundle lies
+in are found) the files are held against each other, and what could not be checked is said.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec import __version__
+from edgespec.core.errors import BundleError, CheckFailed, InputError
+from edgespec.core.files import read_json, sha256_file, write_json
+from edgespec.core.manifest import ROLES, Manifest, open_manifest
+from edgespec.core.options import from_mapping, knob, with_default
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.model_check import check_model
+from edgespec.recipe.schema import ExportOptions
+
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    bundle: str = knob(help="bundle folder", positional=True)
+    models: tuple[str, ...] = knob(
+        (), "model folders of target and drafter (default: those of the build the bundle lies in)"
+    )
+    prompts: str = knob("", "a .jsonl file of prompts ('messages' or 'instruction') (default: the bundle's)")
+    verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
+    acceptance_prompts: int = with_default(
+        ExportOptions, "acceptance_prompts", ExportOptions().acceptance_prompts
+    )
+    max_new_tokens: int = knob(48, "tokens an exported pair decodes for a prompt", at_least=2)
+    draft_length: int = knob(3, "its draft length γ", at_least=1)
+    temperatures: tuple[float, ...] = knob((0.0, 1.0), "its sampling temperatures", at_least=0.0)
+    seconds: float = knob(
+        60.0, "time for one exported pair; fewer prompts are decoded where it does not suffice", at_least=0.0
+    )
+    seed: int = knob(0, "seed of its sampling", at_least=0)
+    json: str = knob("", "write everything that was measured to this file")
+
+
+OPTIONS = Options
+
+
+def models_of(options: Options) -> dict[str, Path] | None:
+    """The model folders given, else those of the build around the bundle, else None. Raises InputError for other folders."""
+    if options.models:
+        if len(options.models) != len(ROLES):
+            raise InputError(
+                f"--models has {len(options.models)} folders; give two, TARGET_FOLDER,DRAFTER_FOLDER"
+            )
+        found = dict(zip(ROLES, (Path(name).expanduser() for name in options.models), strict=True))
+        for role, folder in found.items():
+            check_model(folder, f"the {role}")
+        return found
+    build = Path(options.bundle).resolve().parent
+    stage, drafter = build / "target" / "stage.json", build / "distill" / "model"
+    if not stage.is_file():
+        return None
+    tuned, made = build / "tune" / "model", read_json(stage).get("counts", {})
+    target = tuned if tuned.is_dir() else Path(str(made.get("folder", "")))
+    if not all((folder / "config.json").is_file() for folder in (target, drafter)):
+        return None
+    return {"target": target, "drafter": drafter}
+
+
+def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[str]:
+    """What the manifest says of tokenizer and shapes that is not so, in words."""
+    assert manifest.folder is not None
+    broken = []
+    digest = sha256_file(manifest.folder / TOKENIZER / "tokenizer.json")
+    if manifest.pair["tokenizer_sha256"] != digest:
+        broken.append(
+            f"tokenizer_sha256 is {manifest.pair['tokenizer_sha256'][:12]}... instead of {digest[:12]}..."
+        )
+    vocab_size = manifest.pair["vocab_size"]
+    if manifest.target.shape.get("vocab_size") != vocab_size:
+        broken.append(
+            f"vocab_size is {vocab_size} and the target's shape has {manifest.target.shape.get('vocab_size')}"
+        )
+    for role, folder in (folders or {}).items():
+        wanted = asdict(ModelShape.from_config(read_json(folder / "config.json")))
+        seen = getattr(manifest, role).shape
+        broken += [
+            f"{role}: {name} is {seen[name]!r} instead of {value!r}"
+            for name, value in wanted.items()
+            if name in seen and seen[name] != value
+        ]
+    return broken
+
+
+def verify_bundle(options: Options) -> dict[str, Any]:
+    """Everything that is measured and found; `broken` lists the bounds that do not hold.
+
+    Raises BundleError for a bundle that is incomplete, altered or harmful, InputError for prompts or models that cannot be used.
+    """
+    from edgespec_runtime.engines.vocabulary import read_vocabulary
+    from edgespec_runtime.text.prompts import read_chats
+    from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+    from edgespec_export.verify.exported_pair import Trials
+    from edgespec_export.verify.report import broken_of
+
+    folders = models_of(options)
+    manifest = open_manifest(Path(options.bundle))
+    assert manifest.folder is not None
+    files, skipped = files_of(manifest)
+    chats = read_chats(Path(options.prompts) if options.prompts else manifest.folder / "prompts.jsonl")
+    tokenizer = ChatTokenizer(manifest.folder / TOKENIZER)
+    prompts = [tokenizer.encode_chat(chat) for chat in chats]
+    trials = None
+    if options.acceptance_prompts:
+        trials = Trials(
+            prompts[: options.acceptance_prompts],
+            tokenizer.stop_ids,
+            options.max_new_tokens,
+            options.draft_length,
+            tuple(options.temperatures),
+            options.seed,
+            options.seconds,
+        )
+    checked = prompts[: options.verify_prompts]
+    if folders is not None:
+        from edgespec_export.verify.pair import verify_files
+
+        result = verify_files(files, folders, checked, trials, manifest.folder / TOKENIZER)
+    else:
+        from edgespec_export.verify.alone import verify_alone
+
+        name = manifest.drafter.vocabulary
+        result = verify_alone(
+            files,
+            {role: getattr(manifest, role) for role in ROLES},
+            checked,
+            None if name is None else read_vocabulary(manifest.folder / name),
+            trials,
+            manifest.folder / TOKENIZER,
+            manifest.pair["vocab_size"],
+        )
+    found = check_manifest(manifest, folders)
+    return {
+        "edgespec": __version__,
+        "models": None if folders is None else {role: str(folder) for role, folder in folders.items()},
+        "hashes": len(manifest.files),
+        "skipped": skipped,
+        "manifest": found,
+        **result,
+        "broken": [*(f"manifest: {text}" for text in found), *broken_of(result)],
+    }
+
+
+def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
+    """(files that can be checked, names of those that this edgespec knows no bounds for), after a look for harm in each."""
+    from edgespec_runtime.untrusted.gguf_file import check_gguf
+    from edgespec_runtime.untrusted.onnx_graph import check_onnx
+
+    from edgespec_export.formats.export import ExportedFile
+    from edgespec_export.verify.file_check import BOUNDS, ENGINES
+
+    assert manifest.folder is not None
+    manifest.check_folder(TOKENIZER)
+    files, skipped = [], []
+    for role in ROLES:
+        for engine, table in getattr(manifest, role).files.items():
+            for precision, name in table.items():
+                manifest.check_folder(name)
+                path = manifest.folder / name
+                if engine not in ENGINES or precision not in BOUNDS:
+                    skipped.append(f"{role} {engine} {precision}")
+                    continue
+                if path.is_file():
+                    check_gguf(path)
+                for graph in sorted(path.glob("*.onnx")):
+                    check_onnx(graph)
+                files.append(ExportedFile(role, engine, precision, path))
+    return files, skipped
+
+
+def run(given: dict[str, Any]) -> int:
+    from edgespec_export.verify.report import report_of
+
+    options = from_mapping(Options, given)
+    try:
+        found = verify_bundle(options)
+    except BundleError as error:
+        raise CheckFailed(str(error)) from error
+    print(f"{options.bundle}: {found['hashes']} files have the size and sha256 that the manifest gives\n")
+    print(report_of(found), flush=True)
+    if found.get("not_checked"):
+        print(f"\n{found['not_checked']}", flush=True)
+    if found["skipped"]:
+        print(f"\nNot checked, having no bounds here: {', '.join(found['skipped'])}.", flush=True)
+    if options.json:
+        write_json(Path(options.json), found)
+        print(f"wrote {options.json}", file=sys.stderr)
+    if found["broken"]:
+        raise CheckFailed(f"{len(found['broken'])} bounds are broken: {'; '.join(found['broken'])}")
+    return 0

@@ -1,0 +1,236 @@
+"""α and τ of an exported pair, split by cause: what rounding the drafter costs, what rounding the target costs, and both.
+
+Each engine runs four pairs of files: float target and float drafter, one of them quantised, both quantised. Every pair decodes
+the same prompts for real (empirical α and τ). Then its two files read one text, the float target's for all four pairs
+(teacher-forced α, the mean of Σ min(p, q): 1 − TVD): on the same positions a difference of 0.01 shows that would drown in texts
+of their own. Without float files each pair reads what it wrote. All pairs are lossless; what differs is how often the drafter is
+right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.llamacpp import is_available
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary
+from edgespec_runtime.pair.bundle import load_engine
+from edgespec_runtime.rules.sampling import Warp, warp
+from edgespec_runtime.rules.table import LOSSLESS
+
+from edgespec.core.metrics import RawCounts
+from edgespec.core.progress import progress
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.verify.file_check import SMALL
+
+# the first of these that is there is an engine's float pair
+FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "static": ("fp32",)}
+LEAST = 3  # prompts that are decoded however long they take
+FLOAT_PAIR, DRAFTER, TARGET, BOTH = "float pair", "drafter quantised", "target quantised", "both quantised"
+
+
+Texts = dict[float, list[list[int]]]  # replies by temperature and prompt
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What is decoded: prompts as ids of the target, ids that end a reply, and how.
+
+    `seconds`: time for one pair; where the first does not finish all prompts in it, that pair and all others take fewer.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    stop_ids: frozenset[int]
+    max_new_tokens: int = 48
+    draft_length: int = 3
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    seed: int = 0
+    seconds: float = 60.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Raw counts of one prompt. `overlap` is Σ_v min(p, q) summed over the `positions` of the text that was read."""
+
+    blocks: int
+    emitted: int
+    tested: int
+    accepted: int
+    positions: int
+    overlap: float
+
+
+@dataclass(frozen=True)
+class PairRun:
+    """One pair of files at one temperature. `precision` is the quantised one, `cause` says whose it is."""
+
+    engine: str
+    precision: str
+    cause: str
+    target: str
+    drafter: str
+    temperature: float
+    draft_length: int
+    trials: tuple[Trial, ...]
+
+
+def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, str]]:
+    """(engine, quantised precision, cause, target's precision, drafter's precision) of every pair that can be run."""
+    found = []
+    for engine, floats in FLOAT.items():
+        have = {
+            role: [file.precision for file in files if (file.engine, file.role) == (engine, role)]
+            for role in ("target", "drafter")
+        }
+        both = [name for name in have["target"] if name in have["drafter"]]
+        base = next((name for name in floats if name in both), None)
+        if base is not None:
+            found.append((engine, base, FLOAT_PAIR, base, base))
+        for name in both:
+            if name == base:
+                continue
+            if base is not None:
+                found.append((engine, name, DRAFTER, base, name))
+                found.append((engine, name, TARGET, name, base))
+            found.append((engine, name, BOTH, name, name))
+    return found
+
+
+def open_file(file: ExportedFile, parameters: int, subset: Vocabulary | None) -> Engine:
+    """A file as the runtime's exact mode opens it; a drafter runs from its fast graph there."""
+    graph = file.fast_graph if file.role == "drafter" else None
+    engine = load_engine(file.engine, file.path, None, 1 if parameters < SMALL else None, None, graph)
+    return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)
+
+
+def acceptance_by_cause(
+    files: Sequence[ExportedFile],
+    parameters: dict[str, int],
+    subset: Vocabulary | None,
+    trials: Trials,
+) -> list[PairRun]:
+    """Run every pair there is. `parameters` by role; `subset`: the tokens the drafter knows, None for all.
+
+    Files whose engine is not installed are left out. Raises what an engine raises that cannot open its file.
+    """
+    at = {(file.engine, file.role, file.precision): file for file in files}
+    pairs = [pair for pair in pairs_of(files) if pair[0] != "llama.cpp" or is_available()]
+    runs: list[PairRun] = []
+    prompts = [list(prompt) for prompt in trials.prompts if prompt]
+    if not prompts:
+        return runs
+    with progress("acceptance", len(pairs), "pair") as bar:
+        texts: dict[
+            str, Texts
+        ] = {}  # what each engine's first pair wrote, for as many prompts as it did in time
+        for engine, precision, cause, target, drafter in pairs:
+            bar.set_postfix_str(f"{engine} {precision}: {cause}")
+            opened: list[Engine] = []
+            try:
+                for role, name in (("target", target), ("drafter", drafter)):
+                    opened.append(open_file(at[engine, role, name], parameters[role], subset))
+                models = CachedEngine(opened[0]), CachedEngine(opened[1])
+                limit = min(model.engine.context_length for model in models)
+                fitting = [prompt for prompt in prompts if len(prompt) < limit]
+                done, wrote = _run_pair(models, fitting, trials, texts.get(engine))
+                if cause == FLOAT_PAIR:
+                    texts[engine] = wrote
+                for temperature, each in done.items():
+                    runs.append(
+                        PairRun(
+                            engine,
+                            precision,
+                            cause,
+                            target,
+                            drafter,
+                            temperature,
+                            trials.draft_length,
+                            tuple(each),
+                        )
+                    )
+            finally:
+                for model in opened:
+                    model.close()
+            bar.update(1)
+    return runs
+
+
+def _run_pair(
+    models: tuple[CachedEngine, CachedEngine],
+    prompts: Sequence[list[int]],
+    trials: Trials,
+    texts: Texts | None,
+) -> tuple[dict[float, list[Trial]], Texts]:
+    """(counts, replies) of every prompt at every temperature; only as many prompts as there are `texts` to read."""
+    found: dict[float, list[Trial]] = {temperature: [] for temperature in trials.temperatures}
+    wrote: Texts = {temperature: [] for temperature in trials.temperatures}
+    start = time.monotonic()
+    for index, prompt in enumerate(prompts):
+        late = index >= LEAST and time.monotonic() - start > trials.seconds
+        if late if texts is None else index >= len(texts[trials.temperatures[0]]):
+            break
+        for temperature, each in found.items():
+            how = DecodingOptions(
+                temperature=temperature,
+                max_new_tokens=trials.max_new_tokens,
+                seed=trials.seed + index,
+                draft_length=trials.draft_length,
+                rule=LOSSLESS,
+            )
+            counts, reply = _decoded(*models, prompt, how, trials.stop_ids)
+            text = reply if texts is None else texts[temperature][index]
+            overlap = sum(overlaps(*models, prompt, text, how))
+            each.append(
+                Trial(
+                    counts.blocks,
+                    counts.emitted,
+                    sum(counts.tested),
+                    sum(counts.accepted),
+                    len(text),
+                    overlap,
+                )
+            )
+            wrote[temperature].append(reply)
+    return found, wrote
+
+
+def _decoded(
+    target: CachedEngine, draft: CachedEngine, prompt: list[int], how: DecodingOptions, stop: frozenset[int]
+) -> tuple[RawCounts, list[int]]:
+    counts = RawCounts()
+    reply: list[int] = []
+    for block in decode(target, draft, prompt, how, stop, counts):
+        reply += block.tokens
+    return counts, reply
+
+
+def overlaps(
+    target: CachedEngine, draft: CachedEngine, prompt: Sequence[int], reply: Sequence[int], how: Warp
+) -> Iterator[float]:
+    """Σ_v min(p, q) before each token of the reply, p and q warped alike (DistillSpec Eq. 3)."""
+    for model in (target, draft):
+        model.prefill(prompt[:-1])
+    read = [prompt[-1], *reply[:-1]]
+    size = min(target.engine.block_length, draft.engine.block_length)
+    for start in range(0, len(read), size):
+        piece = read[start : start + size]
+        for p_row, q_row in zip(target.forward(piece), draft.forward(piece), strict=True):
+            p, q = warp(p_row, how), warp(q_row, how)
+            yield min(1.0, float(np.minimum(p.probs, q.on(p)).sum(dtype=np.float64)))
+
+
+def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:
+    """Raw counts, prompt by prompt; exported_pair_report derives the rest."""
+    return [{**asdict(run), "trials": [list(asdict(trial).values()) for trial in run.trials]} for run in runs]
+
+
+def from_json(rows: Sequence[dict[str, Any]]) -> list[PairRun]:
+    """The inverse of `as_json`."""
+    return [PairRun(**{**row, "trials": tuple(Trial(*trial) for trial in row["trials"])}) for row in rows]

@@ -1,0 +1,232 @@
+"""One exported file by itself and against given logits: the block, the leak, and the bounds of every precision. No torch.
+
+What is measured of a file, the engines that run it, and the judgement; verify.py compares with torch, verify_alone.py without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.llamacpp import is_available
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import load_engine
+
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.verify.logit_distance import MOST_KL, distance
+from edgespec_export.verify.passages import BLOCK, Passage
+
+ENGINES = ("onnxruntime", "llama.cpp", "static")
+SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
+FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Largest values allowed. All relative: root mean square of the difference over that of the weights or centred logits.
+
+    `block` holds for the leak too.
+    """
+
+    weights: float
+    engine: float
+    block: float
+
+
+# Measured: weights 0 / 2e-4 / 6e-3 / 9e-2; engine 1e-6 / 1e-3 / 3e-2 / 1e-6 on
+# random weights (a third of it on trained ones); block 1e-6 / 1e-3 / 0 (flash attention) / 1e-6. llama.cpp rounds activations:
+# to F16, and to int8 for Q8_0.
+BOUNDS = {
+    "fp32": Bounds(weights=1e-7, engine=1e-4, block=1e-4),
+    "f16": Bounds(weights=1e-3, engine=3e-3, block=3e-3),
+    "q8_0": Bounds(weights=2e-2, engine=5e-2, block=1e-4),
+    "int4": Bounds(weights=2e-1, engine=1e-4, block=1e-4),
+    "fp16": Bounds(weights=1e-3, engine=1e-4, block=1e-4),  # weights 2e-4 / 5e-3: float arithmetic as fp32
+    "int8": Bounds(weights=2e-2, engine=1e-4, block=1e-4),
+    # weights 0 / 2e-3 / 1e-1 / 7e-2 / 4e-2 / 2e-2; engine 1e-3 (keys and values are F16) / 1e-2 / 4e-2 to 5e-2
+    "f32": Bounds(weights=1e-7, engine=3e-3, block=3e-3),
+    "bf16": Bounds(weights=5e-3, engine=3e-2, block=1e-2),
+    "q4_0": Bounds(weights=2e-1, engine=1e-1, block=1e-4),
+    "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
+    "q5_k_m": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
+    "q6_k": Bounds(weights=4e-2, engine=1e-1, block=1e-4),
+    # static graphs: weights 1e-2; engine 1e-1 / 2e-2 of rounded activations; block a step of the rounded logits at most
+    "qdq8": Bounds(weights=2e-2, engine=3e-1, block=1e-2),
+    "qdq16": Bounds(weights=2e-2, engine=1e-1, block=1e-2),
+}
+
+
+# Of the fast mode's engine difference. Measured: 5e-3 to 9e-3 on trained weights, up to 6e-2 on random ones (as Q8_0, whose
+# activations are int8 too), and several times this bound where the graph reads the wrong matrices.
+FAST_ENGINE = 1e-1
+
+
+@dataclass
+class FastCheck:
+    """What was measured on a file in its fast mode, in the words of FileCheck."""
+
+    engine_relative: float | None = None
+    block_largest: float | None = None
+    block_relative: float | None = None
+    block_flips: int | None = None
+    block_leak: float | None = None
+
+
+@dataclass
+class FileCheck:
+    """What was measured on one file. Logit differences are absolute unless named relative."""
+
+    role: str
+    engine: str
+    precision: str
+    checked_with: str
+    weights_relative: float | None = 0.0  # None where there was no model to compare with
+    worst_weight: str = ""
+    largest: float | None = None  # engine against the float model
+    mean: float | None = None
+    top1: float | None = None
+    kl: float | None = None
+    perplexity: float | None = None  # of the prompts' text under the file, and under the float model
+    torch_perplexity: float | None = None
+    engine_relative: float | None = None  # engine against torch with the file's weights
+    block_largest: float | None = None
+    block_relative: float | None = None
+    block_flips: int | None = None  # positions whose most likely token changes
+    block_leak: float | None = None  # what a block's later tokens do to the logits of its first
+    positions: int = 0
+    rope_border: int | None = None  # the tokens around it are among those compared; None where there is none
+    fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
+    settings: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+def opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
+    """What opens a file in its exact mode; None where its engine is not installed. `context`: None for the model's own."""
+    if file.engine == "llama.cpp" and not is_available():
+        return None
+    return lambda: load_engine(file.engine, file.path, context, threads)
+
+
+def fast_opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
+    """The engine in the file's fast mode; None where it has none."""
+    if file.engine == "onnxruntime" and (graph := file.fast_graph) is not None:
+        return lambda: load_engine(file.engine, file.path, context, threads, graph=graph)
+    if file.engine == "llama.cpp" and file.precision not in FLOAT_GGUF:
+        return lambda: load_engine(file.engine, file.path, context, threads, flash_attention=False)
+    return None
+
+
+def relative(difference: float, size: float) -> float:
+    return float(np.sqrt(difference / size)) if size else float(np.sqrt(difference))
+
+
+def compare_engine(
+    check: FileCheck | FastCheck,
+    open_engine: Callable[[], Engine],
+    passages: Sequence[Passage],
+    own: Sequence[Array] | None,
+) -> list[Array]:
+    """Run a file; the logits of every passage. `own`: what its weights should give, None where nobody knows."""
+    engine = open_engine()
+    try:
+        model = CachedEngine(engine)
+        ways = [_ways(model, passage) for passage in passages]
+    finally:
+        engine.close()
+    whole = [way.whole for way in ways]
+    singles = np.concatenate([way.singles for way in ways])
+    blocks = np.concatenate([way.blocks for way in ways])
+    if own is not None:
+        check.engine_relative = _logit_distance(np.concatenate(whole), np.concatenate(own))
+    check.block_largest = float(np.abs(blocks - singles).max())
+    check.block_relative = _logit_distance(blocks, singles)
+    check.block_flips = int((blocks.argmax(1) != singles.argmax(1)).sum())
+    check.block_leak = _logit_distance(
+        np.concatenate([way.others for way in ways]), np.concatenate([way.blocks[::BLOCK] for way in ways])
+    )
+    return whole
+
+
+class _Ways(NamedTuple):
+    """Logits [n, V] of one passage.
+
+    whole: in passes as long as the engine takes. others: of the first token of every block, where other tokens follow it.
+    """
+
+    whole: Array
+    singles: Array
+    blocks: Array
+    others: Array
+
+
+def _ways(model: CachedEngine, passage: Passage) -> _Ways:
+    """All ways of one passage before the next: what comes before its start is read once."""
+    whole, singles, blocks = (_fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
+    return _Ways(whole, singles, blocks, _with_other_drafts(model, passage))
+
+
+def _with_other_drafts(model: CachedEngine, passage: Passage) -> Array:
+    """Logits of the first token of every block, the others being tokens that will be rejected."""
+    tokens = passage.tokens
+    model.prefill(tokens[: passage.start])
+    rows = []
+    for start in range(passage.start, len(tokens), BLOCK):
+        block = tokens[start : start + BLOCK]
+        wrong = [tokens[(start + 7 * place) % len(tokens)] for place in range(1, len(block))]
+        rows.append(np.array(model.forward([block[0], *wrong])[:1]))
+        model.rewind(start)
+        model.forward(block)
+    return np.concatenate(rows)
+
+
+def measure(
+    check: FileCheck, seen: Sequence[Array], wanted: Sequence[Array], passages: Sequence[Passage]
+) -> None:
+    """Note how far the logits `seen` are from those of the model."""
+    found = distance(seen, wanted, [passage.compared for passage in passages])
+    check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
+    check.positions = found.positions
+    if np.isfinite(found.reference_perplexity):
+        check.perplexity, check.torch_perplexity = found.perplexity, found.reference_perplexity
+
+
+def _logit_distance(a: Array, b: Array) -> float:
+    """Root mean square difference over that of the logits, both without their row means (softmax does not see those)."""
+    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
+    return relative(float(np.square(a - b).mean()), float(np.square(b).mean()))
+
+
+def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
+    """Logits of a passage fed `count` tokens at a time, behind what comes before its start."""
+    model.prefill(passage.tokens[: passage.start])
+    places = range(passage.start, len(passage.tokens), count)
+    return np.concatenate([np.array(model.forward(passage.tokens[at : at + count])) for at in places])
+
+
+def judge(check: FileCheck) -> None:
+    """Hold what was measured against the bounds of the file's precision; what breaks one goes to `broken`."""
+    bounds = BOUNDS[check.precision]
+    measured = {
+        "weights": check.weights_relative,
+        "engine": check.engine_relative,
+        "block": check.block_relative,
+        "leak": check.block_leak,
+    }
+    for name, value in measured.items():
+        bound = getattr(bounds, "block" if name == "leak" else name)
+        if value is not None and not value <= bound:  # also catches NaN
+            where = f" ({check.worst_weight})" if name == "weights" else ""
+            check.broken.append(f"{name} difference {value:.2g} above {bound:g}{where}")
+    most = MOST_KL.get(check.precision)
+    if most is not None and check.kl is not None and not check.kl <= most:
+        check.broken.append(f"KL divergence {check.kl:.2g} above {most:g}")
+    if check.fast is not None and not (check.fast.engine_relative or 0.0) <= FAST_ENGINE:
+        check.broken.append(
+            f"engine difference {check.fast.engine_relative:.2g} in fast mode above {FAST_ENGINE:g}"
+        )
+    check.broken.extend(check.settings)

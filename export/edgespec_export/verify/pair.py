@@ -1,0 +1,219 @@
+"""Every exported file against torch on held-out prompts: weights, logits, and whether a block changes the answer.
+
+Three questions, each with its own bound, because rounding a weight to 4 bits moves logits further than a wrong RoPE base does:
+  weights   the file's weights, read back, against the model's: a skipped permutation or swapped matrix shows here;
+  engine    the engine's logits against torch with the file's own weights: a wrong graph or hyperparameter shows here;
+  block     logits of four tokens fed at once against four single steps: what "lossless" rests on.
+The bounds hold for the exact mode. A file with a fast one (a second ONNX graph; llama.cpp without flash attention) is run in that
+too: its block difference is reported and not bounded, its distance from torch only as far as tells a wrong graph.
+The distance to the float model (logits, KL, top-1 agreement, perplexity) is reported for all files: it is what the precision
+costs. Where that should be next to nothing its KL has a bound too. Without llama.cpp a GGUF file is checked by its weights and
+hyperparameters, run in torch; the table says so. Tokenizers and the acceptance of the exported pairs are checked by modules of
+their own. A drafter with a vocabulary subset is compared in its own numbers of the prompts' tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from edgespec_runtime.engines.vocabulary import Vocabulary, vocabulary_of
+
+from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.progress import progress
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import corrected_ids, read_config
+from edgespec.recipe.schema import ExportOptions
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
+from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
+from edgespec_export.verify.file_check import (
+    BOUNDS,
+    SMALL,
+    FastCheck,
+    FileCheck,
+    compare_engine,
+    fast_opener,
+    judge,
+    measure,
+    opener,
+    relative,
+)
+from edgespec_export.verify.passages import context_for, passages_of
+from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights
+from edgespec_export.verify.readback_npu import static_weights
+from edgespec_export.verify.report import broken_of, report_of
+from edgespec_export.verify.tokenizers import Source, check_tokenizers
+
+TORCH_READ_BACK = "weights read back in torch"
+
+Array = np.ndarray[Any, Any]
+
+
+class Reference:
+    """One float model: its logits, and those it gives with other weights."""
+
+    def __init__(self, folder: Path, prompts: list[list[int]]) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # ours covers it
+        self.folder = folder
+        config = read_json(folder / "config.json")
+        self.shape = ModelShape.from_config(config)
+        self.norm_offset = str(config.get("model_type", "")).startswith("gemma")
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **corrected_ids(folder)
+        ).eval()
+        self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
+        self.passages = passages_of(prompts, self.shape)
+        if not self.passages:
+            raise InputError("there is no prompt to verify with; give at least one that is not empty")
+        self.logits = self.run(self.weights)
+
+    def run(self, weights: dict[str, torch.Tensor]) -> list[Array]:
+        """Logits [n, V] float32 for every passage."""
+        results = []
+        with torch.inference_mode():
+            for passage in self.passages:
+                arguments = (torch.tensor([passage.tokens]),)
+                options = {"use_cache": False, "logits_to_keep": len(passage.compared)}
+                output = torch.func.functional_call(self.model, weights, arguments, options)
+                results.append(output.logits[0].float().numpy())
+        return results
+
+
+def verify_pair(
+    out: Path,
+    export_folder: Path,
+    target_folder: Path,
+    drafter_folder: Path,
+    prompts: list[list[int]],
+    options: ExportOptions,
+    *,
+    trials: Trials | None = None,
+) -> dict[str, Any]:
+    """Check every file of `export_folder`, write `out`/verify.json, return the number of files and positions.
+
+    `prompts` are token ids; `trials`: what the exported pairs decode, None for no measure of acceptance. Raises CheckFailed with
+    the tables when a bound is broken (verify.json is written all the same).
+    """
+    folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
+    files = exported_files(export_folder, options)
+    result = verify_files(files, folders, prompts, trials, target_folder)
+    write_json(out / "verify.json", result)
+    broken = broken_of(result)
+    if broken:
+        raise CheckFailed(
+            f"{report_of(result)}\n{len(broken)} bounds are broken: {'; '.join(broken)}. "
+            f"Remove {export_folder} and export again; if it stays, the exporter does not know this model"
+        )
+    return {
+        "files": len(result["files"]),
+        "positions": sum(int(check["positions"]) for check in result["files"]),
+    }
+
+
+def verify_files(
+    files: list[ExportedFile],
+    folders: dict[str, Path],
+    prompts: list[list[int]],
+    trials: Trials | None,
+    tokenizer_folder: Path,
+) -> dict[str, Any]:
+    """What verify.json holds: every file against the models in `folders`, the tokenizers, the acceptance of the exported pairs.
+
+    `tokenizer_folder`: where the runtime reads the tokenizer from.
+    """
+    subset = vocabulary_of(folders["drafter"])
+    checks: list[FileCheck] = []
+    sources, parameters = {}, {}
+    with progress("verify", 2 * len(files) + 1, "check") as bar:
+        for role, folder in folders.items():
+            reference = Reference(folder, _as_numbered(prompts, vocabulary_of(folder)))
+            sources[role] = Source(folder, read_config(folder), whole=True)
+            parameters[role] = reference.shape.parameters
+            for file in (file for file in files if file.role == role):
+                bar.set_postfix_str(f"{role} {file.precision}")
+                checks.append(check_file(file, reference))
+                bar.update(1)
+        bar.set_postfix_str("tokenizers")
+        tokenizers = check_tokenizers(
+            files, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
+        )
+    runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
+    return {
+        "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
+        "files": [asdict(check) for check in checks],
+        "tokenizers": [asdict(check) for check in tokenizers],
+        "acceptance": as_json(runs),
+    }
+
+
+def _as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:
+    """The prompts in the numbers of a model with a vocabulary subset; a token it does not know becomes its last row."""
+    return prompts if subset is None else [subset.places().take(prompt).tolist() for prompt in prompts]
+
+
+def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
+    """Measure one file and hold it against the bounds of its precision."""
+    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine)
+    weights = _compare_weights(check, _read(file, reference.shape), reference)
+    if file.engine == "llama.cpp":
+        check.settings = gguf_settings(file.path, reference.shape)
+    own = reference.run(weights) if weights else reference.logits
+    threads, context = 1 if reference.shape.parameters < SMALL else None, context_for(reference.shape)
+    open_engine = opener(file, threads, context)
+    if open_engine is None:
+        check.checked_with, seen = TORCH_READ_BACK, own
+    else:
+        seen = compare_engine(check, open_engine, reference.passages, own)
+        check.rope_border = reference.shape.rope_border
+        open_fast = fast_opener(file, threads, context)
+        if open_fast is not None:
+            check.fast = FastCheck()
+            compare_engine(check.fast, open_fast, reference.passages, own)
+    measure(check, seen, reference.logits, reference.passages)
+    judge(check)
+    return check
+
+
+def _read(file: ExportedFile, shape: ModelShape) -> Iterable[tuple[str, Array]]:
+    if file.engine == "static":
+        return static_weights(file.path)
+    return (gguf_weights if file.engine == "llama.cpp" else onnx_weights)(file.path, shape)
+
+
+def _compare_weights(
+    check: FileCheck, found: Iterable[tuple[str, Array]], reference: Reference
+) -> dict[str, torch.Tensor]:
+    """The file's weights as a state for torch; empty where they do not fit the model."""
+    state: dict[str, torch.Tensor] = {}
+    for name, value in found:
+        if reference.shape.tied and name == "lm_head.weight":
+            name = "model.embed_tokens.weight"
+        wanted = reference.weights.get(name)
+        if wanted is None or tuple(wanted.shape) != value.shape:
+            shape = None if wanted is None else tuple(wanted.shape)
+            check.broken.append(f"tensor {name} has shape {value.shape}, the model has {shape}")
+            continue
+        state[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
+        offset = 1.0 if reference.norm_offset and name.endswith("norm.weight") else 0.0
+        lies, should = state[name] + offset, wanted + offset
+        error = relative(float((lies - should).square().mean()), float(should.square().mean()))
+        if not error <= (check.weights_relative or 0.0):
+            check.weights_relative, check.worst_weight = error, name
+    for name, wanted in reference.weights.items():
+        if name not in state and name.endswith(".bias") and not wanted.any():
+            state[name] = (
+                wanted  # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
+            )
+    missing = sorted(set(reference.weights) - set(state))
+    if missing:
+        check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")
+    return {} if check.broken else state

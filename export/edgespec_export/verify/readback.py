@@ -1,0 +1,206 @@
+"""The weights of an exported file, read back under their Hugging Face names and in float32. Numpy only; no engine.
+
+Written apart from the exporters on purpose: a mistake there is not repeated here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec_export.onnx.tensors import tensor_values
+
+Array = np.ndarray[Any, Any]
+Weights = Iterator[tuple[str, Array]]
+
+_GGUF_PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_PARTS = _GGUF_PARTS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_PHI_PARTS = _GGUF_PARTS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_PARTS = {"gemma2": _GEMMA_PARTS, "gemma3": _GEMMA_PARTS, "phi3": _PHI_PARTS}
+_ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+_GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
+def gguf_weights(file: Path, shape: ModelShape) -> Weights:
+    """(name, tensor) of a GGUF file, one at a time; q and k of the "llama" architecture are back in rotate-halves order.
+
+    Norms of the Gemma architectures lose the 1 that a GGUF file adds to them; RoPE factors are left out, being no weights.
+    """
+    from gguf import GGUFReader, dequantize
+
+    reader = GGUFReader(file)
+    architecture = gguf_field(reader, "general.architecture")
+    paired, parts = architecture in ("llama", "smollm3"), _PARTS.get(architecture, _GGUF_PARTS)
+    for tensor in reader.tensors:
+        if tensor.name in _ROPE_TABLES:
+            continue
+        match = _GGUF_NAME.fullmatch(tensor.name)
+        layer, part, kind = match.groups() if match else (None, tensor.name, "")
+        whole = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+        if parts is _GEMMA_PARTS and part.endswith("norm"):
+            whole = whole - np.float32(1.0)
+        if layer is None:
+            yield f"{_GGUF_WHOLE.get(part, part)}.{kind}", whole
+            continue
+        if paired and part in ("attn_q", "attn_k"):
+            heads = shape.heads if part == "attn_q" else shape.kv_heads
+            pairs = whole.reshape(heads, -1, 2, *whole.shape[1:])  # [heads, d/2, the two halves, ...]
+            whole = np.moveaxis(pairs, 2, 1).reshape(whole.shape)
+        yield f"model.layers.{layer}.{parts.get(part, part)}.{kind}", whole
+
+
+def gguf_field(reader: Any, name: str) -> Any:
+    """A metadata value, or None."""
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
+
+
+def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
+    """Hyperparameters in the file that are not the model's, in words."""
+    from gguf import GGUFReader
+
+    reader = GGUFReader(file)
+    arch = gguf_field(reader, "general.architecture")
+    wanted = {
+        "embedding_length": shape.hidden,
+        "block_count": shape.layers,
+        "feed_forward_length": shape.intermediate,
+        "attention.head_count": shape.heads,
+        "attention.head_count_kv": shape.kv_heads,
+        "attention.key_length": shape.head_dim,
+        "attention.layer_norm_rms_epsilon": shape.rms_norm_eps,
+        "rope.freq_base": shape.rope_theta,
+        "vocab_size": shape.vocab_size,
+    }
+    if arch != "phi3":  # rotates a part of a head where the model says so; a wrong part shows in the logits
+        wanted["rope.dimension_count"] = shape.head_dim
+    if shape.rope_border is not None:
+        wanted["rope.scaling.original_context_length"] = shape.rope_border
+    found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
+    return [
+        f"{name} is {found[name]} instead of {value:g}"
+        for name, value in wanted.items()
+        if found[name] is None or not np.isclose(found[name], value, rtol=1e-6)
+    ]
+
+
+def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
+    """(name, tensor) of a graph made by the model builder, blocks of int4 and int8 expanded.
+
+    The joined q, k, v are taken apart, but for Phi-3, whose model has them joined, and gate and up; norms of Gemma lose the 1
+    that the builder adds to them.
+    """
+    kind = str(read_json(folder / "genai_config.json")["model"]["type"])
+    gates: dict[str, Array] = {}
+    for name, whole in _onnx_weights(folder, shape, joined=kind.startswith("phi3")):
+        if kind.startswith("phi3") and name.endswith((".gate_proj.weight", ".up_proj.weight")):
+            gates[name] = whole
+            stem = name.removesuffix(".gate_proj.weight").removesuffix(".up_proj.weight")
+            pair = [gates.get(f"{stem}.{part}_proj.weight") for part in ("gate", "up")]
+            if all(part is not None for part in pair):
+                yield (
+                    f"{stem}.gate_up_proj.weight",
+                    np.concatenate([part for part in pair if part is not None]),
+                )
+                gates.clear()
+        else:
+            gemma = kind.startswith("gemma") and name.endswith("norm.weight")
+            yield name, whole - np.float32(1.0) if gemma else whole
+
+
+def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
+    """As the graph has them; `joined`: q, k and v stay one tensor."""
+    import onnx
+
+    graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+
+    def read(name: str) -> Array:
+        return tensor_values(tensors[name], folder)
+
+    for stored in tensors:
+        name = stored.removesuffix("_F16")
+        if name.endswith(".MatMul.weight"):
+            whole = read(stored).astype(np.float32, copy=False)
+            yield from _named(name.removesuffix(".MatMul.weight"), "weight", whole.T, shape, joined)
+        elif name.endswith(".MatMul.weight_Q4"):
+            stem = name.removesuffix("_Q4")
+            columns = _columns(stem, shape)
+            whole = _int4(read(name), read(f"{stem}_scales"), columns)
+            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
+        elif name.endswith(".MatMul.weight_Q8"):
+            stem = name.removesuffix("_Q8")
+            whole = _int8(read(name), read(f"{stem}_scales"), _columns(stem, shape))
+            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
+        elif name.endswith(".Add.bias"):
+            yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape, joined)
+        elif name.endswith(("norm.weight", "embed_tokens.weight")):
+            whole = read(stored).astype(np.float32, copy=False)
+            yield from _named(
+                name.removesuffix(".weight").removesuffix(".layernorm"), "weight", whole, shape, joined
+            )
+
+
+def _columns(stem: str, shape: ModelShape) -> int:
+    if ".o_proj." in stem:
+        return shape.heads * shape.head_dim
+    return shape.intermediate if ".down_proj." in stem else shape.hidden
+
+
+def _int4(packed: Array, scales: Array, columns: int) -> Array:
+    """MatMulNBits: two 4-bit values in a byte, low one first, zero point 8; packed [N, blocks, 16], scales [N, blocks]."""
+    values = (
+        np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1).astype(np.float32)
+        - 8.0
+    )
+    whole = values * scales.reshape(*packed.shape[:2], 1)
+    return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
+
+
+def _int8(packed: Array, scales: Array, columns: int) -> Array:
+    """MatMulNBits with 8 bits: zero point 128; packed [N, blocks, 32], scales [N, blocks]."""
+    whole = (packed.astype(np.float32) - 128.0) * scales.reshape(*packed.shape[:2], 1)
+    return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
+
+
+def _named(
+    stem: str, kind: str, whole: Array, shape: ModelShape, joined: bool
+) -> Iterable[tuple[str, Array]]:
+    match = _ONNX_NAME.fullmatch(stem)
+    if match is None:
+        return [(f"{stem}.{kind}", whole)]  # lm_head, model.embed_tokens
+    layer, part = match.groups()
+    if part == "final_norm_layernorm":
+        return [(f"model.norm.{kind}", whole)]
+    prefix, part = f"model.layers.{layer}", part.replace("attn.", "self_attn.")
+    if joined or part != "self_attn.qkv_proj":
+        return [(f"{prefix}.{part}.{kind}", whole)]
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    pieces = np.split(whole, [query, query + key])
+    return [
+        (f"{prefix}.self_attn.{name}_proj.{kind}", piece) for name, piece in zip("qkv", pieces, strict=True)
+    ]

@@ -1,0 +1,110 @@
+"""verify.json as tables: the files, the tokenizers, the acceptance by cause. Knows its form, measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError
+from edgespec.core.files import read_json
+from edgespec.core.table import table
+from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds
+from edgespec_export.verify.tokenizers import tokenizer_table
+
+HEADERS = (
+    *("file", "weights", "engine", "block", "leak", "largest", "mean", "KL", "top-1", "perplexity", "flips"),
+    *("checked with", ""),
+)
+
+
+def verification_table(path: Path) -> str:
+    """All of a verify.json. Raises EdgespecError where it lists no file."""
+    found = read_json(path)
+    if not found.get("files"):
+        raise EdgespecError(f"{path} lists no checked file; remove its folder and run the same command again")
+    return report_of(found)
+
+
+def report_of(found: dict[str, Any]) -> str:
+    """The tables of what `verify_files` returned; parts that were not measured are left out."""
+    parts = []
+    if found.get("files"):
+        parts.append(files_table(found["files"]))
+    if found.get("tokenizers"):
+        parts.append(tokenizer_table(found["tokenizers"]))
+    if found.get("acceptance"):
+        stored = found["acceptance"]
+        parts.append(f"{acceptance_table(stored)}\n{about(stored)}")
+    return "\n\n".join(parts)
+
+
+def broken_of(found: dict[str, Any]) -> list[str]:
+    """Every broken bound of a verify.json, in words."""
+    return [
+        *(
+            f"{check['role']} {check['precision']}: {reason}"
+            for check in found["files"]
+            for reason in check["broken"]
+        ),
+        *(
+            f"{check['where']} tokenizer: {reason}"
+            for check in found["tokenizers"]
+            for reason in check["broken"]
+        ),
+        *broken_bounds(found["acceptance"]),
+    ]
+
+
+def files_table(checks: list[dict[str, Any]]) -> str:
+    """Relative differences first, then the distance of the logits to the float model."""
+    rows = [
+        list(cells)
+        for check in checks
+        for cells in ((_cells(check), _fast_cells(check)) if check.get("fast") else (_cells(check),))
+    ]
+    return table(HEADERS, rows)
+
+
+def _cells(check: dict[str, Any]) -> Iterator[str]:
+    yield f"{check['role']} {check['engine']} {check['precision']}"
+    for name in (
+        "weights_relative",
+        "engine_relative",
+        "block_relative",
+        "block_leak",
+        "largest",
+        "mean",
+        "kl",
+    ):
+        yield _number(check.get(name))
+    yield _share(check.get("top1"))
+    mine, theirs = check.get("perplexity"), check.get("torch_perplexity")
+    yield "-" if mine is None or theirs is None else f"{mine:.4g} ({theirs:.4g})"
+    yield "-" if check["block_flips"] is None else f"{check['block_flips']}/{check['positions']}"
+    yield check["checked_with"]
+    yield "BROKEN" if check["broken"] else "ok"
+
+
+def _fast_cells(check: dict[str, Any]) -> Iterator[str]:
+    """The row of a file's fast mode, below its own."""
+    fast = check["fast"]
+    yield "  in fast mode"
+    yield from (
+        "-",
+        _number(fast["engine_relative"]),
+        _number(fast["block_relative"]),
+        _number(fast.get("block_leak")),
+    )
+    yield from "-" * 5
+    yield f"{fast['block_flips']}/{check['positions']}"
+    yield check["checked_with"]
+    yield ""
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"

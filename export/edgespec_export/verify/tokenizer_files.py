@@ -1,0 +1,172 @@
+"""The tokenizers of an export as their readers see them: the tokenizers library, transformers, llama.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.engines.llamacpp import load_library
+from edgespec_runtime.text.tokenizer import MAX_TOKENIZER_BYTES
+from edgespec_runtime.untrusted.gguf_file import check_gguf
+from tokenizers import Tokenizer
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_bounded
+from edgespec.model_folder.chat_template import read_chat_template
+
+
+class JsonTokenizer:
+    """A tokenizer.json in the tokenizers library. Raises BundleError where it cannot be read."""
+
+    def __init__(self, path: Path) -> None:
+        text = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES).decode("utf-8", "replace")
+        self._set(text, path)
+
+    def _set(self, text: str, path: Path) -> None:
+        try:
+            self.special, self.plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's panics are no Exception
+            raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
+        for tokenizer in (self.special, self.plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self.plain.encode_special_tokens = True
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        tokenizer = self.special if special else self.plain
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.special.decode(list(ids), skip_special_tokens=False))
+
+    def beyond_llama_cpp(self) -> dict[str, Callable[[str, bool], bool]]:
+        """What this tokenizer does and llama.cpp never does.
+
+        In words, each with a function (text, special): whether it shows where that text is split that way.
+        """
+        found: dict[str, Callable[[str, bool], bool]] = {}
+        if self.special.normalizer is not None and self.special.normalizer.normalize_str("e\u0301") == "\xe9":
+            found["text is composed (NFC) first"] = lambda text, _: not unicodedata.is_normalized("NFC", text)
+        # as SentencePiece, llama.cpp puts a space before the text and behind every special token, whatever stands there
+        if "Metaspace" in str(self.special.pre_tokenizer) and "Prepend" not in str(self.special.normalizer):
+            scheme = str(self.special.pre_tokenizer.prepend_scheme)
+            found[f"a space is put before text in another way (Metaspace, {scheme})"] = partial(
+                self._spaced_otherwise, scheme
+            )
+        return found
+
+    def _spaced_otherwise(self, scheme: str, text: str, special: bool) -> bool:
+        first, *others = (
+            re.split("|".join(map(re.escape, self.specials())), text)
+            if special and self.specials()
+            else [text]
+        )
+        if scheme == "first" and any(others):
+            return True
+        return any(section.startswith((" ", "▁")) for section in (first, *others))
+
+    def specials(self) -> dict[str, int]:
+        """The special tokens by their text."""
+        added = self.special.get_added_tokens_decoder()
+        return {token.content: index for index, token in added.items() if token.special and token.content}
+
+
+class FolderTokenizer(JsonTokenizer):
+    """The tokenizer that transformers makes of a model folder: what the model was trained with.
+
+    Attributes:
+        whole: the transformers tokenizer.
+
+    Raises InputError where transformers cannot load it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self.whole: Any = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
+        self.whole.chat_template = read_chat_template(folder)
+        self._set(self.whole.backend_tokenizer.to_str(), folder)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        if not special:
+            return super().encode(text, special=False)
+        ids: list[int] = self.whole(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.whole.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+class GgufTokenizer:
+    """The tokenizer in a GGUF file, run by llama.cpp without the weights. `opened` frees it."""
+
+    def __init__(self, file: Path) -> None:
+        self._lib: Any = load_library()
+        check_gguf(file)
+        params = self._lib.llama_model_default_params()
+        params.vocab_only = True
+        self._model = self._lib.llama_model_load_from_file(os.fsencode(file), params)
+        if not self._model:
+            raise BundleError(f"llama.cpp cannot read the tokenizer of {file}; export it again")
+        self._vocab = self._lib.llama_model_get_vocab(self._model)
+        self._prefixed: bool | None = None  # whether text begins with a space nobody wrote
+
+    @classmethod
+    @contextmanager
+    def opened(cls, file: Path) -> Iterator[GgufTokenizer]:
+        """Raises BundleError for a file that llama.cpp cannot load, MissingExtra without llama.cpp."""
+        tokenizer = cls(file)
+        try:
+            yield tokenizer
+        finally:
+            tokenizer._lib.llama_model_free(tokenizer._model)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        data = text.encode("utf-8")
+        buffer = (self._lib.llama_token * (len(data) + 16))()
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), buffer, len(buffer), False, special)
+        return list(buffer[: max(count, 0)])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        data = b"".join(map(self._piece, ids))
+        if self._prefixed is None:
+            first = self.encode("a", special=False)
+            self._prefixed = bool(first) and self._piece(first[0]).startswith(b" ")
+        return data.decode("utf-8", "replace").removeprefix(" " if self._prefixed else "")
+
+    def _piece(self, token: int) -> bytes:
+        """The bytes a token is shown as, also to those who stream it."""
+        size = 256
+        buffer = ctypes.create_string_buffer(size)
+        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, True)
+        if count < 0:
+            size = -count
+            buffer = ctypes.create_string_buffer(size)
+            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, True)
+        return bytes(buffer.raw[: max(count, 0)])
+
+    def special_ids(self) -> dict[str, int]:
+        """The ids llama.cpp uses for bos, eos and pad; −1 where it has none."""
+        lib, vocab = self._lib, self._vocab
+        return {
+            "bos": int(lib.llama_vocab_bos(vocab)),
+            "eos": int(lib.llama_vocab_eos(vocab)),
+            "pad": int(lib.llama_vocab_pad(vocab)),
+        }

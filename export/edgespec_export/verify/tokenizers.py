@@ -1,0 +1,320 @@
+"""The tokenizers of an export against the model's own: ids, texts that come back, special tokens, chat template, tables.
+
+Every place that holds a tokenizer is asked: the bundle's tokenizer folder, the copy beside each ONNX graph, the vocabulary in
+each GGUF file.
+
+Two kinds of question, because each misses what the other finds: the torture set is split by the real engines, and the
+tables in a GGUF file are read value by value (a swapped pair of merges may not show in any text).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.engines.llamacpp import is_available
+from edgespec_runtime.text.lookalikes import PLAIN_CHATS
+from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json
+from edgespec.core.table import table
+from edgespec.model_folder.chat_template import read_chat_template
+from edgespec.model_folder.config import read_generation_config
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.gguf.vocabulary import read_vocabulary
+from edgespec_export.verify.hard_texts import Comparison, compare, torture_set
+from edgespec_export.verify.readback import gguf_field
+from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer, JsonTokenizer
+
+REPLY = "An answer"
+_TABLES = {
+    "tokens": "tokens",
+    "types": "token_type",
+    "scores": "scores",
+    "merges": "merges",
+    "model": "model",
+    "pre": "pre",
+    "add_bos": "add_bos_token",
+    "add_eos": "add_eos_token",
+    "add_space_prefix": "add_space_prefix",
+}
+
+
+@dataclass
+class TokenizerCheck:
+    """One tokenizer of an export. `notes` are differences that are known and harm no bound."""
+
+    where: str
+    reference: str
+    comparison: Comparison | None = None
+    notes: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a role's tokenizers are held against.
+
+    `folder`: the model's, or the bundle's tokenizer folder where the model is not at hand; `config` its config.json or what is
+    known of it; `whole`: the folder is the model's own.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    whole: bool
+
+    def reference(self) -> JsonTokenizer:
+        return FolderTokenizer(self.folder) if self.whole else JsonTokenizer(self.folder / "tokenizer.json")
+
+    @property
+    def name(self) -> str:
+        return "the model folder" if self.whole else "the bundle's tokenizer"
+
+
+def check_folder(where: str, folder: Path, source: Source, reference: JsonTokenizer) -> TokenizerCheck:
+    """A tokenizer folder that the runtime reads: ids, texts, ids that end a reply, and the template's words."""
+    check = TokenizerCheck(where, source.name)
+    try:
+        chat, own = ChatTokenizer(folder), JsonTokenizer(folder / "tokenizer.json")
+    except EdgespecError as error:
+        check.broken.append(str(error))
+        return check
+    _take(check, compare(reference, own, torture_set(reference.specials())))
+    if source.whole:
+        wanted = stop_ids_of(source, reference)
+        if chat.stop_ids != wanted:
+            check.broken.append(
+                f"ids that end a reply are {sorted(chat.stop_ids)} instead of {sorted(wanted)}"
+            )
+        _compare_templates(check, chat, reference)
+    closing = closing_id(chat, own)
+    if closing is not None and closing not in chat.stop_ids:
+        told = f"the template ends a turn with id {closing}, and {sorted(chat.stop_ids)} end a reply"
+        (check.notes if source.whole and not check.broken else check.broken).append(told)
+    return check
+
+
+def stop_ids_of(source: Source, reference: JsonTokenizer) -> frozenset[int]:
+    """Every eos id of the generation config, else the tokenizer's eos token: what ends a reply of the model."""
+    ids = read_generation_config(source.folder, source.config["vocab_size"]).get("eos_token_id")
+    if ids is None and isinstance(reference, FolderTokenizer):
+        ids = reference.whole.eos_token_id
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return frozenset(token for token in found if reference.special.id_to_token(token) is not None)
+
+
+def closing_id(chat: ChatTokenizer, tokenizer: JsonTokenizer) -> int | None:
+    """The special token that the template writes behind an assistant's turn; None where it writes none."""
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": REPLY},
+        {"role": "user", "content": "b"},
+    ]
+    try:
+        text = chat.render(messages)
+    except EdgespecError:
+        return None
+    _, found, after = text.rpartition(REPLY)
+    if not found:
+        return None
+    special = set(tokenizer.specials().values())
+    return next((token for token in tokenizer.encode(after, special=True) if token in special), None)
+
+
+def _compare_templates(check: TokenizerCheck, chat: ChatTokenizer, reference: JsonTokenizer) -> None:
+    from jinja2 import TemplateError
+
+    assert isinstance(reference, FolderTokenizer)
+    for messages in PLAIN_CHATS:
+        try:
+            wanted = reference.whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError:
+            wanted = None
+        try:
+            seen = chat.render(messages)
+        except InputError:
+            seen = None
+        if seen != wanted:
+            roles = ", ".join(message["role"] for message in messages)
+            check.broken.append(f"chat template writes {seen!r:.120} for {roles} instead of {wanted!r:.120}")
+            return
+
+
+def check_onnx(file: ExportedFile, source: Source, reference: JsonTokenizer) -> TokenizerCheck:
+    """The copies beside a graph, which onnxruntime-genai reads: tokenizer, template, and the ids in genai_config.json."""
+    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
+    own = JsonTokenizer(file.path / "tokenizer.json")
+    _take(check, compare(reference, own, torture_set(reference.specials())))
+    template = read_chat_template(source.folder)
+    if template is not None and read_chat_template(file.path) != template:
+        check.broken.append(f"chat template is not that of {source.name}")
+    genai = file.path / "genai_config.json"
+    settings = read_json(genai).get("model", {}) if genai.exists() else {}
+    for role in ("bos", "eos", "pad"):
+        wanted = _ids_of(source, role)
+        seen = settings.get(f"{role}_token_id")
+        ids = set(seen) if isinstance(seen, list) else {seen}
+        if wanted and seen is not None and not any(ids == one for one in wanted):
+            told = " or ".join(str(sorted(one)) for one in wanted)
+            check.broken.append(f"{role}_token_id is {seen} instead of {told}")
+    return check
+
+
+def _ids_of(source: Source, role: str) -> list[set[int]]:
+    """What the model's files give as the ids of a role; more than one where they disagree."""
+    found = []
+    generation = read_generation_config(source.folder, source.config["vocab_size"])
+    for settings in (source.config, generation):
+        ids = settings.get(f"{role}_token_id")
+        if ids is not None:
+            found.append(set(ids) if isinstance(ids, list) else {ids})
+    return found
+
+
+def check_gguf(
+    file: ExportedFile, source: Source, reference: JsonTokenizer, *, subset: bool
+) -> TokenizerCheck:
+    """The vocabulary in a GGUF file: its tables, and its splitting where llama.cpp is there.
+
+    `subset`: the file has token numbers of its own; edgespec gives it ids, and nothing splits text with it.
+    """
+    from gguf import GGUFReader
+
+    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
+    if subset and not source.whole:
+        check.notes.append("not compared: it has token numbers of its own")
+        return check
+    _compare_tables(check, source, GGUFReader(file.path))
+    if subset:
+        return check
+    if not is_available():
+        check.notes.append("not split: llama.cpp is not installed")
+        return check
+    beyond = reference.beyond_llama_cpp()
+
+    def known(text: str, special: bool) -> bool:
+        return any(shows(text, special) for shows in beyond.values())
+
+    with GgufTokenizer.opened(file.path) as tokenizer:
+        _take(check, compare(reference, tokenizer, torture_set(reference.specials()), known))
+    if check.comparison and check.comparison.excused:
+        check.notes.append(
+            f"llama.cpp splits {len(check.comparison.excused)} texts otherwise, which no file can change: {'; '.join(beyond)}"
+        )
+    return check
+
+
+def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
+    wanted = read_vocabulary(source.folder, source.config)
+    for name, key in _TABLES.items():
+        if name == "scores" and not source.whole:
+            continue  # they come from the tokenizer.model, which a bundle does not carry
+        mine, theirs = getattr(wanted, name), gguf_field(reader, f"tokenizer.ggml.{key}")
+        if isinstance(mine, list) and isinstance(theirs, list):
+            place = _first_difference(mine, theirs, exact=name != "scores")
+            if place is not None:
+                values = [column[place] if place < len(column) else None for column in (theirs, mine)]
+                check.broken.append(f"{key}[{place}] is {values[0]!r:.60} instead of {values[1]!r:.60}")
+        elif (mine or None) != (theirs or None):
+            check.broken.append(f"{key} is {theirs!r:.60} instead of {mine!r:.60}")
+    for role in ("bos", "eos", "unk", "pad"):
+        mine, theirs = (
+            wanted.special_ids.get(role),
+            gguf_field(reader, f"tokenizer.ggml.{_role(role)}_token_id"),
+        )
+        if mine != theirs and (source.whole or mine is not None):
+            check.broken.append(f"{role}_token_id is {theirs} instead of {mine}")
+    if (gguf_field(reader, "tokenizer.chat_template") or None) != (wanted.chat_template or None):
+        check.broken.append(f"chat template is not that of {source.name}")
+
+
+def _role(role: str) -> str:
+    return {"unk": "unknown", "pad": "padding"}.get(role, role)
+
+
+def _first_difference(mine: Sequence[Any], theirs: Sequence[Any], *, exact: bool) -> int | None:
+    if len(mine) == len(theirs) and list(mine) == list(theirs):
+        return None
+    for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b and (exact or abs(a - b) > 1e-4 * max(1.0, abs(a))):  # scores are float32 in the file
+            return place
+    return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+
+
+def _take(check: TokenizerCheck, comparison: Comparison) -> None:
+    check.comparison = comparison
+    if comparison.different:
+        check.broken.append(
+            f"{len(comparison.different)} of {comparison.texts} texts get other ids, {comparison.first}"
+        )
+    if comparison.lost:
+        check.broken.append(
+            f"{len(comparison.lost)} texts do not come back ({', '.join(comparison.lost[:3])})"
+        )
+
+
+def check_tokenizers(
+    files: Sequence[ExportedFile],
+    sources: dict[str, Source],
+    subset: bool,
+    tokenizer_folder: Path | None = None,
+    step: Callable[[], object] = lambda: None,
+) -> list[TokenizerCheck]:
+    """Every tokenizer of an export. `subset`: the drafter knows only some tokens. `step` is called after each."""
+    checks = []
+    references = {role: source.reference() for role, source in sources.items()}
+    if tokenizer_folder is not None:
+        checks.append(check_folder("tokenizer", tokenizer_folder, sources["target"], references["target"]))
+        step()
+    for file in files:
+        source, reference = sources[file.role], references[file.role]
+        try:
+            if not (file.path.is_file() or (file.path / "tokenizer.json").exists()):
+                step()  # a graph without a tokenizer of its own
+                continue
+            if file.engine == "llama.cpp":
+                one = subset and file.role == "drafter"
+                checks.append(check_gguf(file, source, reference, subset=one))
+            else:
+                checks.append(check_onnx(file, source, reference))
+        except (EdgespecError, OSError, KeyError) as error:
+            where = f"{file.role} {file.engine} {file.precision}"
+            checks.append(TokenizerCheck(where, source.name, broken=[str(error)[:300]]))
+        step()
+    return checks
+
+
+def as_json(checks: Sequence[TokenizerCheck]) -> list[dict[str, Any]]:
+    return [asdict(check) for check in checks]
+
+
+def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:
+    """verify.json's `tokenizers` as a table, and what is to be said about single ones below."""
+    rows = []
+    for check in checks:
+        seen = check["comparison"]
+        numbers = (
+            ("-", "-", "-")
+            if seen is None
+            else (
+                len(seen["different"]),
+                len(seen["lost"]),
+                f"{seen['texts'] - len(seen['excused'])}/{seen['texts']}",
+            )
+        )
+        rows.append((check["where"], *numbers, "BROKEN" if check["broken"] else "ok"))
+    lines = [table(("tokenizer", "other ids", "not back", "texts", ""), rows)]
+    lines += list(_remarks(checks))
+    return "\n".join(lines)
+
+
+def _remarks(checks: Sequence[dict[str, Any]]) -> Iterator[str]:
+    told: dict[str, list[str]] = {}
+    for check in checks:
+        for text in (*check["broken"], *check["notes"]):
+            told.setdefault(text, []).append(check["where"])
+    for text, places in told.items():
+        yield f"  {', '.join(places)}: {text}"

@@ -1,0 +1,198 @@
+"""Rows of files and of hub datasets, one after the other: .jsonl, .jsonl.gz, .json, .parquet, hub:NAME.
+
+Every text of a row can be written as UTF-8: a row with half a character (a lone surrogate) is refused here, by file and row.
+Nothing is held whole in memory but a .json list, whose size is bounded. Knows nothing of what a row means, and runs no code that
+comes with a dataset (datasets 4 and newer cannot).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.files import MAX_JSON_BYTES, read_json
+from edgespec.core.texts import check_json, check_text
+from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, source_files
+
+_PARQUET_BATCH = 256
+
+Numbered = Iterator[tuple[str, dict[str, Any]]]
+"""Rows with where each is from, for messages: `file:3`, or `hub:NAME row 3`."""
+
+
+@contextmanager
+def text_stream(file: Path) -> Iterator[TextIO]:
+    """A UTF-8 file, or a gzip of one, for reading. Raises InputError where it is neither, naming the line that is not UTF-8."""
+    try:
+        with _opener(file)(file, "rt", encoding="utf-8-sig") as stream:
+            yield stream
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{_line_not_utf8(file)} cannot be read as UTF-8 text: {error.reason}; save it as UTF-8"
+        ) from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(f"{file} cannot be read as UTF-8 text: {error}") from error
+
+
+def _opener(file: Path) -> Any:
+    return gzip.open if file.suffix == ".gz" else open
+
+
+def _line_not_utf8(file: Path) -> str:
+    """`file:line` of the first line that is not UTF-8: a stream that is decoded in chunks does not know it."""
+    with _opener(file)(file, "rb") as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError:
+                return f"{file}:{number}"
+    return str(file)
+
+
+def json_rows(file: Path, longest: int) -> Numbered:
+    """Every line of a .jsonl file as an object.
+
+    Raises InputError naming the line: no JSON object, over `longest` characters, half a character.
+    """
+    with text_stream(file) as stream:
+        number = 0
+        while line := stream.readline(longest + 1):
+            number += 1
+            if len(line) > longest:
+                raise InputError(
+                    f"{file}:{number} is longer than {longest:,} characters; split it into rows below that"
+                )
+            if line.strip():
+                yield f"{file}:{number}", _json_object(line, f"{file}:{number}")
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not valid JSON: {error}") from error
+    if isinstance(row, dict):
+        check_json(line, row, where)
+        return row
+    hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
+    raise InputError(f"{where} is {str(row)[:60]!r}; each line must be a JSON object{hint}")
+
+
+def json_list(file: Path) -> Numbered:
+    """Every item of a .json file that is one list. Raises InputError: too large, no list, an item that is no object."""
+    if (size := file.stat().st_size) > MAX_JSON_BYTES:
+        raise InputError(
+            f"{file} has {size:,} bytes; above {MAX_JSON_BYTES:,} give .jsonl, one object in a line"
+        )
+    try:
+        rows = read_json(file)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise InputError(
+            f"{file} holds a {type(rows).__name__}; a .json file must be a list of objects (else name it .jsonl)"
+        )
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise InputError(f"{file}:{number} is {str(row)[:60]!r}; each item must be a JSON object")
+        check_text(row, f"{file}:{number}")
+        yield f"{file}:{number}", row
+
+
+def parquet_rows(file: Path, column: str | None = None) -> Numbered:
+    """Every row of a .parquet file, of one column or all. Raises InputError (damaged, no such column), MissingExtra."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise MissingExtra("pyarrow", "data", f"reading {file.name}") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            if column is not None and column not in names:
+                raise InputError(f"{file} has the columns {', '.join(names)}; it needs {column!r}")
+            for batch in table.iter_batches(_PARQUET_BATCH, columns=[column] if column else None):
+                for row in _values(batch, file, number):
+                    number += 1
+                    yield f"{file}:{number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(
+            f"{file} cannot be read as parquet after row {number}: {_one_line(error)}"
+        ) from error
+
+
+def _values(batch: Any, file: Path, before: int) -> list[dict[str, Any]]:
+    """The rows of a record batch, of which `before` rows come before. Raises InputError naming the first that is not UTF-8."""
+    try:
+        rows: list[dict[str, Any]] = batch.to_pylist()
+        return rows
+    except UnicodeDecodeError:  # Arrow does not look at the bytes it reads
+        for place in range(len(batch)):
+            try:
+                batch.slice(place, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"{file}:{before + place + 1} has a text that is not UTF-8: {error.reason}"
+                ) from error
+        raise
+
+
+def hub_rows(source: str) -> Numbered:
+    """Every row of a hub dataset (or of a local folder in its form), streamed.
+
+    Raises InputError where it cannot be had, MissingExtra.
+    """
+    try:
+        import datasets
+        from huggingface_hub.utils import logging as hub_logging
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "datasets", "data", f"reading {source}") from error
+    hub = parse_hub(source)
+    datasets.disable_progress_bars()
+    hub_logging.set_verbosity_error()  # its retries are no news; what comes of them is
+    number = 0
+    try:
+        path = str(hub.folder or hub.name)
+        for row in datasets.load_dataset(path, hub.configuration, split=hub.split, streaming=True):
+            number += 1
+            check_text(row, f"{source} row {number}")
+            yield f"{source} row {number}", row
+    except InputError:
+        raise
+    except ConnectionError as error:
+        raise InputError(
+            f"{source} cannot be reached ({_one_line(error)}); check the name and the network, or give local files"
+        ) from error
+    except (
+        Exception
+    ) as error:  # datasets raises of its own, of fsspec's, of the HTTP client's and of every file format's
+        after = f" after row {number}" if number else ""
+        raise InputError(
+            f"{source} cannot be read{after}: {_one_line(error)}; the form is {HUB_FORM}, a NAME with configurations is "
+            "OWNER/NAME/CONFIGURATION"
+        ) from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+
+
+def read_rows(source: str, longest: int) -> Numbered:
+    """Every row of one file or hub dataset; a line of JSON has at most `longest` characters. Raises InputError, MissingExtra."""
+    if source.startswith(HUB):
+        yield from hub_rows(source)
+        return
+    for file in source_files(source, ROW_FILES):
+        if file.name.endswith(".parquet"):
+            yield from parquet_rows(file)
+        elif file.name.endswith(".json"):
+            yield from json_list(file)
+        else:
+            yield from json_rows(file, longest)

@@ -1,0 +1,1 @@
+"""Block efficiency, acceptance and MBSU in torch."""

@@ -1,0 +1,215 @@
+"""Raw counts of drafters on held-out prompts: speculative decoding and teacher forcing, every finished setting kept.
+
+Knows models only through decoding.py and speculation.py; what the counts mean is evaluation_report.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json
+from edgespec.core.progress import progress
+from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, InferenceOptions, Sampling
+from edgespec_recipes.data.prompts import encode_prompt, read_prompts
+from edgespec_recipes.evaluation.expected import agreement
+from edgespec_recipes.evaluation.report import label_of, summarise
+from edgespec_recipes.evaluation.speculation import speculate
+from edgespec_recipes.generating.decoding import sample_responses, stop_ids
+from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
+from edgespec_recipes.models.low_memory import load_target
+
+log = logging.getLogger(__name__)
+
+
+def held_out_prompts(tokenizer: Any, options: EvaluateOptions, context_length: int) -> list[list[int]]:
+    """The first `options.prompts` held-out prompts that leave room for a response. Raises InputError under two."""
+    longest = context_length - options.max_new_tokens - max(options.draft_lengths)
+    prompts: list[list[int]] = []
+    for messages in read_prompts(options.prompts_file, "heldout"):
+        ids = encode_prompt(tokenizer, messages)
+        if 2 <= len(ids) <= longest:
+            prompts.append(ids)
+        if len(prompts) == options.prompts:
+            break
+    if len(prompts) < 2:
+        raise InputError(
+            f"{options.prompts_file} has {len(prompts)} prompts of at most {longest} tokens (the context less "
+            f"evaluate.max_new_tokens {options.max_new_tokens}); an interval needs 2 at least: give shorter or more prompts"
+        )
+    return prompts
+
+
+def teacher_forced(
+    target: Any,
+    draft: Any,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    sampling: Sampling,
+) -> list[list[float]]:
+    """[Σ min(p, q), number of positions, Σ p(argmax q), Σ p·q] for each prompt, the sums over response positions (and tokens).
+
+    The first is DistillSpec's Eq. 3, the last two are what engines keep that match samples. p and q are warped alike; at
+    temperature 0 all three are 1 where the argmaxes agree and else 0.
+    """
+    scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
+    return [
+        [
+            float(item.overlap.sum()),
+            len(item.overlap),
+            float(item.top_match.sum()),
+            float(item.draw_match.sum()),
+        ]
+        for item in scored
+    ]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """The models and prompts of one evaluation; every method computes one finished part, one item per prompt."""
+
+    target: Any
+    drafters: dict[str, Any]
+    prompts: list[list[int]]
+    stops: list[int]
+    options: EvaluateOptions
+    seed: int
+
+    def _batches(self) -> list[list[list[int]]]:
+        size = self.options.batch_size
+        return [self.prompts[at : at + size] for at in range(0, len(self.prompts), size)]
+
+    def _generator(self) -> torch.Generator:
+        return torch.Generator(self.target.device).manual_seed(self.seed)
+
+    def own_responses(self, sampling: Sampling) -> list[list[int]]:
+        """What the target says without a drafter."""
+        generator = self._generator()
+        return [
+            response
+            for batch in self._batches()
+            for response in sample_responses(
+                self.target,
+                batch,
+                [sampling.temperature] * len(batch),
+                top_p=sampling.top_p,
+                max_new_tokens=self.options.max_new_tokens,
+                generator=generator,
+                stops=self.stops,
+            )
+        ]
+
+    def overlaps(self, name: str, sampling: Sampling, responses: list[list[int]]) -> list[list[float]]:
+        return teacher_forced(self.target, self.drafters[name], self.prompts, responses, sampling)
+
+    def counts(self, name: str, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
+        """Raw counts of speculative decoding."""
+        generator = self._generator()
+        return [
+            asdict(counts)
+            for batch in self._batches()
+            for counts in speculate(
+                self.target,
+                self.drafters[name],
+                batch,
+                draft_length=draft_length,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_new_tokens=self.options.max_new_tokens,
+                stops=self.stops,
+                generator=generator,
+            )[1]
+        ]
+
+
+def _load(
+    target_folder: Path,
+    drafters: dict[str, Path],
+    options: EvaluateOptions,
+    seed: int,
+    inference: InferenceOptions,
+) -> _Pairs:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target, tokenizer = load_target(target_folder, inference, device), load_tokenizer(target_folder)
+    models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
+    for name, model in models.items():
+        if model.config.vocab_size != target.config.vocab_size:
+            raise InputError(
+                f"the drafter {name} in {drafters[name]} has a vocabulary of {model.config.vocab_size} tokens and the target "
+                f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
+            )
+    context = min(shape_of(model).one_rope_length for model in (target, *models.values()))
+    stops = sorted(
+        {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
+    )
+    return _Pairs(target, models, held_out_prompts(tokenizer, options, context), stops, options, seed)
+
+
+def evaluate(
+    out: Path,
+    target_folder: Path,
+    drafters: dict[str, Path],
+    options: EvaluateOptions,
+    seed: int,
+    cost_ratio: float,
+    inference: InferenceOptions | None = None,
+) -> dict[str, Any]:
+    """Write `out`/evaluation.json: raw counts and metrics of every drafter, sampling and γ, and the paired differences.
+
+    `cost_ratio` is c for MBSU. Every finished part lies in `out`/settings and is not computed again. The first of `drafters`
+    is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
+    """
+    pairs = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
+    settings: list[dict[str, Any]] = []
+    parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
+    with progress("evaluate on held-out prompts", parts, "part") as bar:
+
+        def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
+            found = _part(out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given))
+            bar.update(1)
+            return found
+
+        for sampling in SAMPLINGS:
+            responses = part(f"target-{sampling.key}", pairs.own_responses, sampling)
+            for name in drafters:
+                stem = f"{name}-{sampling.key}"
+                overlaps = part(f"{stem}-agreement", pairs.overlaps, name, sampling, responses)
+                for gamma in options.draft_lengths:
+                    settings.append(
+                        {
+                            "drafter": name,
+                            **asdict(sampling),
+                            "draft_length": gamma,
+                            "counts": part(f"{stem}-g{gamma}", pairs.counts, name, sampling, gamma),
+                            "teacher_forced": overlaps,
+                        }
+                    )
+    result = summarise(settings, list(drafters), cost_ratio, seed)
+    write_json(out / "evaluation.json", result)
+    return {
+        "prompts": len(pairs.prompts),
+        "settings": len(settings),
+        **{f"tau_{s['drafter']}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
+        **{f"{c['claim']}_{label_of(c)}": c["holds"] for c in result["comparisons"]},
+    }
+
+
+def _part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:
+    """One item per prompt: read from `path`, or computed and written there whole."""
+    if path.exists():
+        try:
+            found = read_json(path)
+            if isinstance(found, list) and len(found) == size:
+                return found
+            log.warning("%s does not hold %d prompts; it is made again", path, size)
+        except InputError as error:
+            log.warning("%s; it is made again", error)
+    found = compute()
+    write_json(path, found)
+    return found

@@ -1,0 +1,122 @@
+"""What the raw counts of an evaluation mean: τ, α and MBSU with bootstrap intervals over prompts, comparisons, a table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.files import read_json
+from edgespec.core.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
+from edgespec.core.table import interval, table
+from edgespec.recipe.schema import Sampling
+
+SCHEMA = 1
+
+
+def label_of(setting: dict[str, Any]) -> str:
+    return f"{Sampling(setting['temperature'], setting['top_p']).key}-g{setting['draft_length']}"
+
+
+def _tau(items: Sequence[RawCounts]) -> float:
+    return sum(item.emitted for item in items) / sum(item.blocks for item in items)
+
+
+def _share(column: int) -> Callable[[Sequence[Any]], float]:
+    """A column of teacher-forced rows over the positions they sum, which are in column 1."""
+    return ratio_of_sums(lambda row: row[column], lambda row: row[1])
+
+
+def metrics(
+    counts: list[RawCounts], overlaps: list[list[float]], draft_length: int, cost_ratio: float, seed: int
+) -> dict[str, Any]:
+    """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give.
+
+    The two `alpha_match_*` are the teacher-forced α of engines that keep what a sample of the target equals, for a greedy and a
+    sampled draft.
+    """
+    tau = bootstrap(counts, _tau, seed=seed)
+    empirical = bootstrap(
+        counts, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)), seed=seed
+    )
+    forced, greedy, sampled = (bootstrap(overlaps, _share(column), seed=seed) for column in (0, 2, 3))
+    return {
+        "tau": tau,
+        "alpha_empirical": empirical,
+        "alpha_teacher_forced": forced,
+        "alpha_match_greedy": greedy,
+        "alpha_match_sampled": sampled,
+        "mbsu": tuple(mbsu(value, draft_length, cost_ratio) for value in tau),
+        "tau_if_independent": predicted_block_efficiency(forced[0], draft_length),
+    }
+
+
+def summarise(
+    settings: list[dict[str, Any]], names: list[str], cost_ratio: float, seed: int
+) -> dict[str, Any]:
+    """The content of evaluation.json from the raw counts of every setting.
+
+    A comparison is the difference of τ between a drafter and the first one on the same prompts; it `holds` where the whole
+    95 % interval is above 0.
+    """
+    for setting in settings:
+        counts = [RawCounts(**raw) for raw in setting["counts"]]
+        setting["metrics"] = metrics(
+            counts, setting["teacher_forced"], setting["draft_length"], cost_ratio, seed
+        )
+    baseline, *others = names
+    found = {(s["drafter"], label_of(s)): s for s in settings}
+    comparisons = []
+    for name in others:
+        for (drafter, label), setting in found.items():
+            if drafter != name:
+                continue
+            pairs = [
+                (RawCounts(**ours), RawCounts(**theirs))
+                for ours, theirs in zip(setting["counts"], found[baseline, label]["counts"], strict=True)
+            ]
+            difference = bootstrap(
+                pairs,
+                lambda items: _tau([ours for ours, _ in items]) - _tau([theirs for _, theirs in items]),
+                seed=seed,
+            )
+            comparisons.append(
+                {
+                    "claim": f"{name}_beats_{baseline}",
+                    **{key: setting[key] for key in ("temperature", "top_p", "draft_length")},
+                    "tau_difference": difference,
+                    "holds": difference[1] > 0,
+                }
+            )
+    return {
+        "schema": SCHEMA,
+        "cost_ratio": cost_ratio,
+        "prompts": len(settings[0]["counts"]),
+        "settings": settings,
+        "comparisons": comparisons,
+    }
+
+
+def evaluation_table(file: Path, *, markdown: bool = False) -> str:
+    """evaluation.json as a table: a line for each sampling, γ and drafter with its 95 % intervals.
+
+    The last column is the paired gain in τ over the first drafter.
+    """
+    result = read_json(file)
+    gains = {(c["claim"].split("_beats_")[0], label_of(c)): c for c in result["comparisons"]}
+    rows = []
+    for setting in sorted(result["settings"], key=lambda s: (s["temperature"], s["draft_length"])):
+        derived, gain = setting["metrics"], gains.get((setting["drafter"], label_of(setting)))
+        rows.append(
+            (
+                f"{Sampling(setting['temperature'], setting['top_p']).label}, γ={setting['draft_length']}, {setting['drafter']}",
+                interval(*derived["tau"]),
+                interval(*derived["alpha_empirical"]),
+                interval(*derived["alpha_teacher_forced"]),
+                interval(*derived["mbsu"]),
+                interval(*gain["tau_difference"]) if gain else "",
+            )
+        )
+    return table(
+        ("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows, markdown=markdown
+    )

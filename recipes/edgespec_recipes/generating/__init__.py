@@ -1,0 +1,1 @@
+"""The target writes: live, from a file, behind a server. Its distributions, stored."""

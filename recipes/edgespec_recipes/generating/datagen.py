@@ -1,0 +1,271 @@
+"""The target writes the distillation set: seed instructions, varied temperatures and system prompts, shards that resume.
+
+Direct alignment, section 2.2: the data are what the target itself would say, at temperatures {0, 0.3, 0.7, 1.0} and top-p 0.95.
+Every shard has its own random generator, so a shard made again is the same whatever was done before it, and the rows are the same
+for any number of processes, which share the shards. A shard is whole when its checksum lies beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from edgespec.core.progress import progress
+from edgespec.core.table import count
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_system
+from edgespec_recipes.generating.decoding import sample_responses, stop_ids
+from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.models.loading import load_tokenizer, shape_of
+from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.precision import Precision, choose_precision
+
+log = logging.getLogger(__name__)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.jsonl"
+
+
+def plan_requests(options: GenerateOptions, tokenizer: Any, context_length: int) -> tuple[list[Request], int]:
+    """(the requests in order of their ids, how many instructions were left out as too long for the context).
+
+    Instructions, temperatures and system prompts are used in turn; an instruction that comes round again meets the next
+    temperature. Raises InputError where no instruction fits.
+    """
+    conversations = read_prompts(options.instructions, "seed")
+    longest = context_length - options.max_new_tokens
+    fitting, requests = list(range(len(conversations))), []
+    for number in range(options.prompts):
+        while fitting:
+            turn, place = divmod(number, len(fitting))
+            step = number + turn
+            system = options.system_prompts[step // len(options.temperatures) % len(options.system_prompts)]
+            messages = with_system(conversations[fitting[place]], system)
+            ids = encode_prompt(tokenizer, messages)
+            if len(ids) <= longest:
+                break
+            del fitting[place]
+        else:
+            raise InputError(
+                f"no instruction of {options.instructions} fits: the context is {context_length} tokens and "
+                f"generate.max_new_tokens is {options.max_new_tokens}; lower max_new_tokens or give shorter instructions"
+            )
+        requests.append(
+            Request(number, messages, ids, options.temperatures[step % len(options.temperatures)])
+        )
+    return requests, len(conversations) - len(fitting)
+
+
+def about_file(shard: Path) -> Path:
+    """Where the checksum of a shard lies."""
+    return shard.with_suffix(".json")
+
+
+def write_shard(path: Path, rows: list[dict[str, Any]]) -> None:
+    """The rows, and then the checksum that says they are whole."""
+    about_file(path).unlink(missing_ok=True)
+    write_jsonl(path, rows)
+    write_json(about_file(path), {"rows": len(rows), "sha256": sha256_file(path)})
+
+
+def read_shard(path: Path) -> list[dict[str, Any]]:
+    """The rows of one shard. Raises InputError where it is not what was written."""
+    about = read_json(about_file(path))
+    if not path.is_file():
+        raise InputError(f"{path} is missing")
+    wanted, seen = about.get("sha256") if isinstance(about, dict) else None, sha256_file(path)
+    if seen != wanted:
+        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(wanted)[:12]} when it was written")
+    return read_jsonl(path)
+
+
+def answers_to(requests: list[Request], path: Path) -> list[dict[str, Any]]:
+    """The rows of a shard, which must answer these requests. Raises InputError."""
+    rows = read_shard(path)
+    if len(rows) != len(requests):
+        raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
+    for row, request in zip(rows, requests, strict=True):
+        if (
+            row.get("id") != request.id
+            or row.get("prompt_ids") != request.prompt_ids
+            or not row.get("response_ids")
+        ):
+            raise InputError(
+                f"{path} has the row {row.get('id')!r} where the answer to request {request.id} belongs"
+            )
+    return rows
+
+
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the finished shards in a folder that are not as they were written any more."""
+    found = []
+    for about in sorted(folder.glob("shard-*.json")):
+        try:
+            read_shard(about.with_suffix(".jsonl"))
+        except InputError:
+            found.append(about.with_suffix(".jsonl").name)
+    return found
+
+
+def read_responses(folder: Path) -> list[dict[str, Any]]:
+    """Every row of every shard in a folder, in order. Raises InputError where there is none, or one is not whole."""
+    shards = sorted(folder.glob("shard-*.jsonl"))
+    if not shards:
+        raise InputError(f"{folder} holds no shard-*.jsonl; run the generate stage first")
+    try:
+        return [row for shard in shards for row in read_shard(shard)]
+    except InputError as error:
+        raise InputError(
+            f"{error}; remove {folder / 'stage.json'} and run the same command again: only this shard is made again"
+        ) from error
+
+
+class Writer(Protocol):
+    """The target as a writer, wherever it runs."""
+
+    @property
+    def stops(self) -> Sequence[int]:
+        """Token ids that end a response."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that prompt and response may have together."""
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in, and why."""
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
+
+
+@dataclass(frozen=True)
+class _TorchWriter:
+    """The target in torch with all its answers depend on."""
+
+    model: Any
+    stops: list[int]
+    precision: Precision
+    options: GenerateOptions
+    seed: int
+
+    @property
+    def context_length(self) -> int:
+        return shape_of(self.model).one_rope_length
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """The answers to the requests of shard `number`, in order: a function of the arguments alone."""
+        device, start, written = self.model.device, time.monotonic(), 0
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + number)
+        rows: list[dict[str, Any]] = []
+        with self.precision.autocast(device):
+            for batch in _batches(requests, self.options.batch_size):
+                answers = sample_responses(
+                    self.model,
+                    [request.prompt_ids for request in batch],
+                    [request.temperature for request in batch],
+                    top_p=self.options.top_p,
+                    min_p=self.options.min_p,
+                    max_new_tokens=self.options.max_new_tokens,
+                    generator=generator,
+                    stops=self.stops,
+                )
+                rows += [row_of(request, answer) for request, answer in zip(batch, answers, strict=True)]
+                written += sum(map(len, answers))
+                bar.set_postfix_str(f"{count(written / (time.monotonic() - start))} tok/s", refresh=False)
+                bar.update(len(batch))
+        return sorted(rows, key=lambda row: int(row["id"]))
+
+
+def _writer(
+    target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, inference: InferenceOptions
+) -> Writer:
+    if inference.source == "file":
+        from edgespec_recipes.generating.file_target import FileTarget, FileWriter
+
+        return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
+    if inference.source == "server":
+        from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
+
+        return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
+    model = load_target(target_folder, inference, processes.device())
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    precision = choose_precision(processes.device())
+    return _TorchWriter(model, sorted({*stop_ids(model), *ends}), precision, options, seed)
+
+
+def generate(
+    out: Path,
+    target_folder: Path,
+    options: GenerateOptions,
+    seed: int,
+    inference: InferenceOptions | None = None,
+) -> dict[str, Any]:
+    """Write `out`/shard-00000.jsonl ... (rows: id, messages, prompt_ids, response_ids, temperature); skip whole shards.
+
+    Process r makes the shards r, r + world, ...; all return the same counts. A shard that was whole and is damaged is named in
+    the log and in the counts, and made again. `inference` says where the target runs (default: in torch, float32); its tokenizer
+    is that of `target_folder`. Raises InputError: no instruction fits, more processes than shards, what the source raises.
+    """
+    world = processes.world()
+    if world > (most := -(-options.prompts // options.shard_size)):
+        raise InputError(
+            f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
+        )
+    tokenizer = load_tokenizer(target_folder)
+    writer = _writer(target_folder, tokenizer, options, seed, inference or InferenceOptions())
+    requests, left_out = plan_requests(options, tokenizer, writer.context_length)
+    shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
+    mine = range(processes.rank(), len(shards), world)
+    remade, written, seconds = [], 0, 0.0
+    label = "target writes responses" + (f" (share 1 of {world})" if world > 1 else "")
+    with progress(label, sum(len(shards[number]) for number in mine), "response") as bar:
+        for number in mine:
+            path = out / shard_name(number)
+            if about_file(path).exists():
+                try:
+                    bar.update(len(answers_to(shards[number], path)))
+                    continue
+                except InputError as error:
+                    log.warning("%s; it is made again", error)
+                    remade.append(number)
+            start = time.monotonic()
+            rows = writer.rows(number, shards[number], bar)
+            seconds += time.monotonic() - start
+            written += sum(len(row["response_ids"]) for row in rows)
+            write_shard(path, rows)
+    processes.wait()
+    rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
+    again = processes.gathered(torch.tensor(remade, dtype=torch.long))
+    ended = tokens = 0
+    for number in range(len(shards)):
+        for row in read_shard(out / shard_name(number)):
+            tokens += len(row["response_ids"])
+            ended += row["response_ids"][-1] in writer.stops
+    return {
+        "responses": len(requests),
+        "response_tokens": tokens,
+        "ended": ended,
+        "shards": len(shards),
+        "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
+        "instructions_too_long": left_out,
+        "tokens_per_second": round(float(rate.sum()), 1) or None,
+        "precision": writer.precision.name,
+        "precision_reason": writer.precision.reason,
+    }
+
+
+def _batches(requests: list[Request], size: int) -> list[list[Request]]:
+    """Requests of like length together: padding is computed and thrown away."""
+    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
+    return [ordered[at : at + size] for at in range(0, len(ordered), size)]

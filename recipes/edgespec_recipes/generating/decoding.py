@@ -1,0 +1,231 @@
+"""Decode a batch of rows that grow unevenly with one KV cache, and sample from warped distributions. In torch.
+
+Knows nothing of drafting, files or prompts. Rows end together: before a pass the valid slots of each row are moved to the end of
+the cache, where tokens were taken back. Models count slots, not positions, for their windows and chunks, so a slot without a
+token in the middle would cost a row a token of its window. Any Hugging Face decoder with a DynamicCache can run here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from edgespec.core.errors import InputError
+from edgespec_recipes.losses.distributions import draw, token_at, warp
+from edgespec_recipes.models.packing import fitted
+
+
+def stop_ids(model: Any) -> list[int]:
+    """Ids that end a response, from the generation config and else the model config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return sorted({int(token) for token in (found if isinstance(found, list | tuple) else [found])})
+    return []
+
+
+@contextmanager
+def _head_sees(model: Any, keep: Tensor) -> Iterator[None]:
+    """The output layer gets the hidden states [n, H] at the kept positions instead of [B, T, H]."""
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, given: (given[0][keep], *given[1:])
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
+    """Logits [n, V] at the n positions where `keep` [B, T] is true, in row order.
+
+    The output layer is by far the largest product of a small model and its result the largest tensor, so positions nobody
+    asks for are dropped before it. `model` may be wrapped (DDP): the hook sits on the inner module.
+    """
+    inner = getattr(model, "module", model)
+    given = fitted(inner, inputs)
+    if inner.get_output_embeddings() is None:
+        full: Tensor = model(**given, use_cache=False).logits
+        return full[keep]
+    with _head_sees(inner, keep):
+        logits: Tensor = model(**given, use_cache=False).logits
+    return logits
+
+
+def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """(tokens [B, S] int64, valid [B, S] bool) with the rows aligned at their ends."""
+    width = max(map(len, rows))
+    tokens = torch.zeros(len(rows), width, dtype=torch.long)
+    valid = torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, row in enumerate(rows):
+        tokens[index, width - len(row) :] = torch.tensor(row)
+        valid[index, width - len(row) :] = True
+    return tokens, valid
+
+
+class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
+    """The keys and values of one layer in buffers with room to grow: DynamicLayer copies everything for every token."""
+
+    is_initialized: bool
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        past = self.get_seq_length()
+        total = past + key_states.shape[-2]
+        if not self.is_initialized:
+            # what lazy_initialization sets, whose arguments are others in transformers 4
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self._room: list[Tensor] = []
+            self.is_initialized = True
+        if not self._room or self._room[0].shape[-2] < total:
+            room = 2 * total
+            old, self._room = self._room, []
+            for index, states in enumerate((key_states, value_states)):
+                self._room.append(states.new_empty(*states.shape[:-2], room, states.shape[-1]))
+                if old:
+                    self._room[index][..., :past, :] = old[index][..., :past, :]
+        for buffer, states in zip(self._room, (key_states, value_states), strict=True):
+            buffer[..., past:total, :] = states
+        self.keys, self.values = (buffer[..., :total, :] for buffer in self._room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        past = self.get_seq_length()
+        self._room = [buffer[indices] for buffer in self._room]
+        self.keys, self.values = (buffer[..., :past, :] for buffer in self._room)
+
+    def reorder(self, slots: Tensor) -> None:
+        """Keep these slots [B, S] of each row (indices), in this order."""
+        index = slots.to(self.device)[:, None, :, None]
+        self._room = [
+            states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+            for states in (self.keys, self.values)
+        ]
+        self.keys, self.values = self._room
+
+
+class BatchDecoder:
+    """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.device = model, model.device
+        self.cache = Cache(layer_class_to_replicate=_RoomyLayer)
+        self.mask: Tensor | None = None
+        self.lengths = torch.zeros(0, dtype=torch.long)
+        kinds = set(getattr(model.config, "layer_types", None) or ())
+        if getattr(model, "_is_stateful", False) or kinds & {"conv", "linear_attention"}:
+            raise InputError(
+                f"a {model.config.model_type} model has recurrent or convolution layers, which forget no token; decoding in "
+                "torch needs attention in every layer. Run it from a file: --inference.source file --inference.file FILE.gguf"
+            )
+        self._takes = inspect.signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, valid: Tensor | None = None, keep: int | None = None) -> Tensor:
+        """Append tokens [B, n]; float32 logits [B, keep, V] of the last `keep` (all by default).
+
+        Slots that are not `valid` fill a rectangle: no row ever sees them and they take no position. They come before the
+        valid ones of their row.
+        """
+        tokens = tokens.to(self.device)
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid.to(self.device)
+        if self.mask is None:
+            self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
+            self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
+        self._close_gaps(self.mask)
+        positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
+        self.mask = torch.cat([self.mask, valid], 1)
+        self.lengths = self.lengths + valid.sum(1)
+        keep = keep or tokens.shape[1]
+        more = {"position_ids": positions, "logits_to_keep": keep}
+        with torch.inference_mode():
+            output = self.model(
+                input_ids=tokens,
+                attention_mask=self.mask.long(),
+                past_key_values=self.cache,
+                use_cache=True,
+                **{name: value for name, value in more.items() if name in self._takes},
+            )
+            logits: Tensor = output.logits[:, -keep:].float()
+        return logits
+
+    def _close_gaps(self, mask: Tensor) -> None:
+        """Move the valid slots of every row to the end of the cache, where one has others behind or between them."""
+        slots = torch.arange(mask.shape[1], device=self.device)
+        if torch.equal(mask, slots >= mask.shape[1] - self.lengths[:, None]):
+            return
+        longest = int(self.lengths.max())
+        order = mask.long().argsort(dim=1, stable=True)[:, mask.shape[1] - longest :]
+        for layer in self.cache.layers:
+            layer.reorder(order)
+        self.mask = mask.gather(1, order)
+
+    def take_back(self, counts: Tensor) -> None:
+        """Forget the last `counts` [B] slots of every row; the slots must have been valid in the pass before."""
+        assert self.mask is not None
+        slots = self.mask.shape[1]
+        self.mask = self.mask & (torch.arange(slots, device=self.device) < (slots - counts)[:, None])
+        self.lengths = self.lengths - counts
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows of the batch (indices), in this order."""
+        assert self.mask is not None
+        self.cache.batch_select_indices(rows)
+        self.mask, self.lengths = self.mask[rows], self.lengths[rows]
+
+
+def sample_responses(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    temperatures: Sequence[float],
+    *,
+    top_p: float,
+    max_new_tokens: int,
+    generator: torch.Generator | None = None,
+    noise: Tensor | None = None,
+    stops: Sequence[int],
+    min_p: float = 0.0,
+) -> list[list[int]]:
+    """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
+
+    Rows that have ended leave the batch once they are half of it. Random numbers come from `generator` (of the model's device),
+    or are given: `noise` [prompts, max_new_tokens] (float64, from 0 to below 1), one for each token. With a generator the result
+    depends on the generator's state and on which prompts come together. With noise each response depends on its own numbers
+    (and on rounding, which the other prompts of the batch change). Either way: on the same number of threads.
+    """
+    assert (generator is None) is not (noise is None)
+    decoder = BatchDecoder(model)
+    device = model.device
+    heat, ends = (
+        torch.tensor(temperatures, device=device),
+        torch.tensor(list(stops), dtype=torch.long, device=device),
+    )
+    responses: list[list[int]] = [[] for _ in prompts]
+    rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch answers
+    active = torch.ones(len(prompts), dtype=torch.bool, device=device)
+    logits = decoder.forward(*left_pad(prompts), keep=1)
+    for step in range(max_new_tokens):
+        probabilities = warp(logits[:, -1], heat[rows], top_p, min_p)
+        if noise is not None:
+            tokens = token_at(probabilities, noise[rows, step])
+        else:
+            assert generator is not None
+            tokens = draw(probabilities, generator)
+        for row, token, alive in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
+            if alive:
+                responses[row].append(token)
+        active &= ~torch.isin(tokens, ends)
+        if not active.any() or step == max_new_tokens - 1:
+            break
+        if active.sum() * 2 <= len(active):
+            left = active.nonzero()[:, 0]
+            decoder.select(left)
+            rows, tokens, active = rows[left], tokens[left], active[left]
+        logits = decoder.forward(tokens[:, None])
+    return responses

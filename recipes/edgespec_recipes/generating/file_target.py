@@ -1,0 +1,159 @@
+"""The target as an exported file on a CPU: it writes responses and gives distributions through the runtime's engine.
+
+A Q4_0 or int4 file of a 7B target takes 4 GB where float32 weights take 27. Rows go through one after the other, since the
+engines have one sequence. What comes out is the words and distributions of the rounded target, which is the one that
+will run on the device. Knows no shards and no losses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
+from edgespec_runtime.rules.table import LOSSLESS
+from edgespec_runtime.untrusted.genai_settings import SETTINGS
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, sha256_file
+from edgespec.core.manifest import MANIFEST, open_manifest
+from edgespec.core.metrics import RawCounts
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.top_k import compress, record_type
+from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
+from edgespec_recipes.parallel.precision import Precision
+
+SAME = 0.95  # share of the tokens whose text must be the same; special tokens may be written otherwise
+
+
+def locate(how: InferenceOptions) -> tuple[str, Path]:
+    """(engine, path) of the target in a bundle, an ONNX folder or a GGUF file; a bundle's files are held against its manifest.
+
+    Raises InputError where it is none of these or the bundle has no such precision, BundleError for an altered bundle.
+    """
+    path = Path(how.file).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return LLAMACPP, path
+    if not (path / MANIFEST).is_file():
+        if (path / SETTINGS).is_file():
+            return ONNXRUNTIME, path
+        raise InputError(
+            f"inference.file {how.file!r} is no bundle, no folder with a {SETTINGS} and no .gguf file; give one of these"
+        )
+    manifest = open_manifest(path)
+    engine, precision = manifest.default["engine"], how.precision or manifest.default["precision"]
+    offered = {name: which for which, names in manifest.target.files.items() for name in names}
+    if precision not in offered:
+        raise InputError(
+            f"the bundle {how.file} has no target in {precision!r}; it has {', '.join(sorted(offered))}"
+        )
+    engine = engine if precision in manifest.target.files.get(engine, {}) else offered[precision]
+    return engine, manifest.model_path("target", engine, precision)
+
+
+def identity(how: InferenceOptions) -> str:
+    """A checksum of the file's content, whatever it is called."""
+    path = locate(how)[1]
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
+
+
+class FileTarget:
+    """The target's file on its engine, held against the target's folder (config.json and tokenizer; no weights are read).
+
+    Raises InputError: no such file, another vocabulary than the target's; BundleError for a file the engine refuses.
+    """
+
+    def __init__(self, how: InferenceOptions, target_folder: Path) -> None:
+        engine, path = locate(how)
+        wanted = int(read_json(target_folder / "config.json")["vocab_size"])
+        self.engine = CachedEngine(load_engine(engine, path, how.context, how.threads))
+        self.vocab_size, self.folder = wanted, target_folder
+        self.precision = Precision(path.name, f"the target is {path} on {engine}")
+        seen = self.engine.engine.vocab_size
+        if seen != wanted:
+            raise InputError(
+                f"{path} has a vocabulary of {seen} tokens and the target in {target_folder} of {wanted}; give a file that was "
+                "exported from this target"
+            )
+        self._check_tokens(path)
+
+    def _check_tokens(self, path: Path) -> None:
+        """A GGUF file carries its tokens, a bundle its tokenizer: they must be the target's."""
+        text_of = getattr(self.engine.engine, "token_text", None)
+        if text_of is None or text_of(0) is None:
+            return  # ONNX folders and files without a vocabulary have only its size
+        known = load_tokenizer(self.folder).get_vocab()
+        same = sum(text_of(number) == token for token, number in known.items())
+        if same < SAME * len(known):
+            raise InputError(
+                f"of the target's {len(known)} tokens {same} are the same in {path}; give a file exported from this target"
+            )
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.engine.context_length
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
+        for number in part:
+            yield self._row(rows[number], top_k), 1
+
+    def _row(self, row: dict[str, np.ndarray], top_k: int) -> np.ndarray:
+        compared, owner = row["compared"], row["document_ids"]
+        found = np.empty(int(compared.sum()), record_type(top_k, self.vocab_size))
+        filled = 0
+        for document in range(int(owner.max(initial=PADDING)) + 1):
+            places = np.flatnonzero(owner == document)
+            wanted = compared[places]
+            tokens = row["input_ids"][places][: wanted.nonzero()[0].max(initial=-1) + 1]
+            self.engine.rewind(0)
+            for start in range(0, len(tokens), self.engine.engine.block_length):
+                piece = tokens[start : start + self.engine.engine.block_length]
+                logits = self.engine.forward(piece.tolist())[wanted[start : start + len(piece)]]
+                if not len(logits):
+                    continue
+                kept = compress(torch.from_numpy(logits), top_k)
+                part = slice(filled, filled + len(logits))
+                for name, values in zip(found.dtype.names or (), kept, strict=True):
+                    found[name][part] = values.numpy()
+                filled += len(logits)
+        return found
+
+
+class FileWriter:
+    """See datagen.Writer. An answer is a function of the file, the request and the seed, in whatever shard it stands."""
+
+    def __init__(self, target: FileTarget, tokenizer: Any, options: GenerateOptions, seed: int) -> None:
+        self.target, self.options, self.seed = target, options, seed
+        self.stops = stop_ids_of(target.folder, tokenizer)
+        self.precision = target.precision
+
+    @property
+    def context_length(self) -> int:
+        return self.target.context_length
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        answered, counts = [], RawCounts()
+        for request in requests:
+            how = DecodingOptions(
+                temperature=request.temperature,
+                top_p=self.options.top_p,
+                min_p=self.options.min_p,
+                max_new_tokens=self.options.max_new_tokens,
+                seed=self.seed * 1_000_003 + request.id,
+                rule=LOSSLESS,
+            )
+            blocks = decode(self.target.engine, None, request.prompt_ids, plain(how), self.stops, counts)
+            answered.append(row_of(request, [token for block in blocks for token in block.tokens]))
+            bar.update(1)
+        return answered

@@ -1,0 +1,124 @@
+"""Questions and answers in JSON over HTTP, with patience: what may pass is tried again, later each time. Standard library only.
+
+Knows no models.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import parse_json
+
+KEY = "EDGESPEC_API_KEY"
+MAX_ANSWER = 256 * 2**20  # bytes
+LONGEST_WAIT = 60.0
+PASSING = frozenset(
+    {408, 425, 429, 500, 502, 503, 504}
+)  # statuses of a server that is busy, starting or restarting
+
+
+class Refusal(Exception):
+    """The server understood and said no: its status and its words."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(f"status {status}: {words}")
+        self.status = status
+
+
+class Passing(Exception):
+    """A failure that may pass; `after`: seconds the server asks to wait."""
+
+    def __init__(self, words: str, after: float = 0.0) -> None:
+        super().__init__(words)
+        self.after = after
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A key must not travel to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class JsonServer:
+    """A server at `url` (http or https, without /v1). A key in $EDGESPEC_API_KEY is sent along.
+
+    Raises InputError for a url that is none.
+    """
+
+    def __init__(self, url: str, timeout: float, retries: int, first_wait: float = 1.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise InputError(f"inference.url is {url!r}; give http://HOST:PORT or https://HOST, without /v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout, self.retries, self.first_wait = timeout, retries, first_wait
+        self._open = urllib.request.build_opener(_NoRedirects).open
+
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, *, once: frozenset[int] = frozenset()
+    ) -> Any:
+        """The JSON that the server answers to a GET, or to a POST of `body`. The statuses in `once` are not tried again.
+
+        Raises Refusal where it says no, InputError where it cannot be reached or breaks off, time after time.
+        """
+        wait = self.first_wait
+        for attempt in range(self.retries + 1):
+            try:
+                return self._once(path, body, PASSING - once)
+            except Passing as error:
+                seen = error
+            if attempt < self.retries:
+                time.sleep(min(LONGEST_WAIT, max(wait, seen.after)))
+                wait *= 2
+        raise InputError(
+            f"{self.url}{path} did not answer in {self.retries + 1} tries ({seen}); start the server and run the same command "
+            "again: what is finished is kept"
+        ) from seen
+
+    def _once(self, path: str, body: dict[str, Any] | None, passing: frozenset[int]) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        if key := os.environ.get(KEY):
+            request.add_header("Authorization", f"Bearer {key}")
+        try:
+            with self._open(request, timeout=self.timeout) as answer:
+                seen = answer.read(MAX_ANSWER + 1)
+        except urllib.error.HTTPError as error:
+            with error:
+                words = _words(error.read(65_536))
+            if error.code in passing:
+                after = error.headers.get("Retry-After", "")
+                raise Passing(
+                    f"status {error.code}: {words}", float(after) if after.isdecimal() else 0.0
+                ) from error
+            raise Refusal(error.code, words) from error
+        except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut short
+            raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
+        if len(seen) > MAX_ANSWER:
+            raise InputError(
+                f"{self.url}{path} answers with more than {MAX_ANSWER} bytes; ask for fewer logprobs"
+            )
+        try:
+            return parse_json(seen, f"the answer of {self.url}{path}")
+        except InputError as error:  # a proxy's page, or half an answer
+            raise Passing(str(error)) from error
+
+
+def _words(data: bytes) -> str:
+    """What an error's body says, short."""
+    text = data.decode("utf-8", "replace")
+    try:
+        found = json.loads(text)
+        error = found.get("error", found)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(text.split())[:300]

@@ -1,0 +1,380 @@
+"""The target's distributions on disk: of every compared position the top k tokens and the mass of all others.
+
+A distillation that reads them asks no target. Shards of packed rows, each a file of records and a small json with its checksum;
+several processes share them, and a killed run goes on with the next one. Knows rows and a target; of losses only how far they are
+from those of the live target (`store_error`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, sha256_file, whole_file, write_json
+from edgespec.core.progress import progress
+from edgespec.core.table import count
+from edgespec.recipe.schema import InferenceOptions
+from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.generating.decoding import logits_at
+from edgespec_recipes.generating.top_k import compress, divergence_errors, expand, record_type
+from edgespec_recipes.losses.head_loss import Rows, TargetRows
+from edgespec_recipes.losses.losses import Divergence
+from edgespec_recipes.losses.target_rows import live_rows
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.precision import Precision, choose_precision
+
+log = logging.getLogger(__name__)
+
+INDEX = "store.json"  # written last: with it the store is whole
+FORMAT = 1
+SHARD_ROWS = 32
+PASS_TOKENS = 4096  # tokens of one forward pass of the target
+CHUNK = 1024  # positions whose float32 logits are alive at once, beside the pass's own
+OPEN_SHARDS = 64
+ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
+
+Batch = dict[str, Tensor]
+
+
+def data_path(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}.npy"
+
+
+def about_path(folder: Path, number: int) -> Path:
+    return data_path(folder, number).with_suffix(".json")
+
+
+def whole_shard(folder: Path, number: int) -> dict[str, Any]:
+    """What is written about a shard, once its size and checksum agree with it. Raises InputError that names the file."""
+    path, about = data_path(folder, number), read_json(about_path(folder, number))
+    if not isinstance(about, dict) or not {"positions", "bytes", "sha256"} <= about.keys():
+        raise InputError(f"{about_path(folder, number)} does not describe a shard")
+    if not path.is_file():
+        raise InputError(f"{path} is missing")
+    if (size := path.stat().st_size) != about["bytes"]:
+        raise InputError(f"{path} has {size} bytes; it must have {about['bytes']}")
+    if (seen := sha256_file(path)) != about["sha256"]:
+        raise InputError(f"{path} has the sha256 {seen[:12]}…; it must be {about['sha256'][:12]}…")
+    return about
+
+
+class StoredTargets:
+    """A finished store, mapped from disk. Raises InputError where it is not finished or a shard is not as it was written."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / INDEX).is_file():
+            raise InputError(f"{folder} has no {INDEX}: the store is not finished; store the targets first")
+        index = read_json(folder / INDEX)
+        self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
+        self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
+        self.packed: bool = index.get("packed", True)  # whether a row holds several texts
+        self._known: dict[
+            int, list[int]
+        ] = {}  # shard -> first position of each row, once its checksum was seen
+        self._open = lru_cache(OPEN_SHARDS)(self._opened)
+
+    def _opened(self, number: int) -> tuple[np.ndarray, list[int]]:
+        if number not in self._known:
+            try:
+                positions = whole_shard(self.folder, number)["positions"]
+            except InputError as error:
+                raise InputError(
+                    f"{error}; store the targets again: only this shard is made again"
+                ) from error
+            self._known[number] = [0, *np.cumsum(positions).tolist()]
+        records = np.load(data_path(self.folder, number), mmap_mode="r", allow_pickle=False)
+        return records, self._known[number]
+
+    def _row(self, row: int) -> np.ndarray:
+        if not 0 <= row < self.size:
+            raise InputError(
+                f"row {row} was not stored: {self.folder} has {self.size} rows; store the targets of these rows"
+            )
+        number, place = divmod(row, self.shard_rows)
+        records, starts = self._open(number)
+        return records[starts[place] : starts[place + 1]]
+
+    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
+        """Target rows over the compared positions of these packed rows, one row after the other.
+
+        `ids` [C] int64 (each once): the target's ids that the draft's columns stand for, where it knows a part of the vocabulary.
+        The result then has these columns, else all of the vocabulary; what the target gives other stored tokens is left out, and
+        a divergence takes what is left as the whole.
+        """
+        records = np.concatenate([self._row(row) for row in row_ids])
+        columns = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
+        log_p = torch.from_numpy(np.ascontiguousarray(records["log_p"])).to(device)
+        log_rest = torch.from_numpy(np.ascontiguousarray(records["log_rest"])).to(device)
+        if ids is not None:
+            column_of = torch.full((self.vocab_size,), len(ids), device=device)
+            column_of[ids.to(device)] = torch.arange(len(ids), device=device)
+            columns = column_of[columns]
+
+        def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
+            width = self.vocab_size if ids is None else len(ids)
+            return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, self.vocab_size)
+
+        return target_rows
+
+
+class Distributions(Protocol):
+    """The target as a source of distributions, wherever it runs."""
+
+    @property
+    def precision(self) -> Precision:
+        """What it computes in, and why."""
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        """(records of `record_type` at the compared positions of the next of these rows, how many rows they are of)."""
+
+
+@dataclass(frozen=True)
+class _TorchTarget:
+    model: Any
+    precision: Precision
+    device: torch.device
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        for batch in _passes(rows, part, self.device):
+            yield _records(self.model, self.precision, batch, top_k), len(batch["input_ids"])
+
+
+def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
+    if inference.source == "file":
+        from edgespec_recipes.generating.file_target import FileTarget
+
+        return FileTarget(inference, folder)
+    if inference.source == "server":
+        from edgespec_recipes.generating.server_target import ServerTarget
+
+        return ServerTarget(inference, folder, load_tokenizer(folder))
+    device = processes.device()
+    return _TorchTarget(
+        load_target(folder, inference, device) if model is None else model, choose_precision(device), device
+    )
+
+
+def _identity(folder: Path, inference: InferenceOptions) -> str:
+    """What the distributions depend on besides the rows: a store of another target is refused."""
+    if inference.source == "file":
+        from edgespec_recipes.generating.file_target import identity
+
+        return identity(inference)
+    if inference.source == "server":
+        return f"{inference.url} {inference.model}"
+    plain = InferenceOptions()
+    if (inference.dtype, inference.bits) == (plain.dtype, plain.bits):
+        return _target_hash(folder)
+    return f"{_target_hash(folder)} in {inference.bits or inference.dtype}"
+
+
+def store_targets(
+    out: Path,
+    target_folder: Path,
+    rows: Any,
+    top_k: int,
+    shard_rows: int = SHARD_ROWS,
+    inference: InferenceOptions | None = None,
+    model: Any | None = None,
+) -> dict[str, Any]:
+    """Write `out`/shard-00000.npy ..., and `store.json` when all are there; whole shards of the same rows and target are kept.
+
+    `rows[i]` has input_ids, position_ids, document_ids and compared [T], as mixing.response_rows makes them; its row id is i.
+    Process r makes the shards r, r + world, ... A corrupt shard is named in the log and in the counts, and made again. A shard
+    made for something else is no accident of the disk but maybe hours of another target's work: refused, not overwritten.
+    `inference` says where the target runs (default: in torch, float32); `model` is the target where it is loaded already.
+
+    Raises InputError: shards of something else, top_k above the vocabulary, more processes than shards.
+    """
+    inference = inference or InferenceOptions()
+    vocab_size = int(read_json(target_folder / "config.json")["vocab_size"])
+    if not 1 <= top_k <= vocab_size:
+        raise InputError(
+            f"stored_top_k is {top_k}; the target's vocabulary has {vocab_size} tokens: give at most that"
+        )
+    parts = [range(at, min(len(rows), at + shard_rows)) for at in range(0, len(rows), shard_rows)]
+    if processes.world() > len(parts):
+        raise InputError(
+            f"{processes.world()} processes share {len(parts)} shards of stored targets; start at most {len(parts)}"
+        )
+    made_for = {
+        "format": FORMAT,
+        "target": _identity(target_folder, inference),
+        "vocab_size": vocab_size,
+        "top_k": top_k,
+        "rows": _rows_hash(rows),
+        "shard_rows": shard_rows,
+    }
+    _refuse_others(out, made_for)
+    mine = list(range(processes.rank(), len(parts), processes.world()))
+    missing, remade = _not_whole(out, mine)
+    precision = choose_precision(processes.device()) if inference.source == "torch" else None
+    start, tokens = time.monotonic(), 0
+    if missing:  # else the target is not even loaded
+        target = _open_target(target_folder, inference, model)
+        precision = target.precision
+        done = sum(len(parts[number]) for number in mine if number not in missing)
+        with progress(
+            "store the target's distributions", sum(len(parts[n]) for n in mine), "row", done
+        ) as bar:
+            for number in missing:
+                records = []
+                for found, done_rows in target.records(rows, parts[number], top_k):
+                    records.append(found)
+                    tokens += done_rows * len(rows[parts[number][0]]["input_ids"])
+                    bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+                    bar.update(done_rows)
+                positions = [int(rows[row]["compared"].sum()) for row in parts[number]]
+                _write_shard(out, number, np.concatenate(records), positions, made_for)
+    seconds = time.monotonic() - start
+    processes.wait()
+    if not processes.rank():
+        packed = any(rows[row]["document_ids"].max() > 0 for row in range(len(rows)))
+        about = {"shards": len(parts), "stored_rows": len(rows), "packed": packed}
+        write_json(out / INDEX, {**about, **made_for})
+    processes.wait()
+    shards = [read_json(about_path(out, number)) for number in range(len(parts))]
+    total = sum(sum(shard["positions"]) for shard in shards)
+    numbers = processes.gathered(torch.tensor(remade, dtype=torch.long)).tolist()
+    return {
+        "stored_rows": len(rows),
+        "stored_positions": total,
+        "top_k": top_k,
+        "bytes_per_position": round(sum(shard["bytes"] for shard in shards) / max(1, total), 1),
+        "mean_remainder": round(sum(shard["remainder"] for shard in shards) / max(1, total), 6),
+        "shards": len(parts),
+        "remade_shards": [data_path(out, number).name for number in sorted(numbers)],
+        "tokens_per_second": round(tokens / seconds, 1) if tokens else None,
+        "precision": precision.name if precision else None,
+        "precision_reason": precision.reason if precision else "nothing was left to do",
+    }
+
+
+def _target_hash(folder: Path) -> str:
+    """Of the config and the weights, whatever the folder is called."""
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
+
+
+def _rows_hash(rows: Any) -> str:
+    found = hashlib.sha256()
+    for index in range(len(rows)):
+        row = rows[index]
+        for name in ARRAYS:
+            found.update(np.ascontiguousarray(row[name]).tobytes())
+    return found.hexdigest()
+
+
+def _refuse_others(out: Path, made_for: Mapping[str, Any]) -> None:
+    for path in sorted(out.glob("shard-*.json")):
+        try:
+            found = read_json(path)["made_for"]
+        except (InputError, KeyError, TypeError):
+            continue  # corrupt: `_not_whole` finds it
+        other = [
+            f"{name} {str(found.get(name))[:12]} instead of {str(value)[:12]}"
+            for name, value in made_for.items()
+            if found.get(name) != value
+        ]
+        if other:
+            raise InputError(
+                f"{path} was stored for something else ({', '.join(other)}); give another folder, or delete {out} to store anew"
+            )
+
+
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the finished shards in a folder that are not as they were written any more."""
+    numbers = [int(about.stem.removeprefix("shard-")) for about in sorted(folder.glob("shard-*.json"))]
+    return [data_path(folder, number).name for number in _not_whole(folder, numbers)[1]]
+
+
+def _not_whole(out: Path, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(shards to be made, those of them that were finished once and are corrupt)."""
+    missing, corrupt = [], []
+    for number in numbers:
+        try:
+            whole_shard(out, number)
+        except InputError as error:
+            missing.append(number)
+            if about_path(out, number).exists():
+                log.warning("%s; it is made again", error)
+                corrupt.append(number)
+    return missing, corrupt
+
+
+def _passes(rows: Any, part: Sequence[int], device: torch.device) -> Iterator[Batch]:
+    """These rows in batches of one forward pass each."""
+    size = max(1, PASS_TOKENS // len(rows[part[0]]["input_ids"]))
+    for at in range(0, len(part), size):
+        batch = [rows[row] for row in part[at : at + size]]
+        yield {name: torch.from_numpy(np.stack([row[name] for row in batch])).to(device) for name in ARRAYS}
+
+
+def target_logits(model: Any, batch: Batch) -> Tensor:
+    """[n, V] at the compared positions, in row order."""
+    return logits_at(model, batch["compared"], **inputs_of(batch))
+
+
+def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.ndarray:
+    positions = int(batch["compared"].sum())
+    records = np.empty(positions, record_type(top_k, model.config.vocab_size))
+    with torch.inference_mode(), precision.autocast(batch["input_ids"].device):
+        logits_of = live_rows(model, batch["compared"], inputs_of(batch))(None)
+        for at in range(0, positions, CHUNK):
+            part = slice(at, min(at + CHUNK, positions))
+            compressed = compress(logits_of(part, torch.empty(0)), top_k)
+            for name, values in zip(records.dtype.names or (), compressed, strict=True):
+                records[name][part] = values.cpu().numpy()
+    return records
+
+
+def _write_shard(
+    out: Path, number: int, records: np.ndarray, positions: list[int], made_for: Mapping[str, Any]
+) -> None:
+    with whole_file(data_path(out, number)) as temporary, open(temporary, "wb") as stream:
+        np.save(stream, records, allow_pickle=False)
+    about = {
+        "positions": positions,
+        "remainder": float(np.exp(records["log_rest"].astype(np.float64)).sum()),
+        "bytes": data_path(out, number).stat().st_size,
+        "sha256": sha256_file(data_path(out, number)),
+        "made_for": dict(made_for),
+    }
+    write_json(about_path(out, number), about)
+
+
+def store_error(
+    store: StoredTargets,
+    target: Any,
+    drafter: Any,
+    rows: Any,
+    row_ids: Sequence[int],
+    functions: Mapping[str, Divergence],
+) -> dict[str, dict[str, float]]:
+    """`top_k.divergence_errors` of the store against the live target, over the compared positions of some rows.
+
+    Both models on one device, in the precision they train in; the draft may know a part of the vocabulary.
+    """
+    device, columns = target.device, getattr(drafter.get_output_embeddings(), "ids", None)
+    batches = list(_passes(rows, row_ids, device))
+    with torch.no_grad(), choose_precision(device).autocast(device):
+        live, draft = (
+            torch.cat([target_logits(model, batch) for batch in batches]) for model in (target, drafter)
+        )
+    if columns is not None:
+        live, draft = live[:, columns], draft[:, columns]
+    stored = store.rows(row_ids, device, columns)(slice(None), draft)
+    return divergence_errors(functions, draft, live, stored)

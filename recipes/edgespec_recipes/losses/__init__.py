@@ -1,0 +1,1 @@
+"""Divergences, token selection, means: pure functions of logits."""

@@ -1,0 +1,199 @@
+"""Models and tokenizers: from a folder into memory, from memory to a folder.
+
+Code from a model's repository never runs (trust_remote_code is off) and only safetensors are read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from edgespec_runtime.engines.vocabulary import VOCABULARY, vocabulary_of, write_vocabulary
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import read_json, whole_folder, write_json, write_text
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import read_chat_template
+from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
+from edgespec.recipe.model_check import check_chat, check_model
+from edgespec_recipes.models.vocabulary import plain_config, plain_weights, wrap
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+
+
+def quiet() -> None:
+    """Keep transformers' notes and bars off the terminal; edgespec says what matters itself."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def shape_of(model: Any) -> ModelShape:
+    """The shape of a model in torch."""
+    return ModelShape.from_config(model.config.to_dict())
+
+
+def check_model_folder(folder: Path) -> ModelShape:
+    """Hold a folder against what a target must be; return its shape.
+
+    Raises InputError where `check_model` does, where there is no chat template, and for a tokenizer that does not fit.
+    """
+    shape = check_model(folder)
+    check_chat(folder)
+    check_class(folder)
+    tokenizer = load_tokenizer(folder)
+    last = max(tokenizer.get_vocab().values())
+    if last >= shape.vocab_size:
+        raise InputError(
+            f"the tokenizer in {folder} has token ids up to {last} and config.json a vocabulary of {shape.vocab_size}; take both "
+            "from the same model"
+        )
+    if tokenizer.eos_token_id is None:
+        raise InputError(
+            f"the tokenizer in {folder} has no end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    stop_ids_of(folder, tokenizer)
+    return shape
+
+
+def check_class(folder: Path) -> None:
+    """Whether transformers can make the model that config.json describes, without its weights. Raises InputError."""
+    quiet()
+    try:
+        config = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
+        )
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # of a validator, a class or a module: transformers has no error of its own
+        raise InputError(f"transformers cannot make the model in {folder}: {first_line(error)}") from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The fast tokenizer of a model folder, with its default chat template. Raises InputError where its files cannot be read."""
+    quiet()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise InputError(f"the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+    tokenizer.chat_template = read_chat_template(folder)
+    return tokenizer
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: Any) -> Any:
+    """The causal language model of a folder, in eval mode. Raises InputError where it cannot be loaded.
+
+    A drafter with a vocabulary subset reads the target's token ids and gives logits [.., V] (vocabulary.py). `placement` is
+    what transformers' from_pretrained knows of devices and rounding (low_memory.py).
+    """
+    quiet()
+    vocabulary = vocabulary_of(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # of from_pretrained about fields of old configs: nothing the user can act on
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                **corrected_ids(folder),
+                **placement,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise InputError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+    for name, value in read_generation_config(folder).items():
+        if name in TOKEN_IDS:
+            setattr(model.generation_config, name, value)
+    return (wrap(model, vocabulary) if vocabulary else model).eval()
+
+
+def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
+    """Ids that end a response of the model in a folder, in order: from its generation config, else its config, and the tokenizer.
+
+    Weights are not read. Raises InputError where there is none.
+    """
+    found: set[int] = set()
+    for settings in (read_generation_config(folder), read_config(folder)):
+        ids = settings.get("eos_token_id")
+        if ids is not None:
+            found |= {int(token) for token in (ids if isinstance(ids, list) else [ids])}
+            break
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    if not found:
+        raise InputError(
+            f"{folder} names no token of its vocabulary that ends a response; set eos_token_id in its generation_config.json"
+        )
+    return sorted(found)
+
+
+def save_model(model: Any, tokenizer_folder: Path, out: Path) -> None:
+    """Write a model folder, whole or not at all: float32 safetensors, the tokenizer files of `tokenizer_folder`, and a config
+    that transformers 4.57 reads as well as 5.x (4.57 takes rope_theta from the top level and knows no TokenizersBackend).
+
+    A model with a vocabulary subset is written as a plain one of V' + 1 tokens with its vocabulary.json.
+    """
+    quiet()
+    weights = model.to(torch.float32).state_dict()
+    with whole_folder(out) as folder, plain_config(model) as vocabulary:
+        plain = plain_weights(model, weights)
+        if model.config.tie_word_embeddings:  # one table, made anew for a subset: the files hold it once
+            for name in model._tied_weights_keys or ():
+                plain.pop(name, None)
+        model.save_pretrained(folder, state_dict=plain)
+        if vocabulary is not None:
+            write_vocabulary(folder / VOCABULARY, vocabulary)
+        copy_tokenizer(tokenizer_folder, folder)
+        write_both_forms(folder)
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the tokenizer files of a model folder, its chat template both inline and as a file of its own."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    if not (out / "tokenizer_config.json").is_file():
+        raise EdgespecError(
+            f"{source} has no tokenizer_config.json; copy the model's tokenizer files into it"
+        )
+    config = read_json(out / "tokenizer_config.json")
+    template = read_chat_template(source)
+    if template is not None:
+        config["chat_template"] = template
+        write_text(out / "chat_template.jinja", template)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    write_json(out / "tokenizer_config.json", config)
+
+
+def write_both_forms(folder: Path) -> None:
+    """Put rope_theta at the top level of config.json beside rope_parameters."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
+    config["rope_theta"] = theta
+    config["rope_parameters"] = {"rope_type": "default", **rope, "rope_theta": theta}
+    config["torch_dtype"] = config["dtype"] = "float32"
+    write_json(folder / "config.json", config)

@@ -1,0 +1,1 @@
+"""Names to target folders; tiny-chat, which trains itself."""

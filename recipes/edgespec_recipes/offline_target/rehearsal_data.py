@@ -1,0 +1,115 @@
+"""What a rehearsal trains on and talks with: a tokenizer of the target's size, some text, a few instructions.
+
+The tokenizer is the real one where a folder is given, else one trained on this Python's own sources and filled up
+with tokens that stand for nothing. What is learnt does not matter, what it costs does.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json, write_jsonl, write_text
+from edgespec_recipes.models.loading import TOKENIZER_FILES, load_tokenizer
+
+LETTERS_OF_A_TOKEN = 8  # more than any tokenizer here puts into one on average
+SPECIALS = ("<unk>", "<s>", "</s>")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}"
+    "{{ ' ' + m['content'] + ' ' + eos_token + bos_token }}"
+    "{% else %}"
+    "{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% endif %}"
+    "{% endfor %}"
+)
+INSTRUCTIONS = (
+    "What is a list?",
+    "Name three rivers.",
+    "Write one line about the sea.",
+    "How do I open a file in Python?",
+)
+
+
+def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
+    """Put the tokenizer of `source`, or a made one, into a model folder; returns which, in words.
+
+    Raises InputError where the given one has more tokens than the model's table.
+    """
+    if source is None:
+        _make(folder, vocab_size)
+        return f"made here, {vocab_size} tokens"
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+        _from_sentencepiece(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > vocab_size:
+        raise InputError(
+            f"the tokenizer in {source} has {len(tokenizer)} tokens and the model {vocab_size}; give the model's own"
+        )
+    if not tokenizer.chat_template:
+        _write_template(folder)
+    return f"{source.name}, {len(tokenizer)} tokens"
+
+
+def _from_sentencepiece(folder: Path) -> None:
+    """tokenizer.json beside a bare tokenizer.model of the Llama 2 kind."""
+    if not (folder / "tokenizer_config.json").is_file():
+        names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
+        write_json(
+            folder / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": True, **names}
+        )
+    load_tokenizer(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _write_template(folder: Path) -> None:
+    config = read_json(folder / "tokenizer_config.json")
+    write_text(folder / "chat_template.jinja", TEMPLATE)
+    write_json(folder / "tokenizer_config.json", {**config, "chat_template": TEMPLATE})
+
+
+def _make(folder: Path, vocab_size: int) -> None:
+    """A byte-level BPE with GPT-2's pre-tokenizer and exactly `vocab_size` tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sources(200 * vocab_size), trainer)
+    missing = vocab_size - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([AddedToken(f"<unused{number}>") for number in range(missing)])
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    _write_template(folder)
+
+
+def _sources(characters: int) -> Iterator[str]:
+    """Source files of the standard library, at most so many characters in all."""
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = file.read_text(encoding="utf-8", errors="replace")[:characters]
+        characters -= len(text)
+        if text:
+            yield text
+        if not characters:
+            return
+
+
+def write_data(folder: Path, tokens: int) -> dict[str, Any]:
+    """`folder`/text.jsonl with enough text for so many tokens, `folder`/instructions.jsonl; returns their sizes."""
+    documents = [{"text": text} for text in _sources(LETTERS_OF_A_TOKEN * tokens)]
+    write_jsonl(folder / "text.jsonl", documents)
+    write_jsonl(folder / "instructions.jsonl", [{"instruction": text} for text in INSTRUCTIONS])
+    return {"documents": len(documents), "instructions": len(INSTRUCTIONS)}

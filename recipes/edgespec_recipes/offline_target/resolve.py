@@ -1,0 +1,119 @@
+"""Targets: from a name (alias, hub id, local folder) to a checked model folder. The one place that may reach the network."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import read_json
+from edgespec.model_folder.chat_template import MORE_TEMPLATES
+from edgespec.model_folder.weights_check import refuse_quantised
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, is_hub_id, refuse_gguf
+from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
+from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat
+from edgespec_recipes.parallel import processes
+
+HUB_FILES = (
+    *TOKENIZER_FILES,
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    f"{MORE_TEMPLATES}/*.jinja",
+    "LICENSE*",
+)
+
+
+@dataclass(frozen=True)
+class ResolvedTarget:
+    """A target on this disk. `source`: 'made here', 'local folder' or the hub id and commit."""
+
+    name: str
+    folder: Path
+    source: str
+    licence: str
+
+
+def resolve_target(name: str) -> ResolvedTarget:
+    """An alias, a hub id or a local folder -> a checked local model folder (tiny-chat is trained on first use).
+
+    Raises InputError: unknown name, folder without config.json or weights, encoder-decoder model, no chat template, gated
+    or missing repository, no network.
+    """
+    quiet()
+    path = Path(name).expanduser()
+    target = TARGETS.get(name)
+    refuse_gguf(name)
+    if target is not None and target.repo is None:
+        if processes.world() > 1:
+            _make_alone()
+        return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
+    if target is not None and target.repo is not None:
+        resolved = _from_hub(name, target.repo, target.licence)
+    elif path.is_dir():
+        resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
+    elif is_hub_id(name):
+        resolved = _from_hub(name, name, "see the model's page")
+    else:
+        what = (
+            "there is no folder of that name"
+            if "/" in name or "\\" in name
+            else "it is neither an alias nor a folder here"
+        )
+        raise InputError(f"unknown target {name!r}: {what}{did_you_mean(name, TARGETS)}")
+    check_model_folder(resolved.folder)
+    return resolved
+
+
+def _make_alone() -> None:
+    """Train tiny-chat in a process that knows nothing of torchrun: its batch of one cannot be shared."""
+    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    program = "from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat; build_tiny_chat()"
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+
+
+def _broken_off(repo: str, error: Exception) -> str:
+    return (
+        f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
+        "or give a local folder in Hugging Face layout as --target"
+    )
+
+
+def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
+    """Download (or find in the hub cache) what a model folder needs, and no more."""
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    local = "or give a local folder in Hugging Face layout as --target"
+    try:
+        config = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
+        if config.is_file():  # quantised weights are refused before they are fetched
+            refuse_quantised(read_json(config), repo)
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=list(HUB_FILES)))
+    except errors.GatedRepoError as error:
+        raise InputError(
+            f"{repo} is gated: accept its licence at https://huggingface.co/{repo}, log in with `hf auth login` and run again, "
+            f"{local}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise InputError(
+            f"the hub has no model {repo!r} (or it is private: log in with `hf auth login`){did_you_mean(name, TARGETS)}"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise InputError(
+            f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
+        ) from error
+    except (errors.HfHubHTTPError, OSError, ValueError) as error:
+        raise InputError(_broken_off(repo, error)) from error
+    except (
+        Exception
+    ) as error:  # a connection that broke off is an exception of the HTTP library, which changed over time
+        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "requests", "urllib3"):
+            raise
+        raise InputError(_broken_off(repo, error)) from error
+    return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)

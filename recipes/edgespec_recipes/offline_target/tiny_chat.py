@@ -1,0 +1,295 @@
+"""tiny-chat, the offline target: a chat model of a few million parameters that edgespec trains itself, once.
+
+Its recipe is configs/target-tiny-chat.yaml, its text the offline corpus's training part. It lies in the cache folder under a name
+that carries a hash of recipe and corpus, so that a changed recipe is never answered with an old model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from edgespec.core.files import read_jsonl, write_json, write_text
+from edgespec.core.folder_lock import held
+from edgespec.core.options import from_mapping, knob, to_mapping
+from edgespec.core.progress import progress
+from edgespec.recipe.read import load_recipe
+from edgespec.recipe.schema import TrainingOptions
+from edgespec.recipe.targets import TINY_CHAT, cache_folder
+from edgespec.stages.record import DONE
+from edgespec.stages.stage import run_stage
+from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
+from edgespec_recipes.data.token_rows import PADDING, Rows, inputs_of, pack_conversations, tokenise
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.training.trainer import finish, train
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+START, TURN_END, PADDING_ID = 0, 2, 3
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.")
+
+
+@dataclass(frozen=True)
+class TinyChatOptions(TrainingOptions):
+    vocab_size: int = knob(4096, "byte-level BPE tokens, special ones included", at_least=512)
+    hidden: int = knob(256, "hidden size", at_least=64)
+    layers: int = knob(3, "layers", at_least=1)
+    intermediate: int = knob(768, "FFN size", at_least=64)
+    heads: int = knob(4, "query heads", at_least=1)
+    kv_heads: int = knob(2, "key/value heads", at_least=1)
+    context_length: int = knob(1024, "longest position the model is declared for", at_least=64)
+    other_weight: float = knob(
+        0.1, "questions about a less known fact for one about a core fact", at_least=0.0
+    )
+    initializer_range: float = knob(0.08, "standard deviation of the random weights", at_least=0.0)
+    small_talk_weight: float = knob(
+        4.0, "greetings and the like for one question about a core fact", at_least=0.0
+    )
+    system_share: float = knob(0.2, "share of chats with a system prompt", at_least=0.0, at_most=1.0)
+    long_chat_share: float = knob(
+        0.5, "share of the rows whose chats follow one another as turns of one", at_least=0.0, at_most=1.0
+    )
+    text_share: float = knob(0.05, "share of the rows that is source text", at_least=0.0, at_most=0.9)
+    seed: int = knob(0, "seed of every random choice", at_least=0)
+
+
+def tiny_chat_options() -> TinyChatOptions:
+    """The shipped recipe."""
+    with resources.as_file(resources.files("edgespec_recipes") / "configs" / "target-tiny-chat.yaml") as path:
+        return from_mapping(TinyChatOptions, load_recipe(path))
+
+
+def tiny_chat_folder(options: TinyChatOptions) -> Path:
+    """Where the model of this recipe lies, made or not."""
+    key = json.dumps([to_mapping(options), corpus_folder().name], sort_keys=True).encode()
+    return cache_folder() / "targets" / f"{TINY_CHAT}-{hashlib.sha256(key).hexdigest()[:8]}"
+
+
+def build_tiny_chat(options: TinyChatOptions | None = None) -> Path:
+    """The model folder; trained on first use (minutes), resumed where a run was killed, by one process at a time."""
+    options = options or tiny_chat_options()
+    out = tiny_chat_folder(options)
+    if not (out / DONE).exists():
+        with held(out, "making tiny-chat", wait=True):
+            run_stage(out, to_mapping(options), lambda folder: _build(folder, options))
+    return out / "model"
+
+
+def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
+    corpus = stdlib_corpus()
+    chats = read_jsonl(corpus / "train_chats.jsonl")
+    tokenizer_folder = out / "tokenizer"
+    if not (tokenizer_folder / "tokenizer_config.json").is_file():
+        make_tokenizer(tokenizer_folder, _tokenizer_text(chats, corpus), options)
+    tokenizer = load_tokenizer(tokenizer_folder)
+    data = training_rows(chats, corpus, tokenizer, options)
+    model = new_model(options)
+    counts = train(
+        model,
+        data,
+        chat_losses,
+        out,
+        options,
+        seed=options.seed,
+        label="train tiny-chat",
+        ordered=True,
+    )
+    finish(model, tokenizer_folder, out)
+    return {"parameters": model.num_parameters(), **counts}
+
+
+def _tokenizer_text(chats: list[dict[str, Any]], corpus: Path) -> Iterator[str]:
+    for row in chats:
+        yield from (message["content"] for message in row["messages"])
+    for row in read_jsonl(corpus / "text.jsonl")[::8]:
+        yield row["text"]
+
+
+def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions) -> None:
+    """Train a byte-level BPE with GPT-2's pre-tokenizer, the one llama.cpp knows as 'gpt-2', and write its files."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=options.vocab_size,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with progress("learn the vocabulary", total=1, unit="tokenizer") as bar:
+        tokenizer.train_from_iterator(texts, trainer)
+        bar.update(1)
+    write_text(folder / "tokenizer.json", tokenizer.to_str())
+    write_text(folder / "chat_template.jinja", TEMPLATE)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": SPECIALS[START],
+            "eos_token": SPECIALS[TURN_END],
+            "pad_token": SPECIALS[PADDING_ID],
+            "model_max_length": options.context_length,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": TEMPLATE,
+        },
+    )
+
+
+def weight_of(row: dict[str, Any], options: TinyChatOptions) -> float:
+    """How often a fact is asked for in an epoch, on average.
+
+    The core is what people ask first: the language, the best-known packages, the built-in types with their methods.
+    """
+    if row["kind"] == SMALL_TALK:
+        return options.small_talk_weight
+    core = row["package"] in BEST_KNOWN and (row["kind"] != "method" or row["package"] == "builtins")
+    return 1.0 if core or row["kind"] == "topic" else options.other_weight
+
+
+def training_rows(
+    chats: list[dict[str, Any]], corpus: Path, tokenizer: Any, options: TinyChatOptions
+) -> Rows:
+    """steps x batch_size packed rows in training order: epochs of chats, each asked anew, and source text in between."""
+    generator = np.random.default_rng(options.seed)
+    total = options.steps * options.batch_size
+    facts: dict[str, list[int]] = {}
+    for index, row in enumerate(chats):
+        facts.setdefault(row["name"], []).append(index)
+    asked = list(facts.values())
+    weights = np.asarray([weight_of(chats[group[0]], options) for group in asked])
+    encoded = _Encoder(chats, tokenizer)
+    epochs: list[dict[str, np.ndarray]] = []
+    wanted = total - round(total * options.text_share)
+    with progress("prepare chats", total=wanted, unit="row") as bar:
+        while bar.n < wanted:
+            times = np.floor(weights + generator.random(len(weights))).astype(int)
+            order = generator.permutation(np.repeat(np.arange(len(asked)), times))
+            rows = [encoded.row(int(generator.choice(asked[fact])), generator, options) for fact in order]
+            packed = pack_conversations(rows, options.context, PADDING_ID)
+            _join_turns(packed, generator.random(len(packed["input_ids"])) < options.long_chat_share)
+            shuffled = generator.permutation(len(packed["input_ids"]))
+            epochs.append({name: array[shuffled] for name, array in packed.items()})
+            bar.update(min(len(shuffled), wanted - bar.n))
+    merged = {name: np.concatenate([epoch[name] for epoch in epochs])[:wanted] for name in epochs[0]}
+    if total > wanted:
+        text = _text_blocks(corpus, tokenizer, total - wanted, options)
+        merged = _with_text(merged, text, total)
+    return Rows(merged)
+
+
+def _join_turns(packed: dict[str, np.ndarray], rows: np.ndarray) -> None:
+    """Make the conversations of these rows [n] (bool) turns of one: each may then look at those before it."""
+    real = rows[:, None] & (packed["document_ids"] != PADDING)
+    packed["document_ids"][real] = 0
+    packed["position_ids"][real] = np.broadcast_to(np.arange(real.shape[1]), real.shape)[real]
+
+
+def _text_blocks(corpus: Path, tokenizer: Any, count: int, options: TinyChatOptions) -> np.ndarray:
+    """[count, context] tokens of source text from documents drawn at random (over again where there are too few)."""
+    documents = read_jsonl(corpus / "text.jsonl")
+    order = np.random.default_rng(options.seed).permutation(len(documents))
+    wanted = count * options.context
+    flat: list[int] = []
+    for ids in tokenise((documents[index]["text"] for index in order), tokenizer):
+        flat += ids
+        if len(flat) >= wanted:
+            break
+    return np.resize(np.asarray(flat, np.int64), (count, options.context))
+
+
+def _with_text(chats: dict[str, np.ndarray], chosen: np.ndarray, total: int) -> dict[str, np.ndarray]:
+    """Spread blocks of text evenly among the rows of chats; all of a block is learnt."""
+    count = len(chosen)
+    length = chosen.shape[1]
+    text = {
+        "input_ids": chosen,
+        "position_ids": np.tile(np.arange(length), (count, 1)),
+        "document_ids": np.zeros((count, length), np.int32),
+        "loss_mask": np.ones((count, length), bool),
+    }
+    place = np.concatenate([np.linspace(0, total, len(chats["input_ids"])), np.linspace(0, total, count)])
+    order = np.argsort(place, kind="stable")
+    return {name: np.concatenate([chats[name], text[name]])[order] for name in chats}
+
+
+class _Encoder:
+    """Token ids of chats, each text encoded once: the template's pieces are special tokens and whole lines."""
+
+    def __init__(self, chats: list[dict[str, Any]], tokenizer: Any) -> None:
+        texts = [message["content"] for row in chats for message in row["messages"]]
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        self.questions, self.answers = ids[::2], ids[1::2]
+        self.heads = {role: self._ids(tokenizer, f"<|im_start|>{role}\n") for role in ("user", "assistant")}
+        self.tail = self._ids(tokenizer, "<|im_end|>\n")
+        self.systems = [
+            self._ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
+        ]
+
+    @staticmethod
+    def _ids(tokenizer: Any, text: str) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _turn(self, index: int) -> list[int]:
+        return [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]
+
+    def row(
+        self, index: int, generator: np.random.Generator, options: TinyChatOptions
+    ) -> tuple[list[int], list[int]]:
+        """(prompt, response) as the chat template renders them."""
+        prompt: list[int] = []
+        if generator.random() < options.system_share:
+            prompt += self.systems[generator.integers(len(self.systems))]
+        return prompt + self._turn(index), [*self.answers[index], *self.tail]
+
+
+def new_model(options: TinyChatOptions) -> Any:
+    """A Llama with random weights from the recipe's seed."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(options.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=options.vocab_size,
+            hidden_size=options.hidden,
+            intermediate_size=options.intermediate,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
+            head_dim=options.hidden // options.heads,
+            max_position_embeddings=options.context_length,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+            initializer_range=options.initializer_range,
+            bos_token_id=START,
+            eos_token_id=TURN_END,
+            pad_token_id=PADDING_ID,
+        )
+    )
+
+
+def chat_losses(model: Any, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """Mean next-token cross-entropy over the tokens in loss_mask, a micro-batch at a time, in one process.
+
+    Logits are computed for those tokens only.
+    """
+    count = sum(int(batch["loss_mask"][:, 1:].sum()) for batch in batches)
+    for batch in batches:
+        hidden = model.model(**inputs_of(batch), use_cache=False).last_hidden_state
+        learnt = batch["loss_mask"][:, 1:]
+        logits = model.lm_head(hidden[:, :-1][learnt]).float()
+        yield functional.cross_entropy(logits, batch["input_ids"][:, 1:][learnt], reduction="sum") / count

@@ -1,0 +1,1 @@
+"""Several processes, several devices, number formats."""

@@ -1,0 +1,104 @@
+"""Several processes that run the same program: who am I, wait for the others, sums over all. Knows nothing of models or files.
+
+`torchrun --nproc_per_node N -m edgespec ...` starts N of them; they find each other through the environment it sets. Alone, every
+function here is trivial, so callers have one path.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from edgespec.core.errors import InputError
+
+PATIENCE = datetime.timedelta(hours=12)  # a process waits while another one writes a dataset
+
+
+def world() -> int:
+    """How many processes there are."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """Which of them this is, from 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def device() -> torch.device:
+    """The accelerator this process owns, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def start() -> None:
+    """Join the others; a second call does nothing."""
+    if world() > 1 and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(device())
+        dist.init_process_group(
+            "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", timeout=PATIENCE
+        )
+        # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
+        atexit.register(leave)
+
+
+def leave() -> None:
+    """Part from the others; called at exit, since a group left open can abort the interpreter's end."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wait() -> None:
+    """Return when every process has come here. Raises InputError where one has ended: what it met is its own to say."""
+    if world() > 1:
+        start()
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            said = str(error).partition("\n")[0][:200]
+            raise InputError(
+                f"another process of this run has ended; its message says why ({said})"
+            ) from error
+
+
+@contextmanager
+def first() -> Iterator[None]:
+    """The body runs in process 0 before it runs in the others: for files that one makes and all read."""
+    if rank():
+        wait()
+    yield
+    if not rank():
+        wait()
+
+
+def total(value: Tensor) -> Tensor:
+    """The sum of a tensor over all processes, without gradient."""
+    value = value.detach().clone()
+    if world() > 1:
+        start()
+        dist.all_reduce(value)
+    return value
+
+
+def gathered(values: Tensor) -> Tensor:
+    """1-D tensors of any lengths, one of each process, in order of rank."""
+    values = values.detach()
+    if world() == 1:
+        return values
+    start()
+    sizes = [torch.zeros(1, dtype=torch.long, device=values.device) for _ in range(world())]
+    dist.all_gather(sizes, torch.tensor([len(values)], device=values.device))
+    longest = int(max(size.item() for size in sizes))
+    padded = torch.zeros(longest, dtype=values.dtype, device=values.device)
+    padded[: len(values)] = values
+    pieces = [torch.empty_like(padded) for _ in range(world())]
+    dist.all_gather(pieces, padded)
+    return torch.cat([piece[: int(size.item())] for piece, size in zip(pieces, sizes, strict=True)])

@@ -1,0 +1,1 @@
+"""Studies: arms, seeds, tables, plots."""

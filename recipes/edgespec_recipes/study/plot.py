@@ -1,0 +1,163 @@
+"""Pictures of a study's results: τ by arm, τ and α along the training, α by AdaSPEC's k. Needs matplotlib (the extra 'plot')."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import MissingExtra
+from edgespec.core.files import whole_file
+from edgespec_recipes.study.report import DOMAIN_NAMES, Report
+
+_COLOURS = {"in": "#1f6f8b", "out": "#c1666b"}
+_LINES = ("#1f6f8b", "#c1666b", "#4d7c3a", "#8a5fa8", "#b8860b", "#555555")
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtra where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "The plots of a study") from error
+
+
+def plot_study(results: Mapping[str, Any], folder: Path, stem: str) -> list[tuple[str, str]]:
+    """Write `folder`/STEM-*.png; return (title, file name) of each. A picture that would be empty is left out."""
+    require_matplotlib()
+    report = Report(results)
+    pictures = [(f"Block efficiency of every arm, γ = {report.gamma}", f"{stem}-arms.png", _arms(report))]
+    if report.curves():
+        pictures.append(("Block efficiency along the training", f"{stem}-steps.png", _steps(report)))
+    curves = _selections(results)
+    if curves:
+        pictures.append(
+            ("Acceptance rate by the share of tokens learnt", f"{stem}-k.png", _k(report, curves))
+        )
+    for _, name, figure in pictures:
+        with whole_file(folder / name) as temporary:
+            figure.savefig(temporary, format="png")
+    return [(title, name) for title, name, _ in pictures]
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def _tidy(axes: Any) -> None:
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _bars(found: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """(values, [lengths below, lengths above]) of [value, low, high] triples."""
+    middle = [value for value, _, _ in found]
+    below = [max(0.0, value - low) for value, low, _ in found]
+    return middle, [below, [max(0.0, high - value) for value, _, high in found]]
+
+
+def _arms(report: Report) -> Any:
+    order = [row["arm"] for row in reversed(report.results["best"]["ranking"])]
+    figure = _figure(5.2 * len(report.domains), 1.2 + 0.24 * len(order))
+    panels = figure.subplots(1, len(report.domains), sharey=True, squeeze=False)[0]
+    for axes, domain in zip(panels, report.domains, strict=True):
+        found = [report.mean(arm, domain)["tau"] for arm in order]
+        middle, errors = _bars(found)
+        axes.errorbar(
+            middle,
+            range(len(order)),
+            xerr=errors,
+            fmt="o",
+            color=_COLOURS[domain],
+            capsize=2.5,
+            markersize=4,
+            linewidth=1.2,
+        )
+        baseline = report.mean(report.results["baseline"], domain)
+        axes.axvline(baseline["tau"][0], color="#888888", linestyle=":", linewidth=1)
+        axes.set_yticks(range(len(order)), order, fontsize=8)
+        axes.set_ylim(-0.6, len(order) - 0.4)
+        axes.set_xlabel(f"τ {DOMAIN_NAMES[domain]}, γ = {report.gamma}")
+        _tidy(axes)
+    return figure
+
+
+def _steps(report: Report) -> Any:
+    figure = _figure(9.5, 3.6)
+    figure.suptitle(f"mean over tasks and samplings, γ = {report.gamma}", fontsize=9)
+    panels = figure.subplots(1, 2)
+    for axes, metric, name in zip(
+        panels, ("tau", "alpha_teacher_forced"), ("τ", "α teacher-forced"), strict=True
+    ):
+        for colour, (arm, points) in zip(_LINES * 9, report.curves().items(), strict=False):
+            for domain in report.domains:
+                found = [report.mean(who, domain, step=step)[metric] for _, who, step in points]
+                numbers = [number for number, _, _ in points]
+                axes.plot(
+                    numbers,
+                    [value for value, _, _ in found],
+                    "o-" if domain == "in" else "s--",
+                    color=colour,
+                    markersize=3.5,
+                    linewidth=1.4,
+                    label=f"{arm}, {DOMAIN_NAMES[domain]}",
+                )
+                axes.fill_between(
+                    numbers,
+                    [low for _, low, _ in found],
+                    [high for _, _, high in found],
+                    color=colour,
+                    alpha=0.12,
+                    linewidth=0,
+                )
+        axes.set_xlabel("distillation step")
+        axes.set_ylabel(name)
+        _tidy(axes)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _selections(results: Mapping[str, Any]) -> dict[str, list[tuple[float, str]]]:
+    """Divergence -> (k, arm), ascending, of the arms that differ in k alone."""
+    arms = results["arms"]
+
+    def rest(name: str) -> list[tuple[str, Any]]:
+        return [(knob, value) for knob, value in arms[name]["distill"].items() if knob != "select_fraction"]
+
+    def beginning(name: str) -> Any:
+        return {part: options for part, options in arms[name]["changes"].items() if part != "distill"}
+
+    curves: dict[str, list[tuple[float, str]]] = {}
+    for name, arm in arms.items():
+        if arm["distill"]["select_fraction"] < 1:
+            same = [
+                other for other in arms if rest(other) == rest(name) and beginning(other) == beginning(name)
+            ]
+            found = sorted((arms[other]["distill"]["select_fraction"], other) for other in same)
+            curves.setdefault(arm["distill"]["divergence"], found)
+    return curves
+
+
+def _k(report: Report, curves: Mapping[str, list[tuple[float, str]]]) -> Any:
+    figure = _figure(4.8 * len(report.domains), 3.4)
+    panels = figure.subplots(1, len(report.domains), squeeze=False)[0]
+    for axes, domain in zip(panels, report.domains, strict=True):
+        for colour, (divergence, points) in zip(_LINES * 9, curves.items(), strict=False):
+            middle, errors = _bars([report.mean(arm, domain)["alpha"] for _, arm in points])
+            axes.errorbar(
+                [k for k, _ in points],
+                middle,
+                yerr=errors,
+                fmt="o-",
+                color=colour,
+                capsize=3,
+                markersize=4,
+                label=divergence,
+            )
+        axes.set_xlabel("k, the share of tokens that is learnt")
+        axes.set_ylabel(f"α {DOMAIN_NAMES[domain]}")
+        axes.legend(frameon=False, fontsize=9)
+        _tidy(axes)
+    return figure

@@ -1,0 +1,399 @@
+"""A study: every arm of it trained for every seed, everything counted that the report needs. What may be shared is made once.
+
+    data         every row of text, instructions and prompts can be read
+    target       found or made
+    held-out     the target's responses to held-out prompts of every task and sampling
+    responses    the target's answers to the seed instructions of all tasks in domain
+    store/       its distributions there, for the arms that read them
+    pretrain/    a drafter for each way to begin and each seed
+    reference/   AdaSPEC's reference for each beginning, data mix and seed
+    arms/        ARM/seed-N: one distillation
+    counts/      ARM/seed-N.json: raw counts of that drafter; ARM/seed-N-step-NNNNNN.json of one kept on the way
+    check/       real speculative decoding with the best arm
+
+Every folder is a stage: killed at any moment and started again, a study goes on where it was. Knows the order and the sharing;
+the stages do the work, study_numbers.py says what the counts mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import reduce
+from itertools import chain, zip_longest
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import torch
+from edgespec_runtime.engines.engine import default_threads
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_json, write_jsonl, write_text
+from edgespec.core.options import to_mapping
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration
+from edgespec.recipe.data_sources import BuildData
+from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe
+from edgespec.recipe.schema import Recipe, reference_options
+from edgespec.recipe.study_options import Arm, Study, TaskOptions
+from edgespec.stages import sources as sources
+from edgespec.stages.record import Reads, settle
+from edgespec.stages.stage import run_stage
+from edgespec_recipes.data.data_check import check_data
+from edgespec_recipes.data.prompts import read_prompts
+from edgespec_recipes.generating.datagen import generate
+from edgespec_recipes.offline_target.resolve import resolve_target
+from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
+from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
+from edgespec_recipes.training.pretrain import pretrain
+
+KEPT = "step-"
+
+
+def digest(*options: Any) -> str:
+    """Eight hex digits that name a choice of options."""
+    plain = json.dumps([to_mapping(part) for part in options], sort_keys=True)
+    return hashlib.sha256(plain.encode()).hexdigest()[:8]
+
+
+def interleaved(tasks: dict[str, TaskOptions]) -> Iterator[dict[str, Any]]:
+    """The seed instructions of all tasks in domain, one of each in turn."""
+    parts = [read_prompts(task.instructions, "seed") for task in tasks.values() if task.domain == "in"]
+    for messages in chain.from_iterable(zip_longest(*parts)):
+        if messages is not None:
+            yield {"messages": messages}
+
+
+def machine() -> dict[str, Any]:
+    """What the study ran on."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": model, "cores": default_threads(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+class Runs:
+    """The runs of one study in a folder. `everything` makes what is missing."""
+
+    def __init__(self, study: Study, out: Path) -> None:
+        self.study, self.out = study, out
+        self.target = Path()
+        self.trained: dict[Path, float] = {}  # seconds of every distillation
+
+    # stages -----------------------------------------------------------------------------------------------------------
+
+    def stage(
+        self,
+        folder: Path,
+        options: dict[str, Any],
+        body: Callable[[Path], dict[str, Any]],
+        recipe: Recipe,
+        reads: Reads,
+    ) -> dict[str, Any]:
+        """Run a stage unless it has been and what it `reads` is as it was.
+
+        Raises InputError where the folder was begun with other options.
+        """
+        file, wanted = folder / "options.json", json.loads(json.dumps(options))
+        if file.exists() and (seen := read_json(file)) != wanted:
+            name = next((key for key in [*wanted, *seen] if wanted.get(key) != seen.get(key)), "options")
+            raise InputError(
+                f"{folder} was made with other options ({name} is {seen.get(name)!r} there and {wanted.get(name)!r} here); "
+                "give another --out, or remove that folder"
+            )
+        self._settle(folder, reads)
+        if not file.exists():
+            write_text(folder / RECIPE_FILE, dump_recipe(recipe))
+            write_json(file, wanted)
+        return run_stage(folder, wanted, body)
+
+    def _settle(self, result: Path, reads: Reads, record: Path | None = None) -> None:
+        if why := settle(result, reads, record):
+            print(f"! {result.relative_to(self.out).as_posix()}: {why}: running again", flush=True)
+
+    def _model(self, folder: Path, *, weights: bool = True) -> Reads:
+        purpose = "target" if folder == self.target else "model"
+        return sources.model(purpose, folder, self.out, weights=weights)
+
+    def readable(self) -> None:
+        """Data that cannot be read stop a study before its first training step."""
+        data, base = self.study.data, self.study.recipe
+        if data:
+            print("▸ every row of text, instructions and prompts can be read", flush=True)
+            folder = self.out / "data" / digest(data, base.data)  # other arms may read other files
+            options = {"strict": base.data.strict}
+            self.stage(
+                folder,
+                options,
+                lambda place: check_data(data, base.data.strict),
+                base,
+                sources.everything(data),
+            )
+
+    def prepared(self) -> None:
+        """The target, its held-out texts, its responses."""
+        base, out, tasks = self.study.recipe, self.out, self.study.tasks
+        named = {"target": base.target}
+
+        def find(place: Path) -> dict[str, Any]:
+            found = resolve_target(base.target)
+            return {"name": found.name, "folder": str(found.folder), "source": found.source}
+
+        self.target = Path(self.stage(out / "target", named, find, base, Reads())["folder"])
+        held_out = {f"tasks.{name}.held_out": task.held_out for name, task in tasks.items()}
+        asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
+        plain = {name: to_mapping(task) for name, task in tasks.items()}
+        options, samplings = base.evaluate, list(self.study.options.samplings)
+        print("▸ held-out texts of the target", flush=True)
+        self.stage(
+            out / "held-out",
+            {**named, **to_mapping(options), "tasks": plain, "samplings": samplings, "seed": base.seed},
+            lambda place: sample_texts(place, self.target, tasks, samplings, options, base.seed),
+            base,
+            self._model(self.target) | sources.everything(BuildData(prompts=held_out)),
+        )
+        print("▸ the target's responses to the seed instructions", flush=True)
+        answered = [task.instructions for task in tasks.values() if task.domain == "in"]
+
+        def answer(place: Path) -> dict[str, Any]:
+            file = place / "instructions.jsonl"
+            write_jsonl(file, list(interleaved(tasks)))
+            return generate(place, self.target, replace(base.generate, instructions=str(file)), base.seed)
+
+        self.stage(
+            out / "responses",
+            {**named, **to_mapping(base.generate), "instructions": answered, "seed": base.seed},
+            answer,
+            base,
+            self._model(self.target) | sources.everything(BuildData(prompts=asked)),
+        )
+
+    def shape(self, arm: Arm) -> DrafterShape:
+        return derive(self._target_shape(), arm.recipe.drafter)
+
+    def _target_shape(self) -> ModelShape:
+        return ModelShape.from_config(read_json(self.target / "config.json"))
+
+    def beginning(self, arm: Arm, seed: int) -> Path:
+        """The folder of the pretrained drafter an arm begins with."""
+        recipe = arm.recipe
+        options = {"drafter": to_mapping(recipe.drafter), **to_mapping(recipe.pretrain), "seed": seed}
+        folder = self.out / "pretrain" / digest(recipe.drafter, recipe.pretrain) / f"seed-{seed}"
+        self.stage(
+            folder,
+            options,
+            lambda place: pretrain(
+                place, self.target, self.shape(arm), recipe.drafter, recipe.pretrain, seed
+            ),
+            replace(recipe, seed=seed),
+            self._model(self.target, weights=recipe.drafter.init == "subclone")
+            | (self._model(Path(recipe.drafter.checkpoint)) if recipe.drafter.checkpoint else Reads())
+            | sources.text("pretrain.text", recipe.pretrain.text),
+        )
+        return folder
+
+    def _inputs(self, arm: Arm, seed: int) -> DistillInputs:
+        recipe, begun = arm.recipe, self.beginning(arm, seed)
+        inputs = DistillInputs(
+            target=self.target,
+            drafter=begun / "model",
+            responses=self.out / "responses",
+            text=recipe.pretrain.text,
+            text_cache=begun / "text",
+        )
+        if recipe.distill.target_side == "stored":
+            kept = {"context": recipe.distill.context, "stored_top_k": recipe.distill.stored_top_k}
+            inputs = replace(
+                inputs, store=self.out / "store" / f"{kept['context']}-top-{kept['stored_top_k']}"
+            )
+            assert inputs.store is not None
+            self.stage(
+                inputs.store,
+                kept,
+                lambda place: store_responses(place, inputs, recipe.distill),
+                self.study.recipe,
+                self._model(self.target) | sources.stages(self.out, "responses"),
+            )
+        if recipe.distill.select_fraction < 1:
+            options = reference_options(recipe)
+            folder = (
+                self.out / "reference" / digest(recipe.drafter, recipe.pretrain, options) / f"seed-{seed}"
+            )
+            self.stage(
+                folder,
+                {**to_mapping(options), "seed": seed},
+                lambda place: distill(place, inputs, options, seed),
+                replace(recipe, distill=options, seed=seed),
+                self._read_by(recipe, inputs),
+            )
+            inputs = replace(inputs, reference=folder / "model")
+        return inputs
+
+    def _read_by(self, recipe: Recipe, inputs: DistillInputs) -> Reads:
+        """What a distillation reads."""
+        models = [self.target, inputs.drafter, *([inputs.reference] if inputs.reference else [])]
+        stored = [inputs.store.relative_to(self.out).as_posix()] if inputs.store else []
+        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        made = sources.stages(self.out, "responses", *stored)
+        return reduce(or_, map(self._model, models), made | sources.conversations("distill.fixed", fixed))
+
+    def drafter(self, name: str, seed: int) -> Path:
+        """The folder of an arm's drafter: `model` in it, and `kept` where some were kept on the way."""
+        arm = self.study.arms[name]
+        if not arm.recipe.distill.steps:
+            return self.beginning(arm, seed)
+        folder = self.out / "arms" / name / f"seed-{seed}"
+        inputs = self._inputs(arm, seed)
+        self.stage(
+            folder,
+            {**to_mapping(arm.recipe.distill), "begun": str(inputs.drafter.parent.parent.name), "seed": seed},
+            lambda place: distill(place, inputs, arm.recipe.distill, seed),
+            replace(arm.recipe, seed=seed),
+            self._read_by(arm.recipe, inputs),
+        )
+        self.trained[folder] = float(read_json(folder / "stage.json")["seconds"])
+        return folder
+
+    # counts -----------------------------------------------------------------------------------------------------------
+
+    def counts_file(self, name: str, seed: int, kept: str = "") -> Path:
+        return self.out / "counts" / name / (f"seed-{seed}" + (f"-{kept}" if kept else "") + ".json")
+
+    def kept(self, folder: Path, name: str) -> list[Path]:
+        """The drafters an arm kept on the way, without its last one."""
+        last = f"{KEPT}{self.study.arms[name].recipe.distill.steps:06d}"
+        return [place for place in sorted((folder / "kept").glob(f"{KEPT}*")) if place.name != last]
+
+    def _texts(self) -> list[Texts]:
+        return read_texts(self.out / "held-out", list(self.study.tasks), self.study.options.samplings)
+
+    def _count(self, seed: int) -> None:
+        wanted: dict[Path, Path] = {}
+        for name in self.study.arms:
+            folder = self.drafter(name, seed)
+            models = {"": folder / "model", **{kept.name: kept for kept in self.kept(folder, name)}}
+            for kept_name, model in models.items():
+                file = self.counts_file(name, seed, kept_name)
+                self._settle_counts(file, folder)
+                wanted[file] = model
+        count_drafters(self.target, wanted, self._texts(), self.study.recipe.evaluate)
+
+    def _settle_counts(self, file: Path, drafter: Path) -> None:
+        """Counts of a drafter or of texts that were made again since are counted again."""
+        reads = sources.stages(self.out, "held-out", drafter.relative_to(self.out).as_posix())
+        self._settle(file, reads | self._model(self.target), file.with_suffix(".inputs.json"))
+
+    def everything(self) -> None:
+        """All runs of all seeds, and their counts; a line says which one is under way and how long the rest takes."""
+        self.readable()
+        self.prepared()
+        runs = [(seed, name) for seed in self.study.options.seeds for name in self.study.arms]
+        for place, (seed, name) in enumerate(runs):
+            done = self.is_done(name, seed)
+            left = sum(not self.is_done(other, at) for at, other in runs[place:])
+            rest = (
+                duration(left * sum(self.trained.values()) / len(self.trained))
+                if self.trained and left
+                else ""
+            )
+            print(
+                f"{'✓' if done else '▸'} run {place + 1} of {len(runs)}: {name}, seed {seed}"
+                + (f" (about {rest} left)" if rest else ""),
+                flush=True,
+            )
+            self.drafter(name, seed)
+            if (seed, name) == [run for run in runs if run[0] == seed][-1]:
+                self._count(seed)
+
+    def is_done(self, name: str, seed: int) -> bool:
+        arm = self.study.arms[name]
+        if arm.recipe.distill.steps:
+            return (self.out / "arms" / name / f"seed-{seed}" / "stage.json").exists()
+        key = digest(arm.recipe.drafter, arm.recipe.pretrain)
+        return (self.out / "pretrain" / key / f"seed-{seed}" / "stage.json").exists()
+
+    def checked(self, name: str, draft_length: int) -> list[list[dict[str, Any]]]:
+        """Real speculative decoding with an arm on the tasks in domain: for each seed, counts of every text."""
+        tasks = [task for task, options in self.study.tasks.items() if options.domain == "in"]
+        texts = [text for text in self._texts() if text.task in tasks]
+        found = []
+        for seed in self.study.options.seeds:
+            file = self.out / "check" / f"{name}-g{draft_length}-seed-{seed}.json"
+            folder = self.drafter(name, seed)
+            self._settle_counts(file, folder)
+            if not file.exists():
+                model = folder / "model"
+                print(f"▸ check by real speculative decoding: {name}, seed {seed}", flush=True)
+                rows = run_for_real(self.target, model, texts, self.study.recipe.evaluate, draft_length, seed)
+                write_json(file, rows)
+            found.append(read_json(file))
+        return found
+
+    # what is said of it -----------------------------------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """Models, data and time: what the report says beside the counts."""
+        study, out = self.study, self.out
+        found = read_json(out / "target" / "stage.json")["counts"]
+        markers = sorted(out.rglob("stage.json"))
+        seconds: dict[str, float] = {}
+        for marker in markers:
+            part = marker.relative_to(out).parts[0]
+            seconds[part] = seconds.get(part, 0.0) + float(read_json(marker)["seconds"])
+        first = next(iter(study.options.seeds))
+        arms = {}
+        for name, arm in study.arms.items():
+            shape = self.shape(arm)
+            folder = self.drafter(name, first)
+            counts = read_json(folder / "stage.json")["counts"]
+            arms[name] = {
+                "groups": list(arm.options.groups),
+                "shows": arm.options.shows,
+                "changes": arm.changes,
+                "parameters": shape.parameters,
+                "cost_ratio": cost_ratios(self._target_shape(), shape)["parameters"],
+                "trained_tokens": counts.get("tokens", 0) if arm.recipe.distill.steps else 0,
+                "distill": {
+                    knob: getattr(arm.recipe.distill, knob)
+                    for knob in (
+                        *("steps", "divergence", "tvdpp_estimator", "tvdpp_scope", "labels"),
+                        *("fixed_fraction", "student_fraction", "learning_rate"),
+                        *("select_fraction", "scale_learning_rate"),
+                    )
+                },
+            }
+        return {
+            "study": study.name,
+            "machine": machine(),
+            "versions": read_json(out / "responses" / "stage.json")["versions"],
+            "seconds": {part: round(value, 1) for part, value in seconds.items()},
+            "target": {
+                **{name: found[name] for name in ("name", "source")},  # not where it lies on this machine
+                "parameters": self._target_shape().parameters,
+            },
+            "responses": read_json(out / "responses" / "stage.json")["counts"],
+            "held_out": read_json(out / "held-out" / "stage.json")["counts"],
+            "tasks": {name: {**asdict(task), "domain": task.domain} for name, task in study.tasks.items()},
+            "groups": dict(study.groups),
+            "recipe": to_mapping(study.recipe),
+            "arms": arms,
+        }
+
+
+def check_alone() -> None:
+    """Raise InputError under torchrun: the runs of a study are many and small, one process makes them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("edgespec study runs in one process; start it without torchrun")
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d")

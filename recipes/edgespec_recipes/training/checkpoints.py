@@ -1,0 +1,85 @@
+"""Checkpoints that a kill -9 cannot spoil, and the state a diverged run leaves behind. Knows folders, nothing of training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from edgespec.core.files import read_json, whole_folder, write_json
+
+CHECKPOINTS = "checkpoints"
+COMPLETE = "complete.json"
+DIVERGED = "diverged"
+
+
+def mark_complete(folder: Path) -> None:
+    """Name every file of a checkpoint with its size, once all of them are on the disk."""
+    sizes = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+        sizes[file.relative_to(folder).as_posix()] = file.stat().st_size
+    write_json(folder / COMPLETE, sizes)
+
+
+def _is_complete(folder: Path) -> bool:
+    if not (folder / COMPLETE).is_file():
+        return False
+    sizes = read_json(folder / COMPLETE)
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items()
+    )
+
+
+def latest_checkpoint(out: Path) -> Path | None:
+    """The newest whole checkpoint of a run; what a killed run left half-written, and what is older, is deleted."""
+    found = {}
+    for folder in (out / CHECKPOINTS).glob("checkpoint-*"):
+        number = folder.name.removeprefix("checkpoint-")
+        if number.isdigit() and _is_complete(folder):
+            found[int(number)] = folder
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not found:
+        return None
+    newest = max(found)
+    for step, folder in found.items():
+        if step != newest:
+            shutil.rmtree(folder, ignore_errors=True)
+    return found[newest]
+
+
+def discard_checkpoints(out: Path) -> None:
+    """Call when the trained model is safely on disk."""
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
+
+
+def keep_diverged(
+    out: Path,
+    weights: Mapping[str, torch.Tensor],
+    moments: Mapping[str, torch.Tensor],
+    batch: Mapping[str, torch.Tensor],
+    about: dict[str, Any],
+) -> Path:
+    """Write `out`/diverged: model.safetensors, optimizer.safetensors (moments by parameter number), batch.npz, state.json."""
+    shutil.rmtree(out / DIVERGED, ignore_errors=True)
+    with whole_folder(out / DIVERGED) as folder:
+        save_file(
+            {name: value.detach().clone().cpu() for name, value in weights.items()},
+            folder / "model.safetensors",
+        )
+        save_file(
+            {name: value.detach().clone().cpu() for name, value in moments.items()},
+            folder / "optimizer.safetensors",
+        )
+        arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in batch.items()}
+        np.savez(folder / "batch.npz", **arrays)
+        write_json(folder / "state.json", about)
+    return out / DIVERGED

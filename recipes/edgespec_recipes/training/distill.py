@@ -1,0 +1,212 @@
+"""White-box distillation: the drafter learns the target's distributions. What goes in, what comes out, one training run.
+
+The batches are mixing.py's, the loss is objective.py's, the loop is trainer.py's. Direct alignment (section 2.3) is the target's
+own responses with pretraining text 9:1; DistillSpec adds fixed data and the drafter's own responses; AdaSPEC selects tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.schema import DistillOptions, InferenceOptions
+from edgespec_recipes.data.mixing import (
+    FIXED,
+    STUDENT,
+    TARGET,
+    TEXT,
+    Mixture,
+    TextRows,
+    prompt_rows,
+    response_rows,
+    shares,
+)
+from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
+from edgespec_recipes.generating.datagen import read_responses
+from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
+from edgespec_recipes.losses.losses import divergence
+from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.models.packing import Packing, packing_of
+from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate, finish, save_whole, train
+
+MEASURED_ROWS = 4  # of the store, against the live target
+
+
+@dataclass(frozen=True)
+class DistillInputs:
+    """What a distillation reads.
+
+    target, drafter: model folders. responses: the generate stage's shards. text, text_cache: the pretraining text and the
+    folder its token ids lie in or go to. store: stored distributions of the target on the response rows. reference: AdaSPEC's
+    reference drafter. inference: how the target runs.
+    """
+
+    target: Path
+    drafter: Path
+    responses: Path
+    text: str
+    text_cache: Path
+    store: Path | None = None
+    reference: Path | None = None
+    inference: InferenceOptions = InferenceOptions()
+
+
+def responses_of(folder: Path, context: int, together: bool = True) -> Rows:
+    """The generate stage's responses packed into rows of `context` tokens; the same rows for the same arguments and responses."""
+    return response_rows(
+        [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context, together
+    )
+
+
+def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
+    """Store the target's distributions at every position of the responses that `distill` will compare.
+
+    The counts say what the recipe's divergence loses by it on the first rows, against the live target where that is in torch.
+    Rows hold several responses where the target and the drafter can both read such rows.
+    """
+    device = processes.device()
+    draft = load_model(inputs.drafter).to(device)
+    target = (
+        load_target(inputs.target, inputs.inference, device) if inputs.inference.source == "torch" else None
+    )
+    packing = packing_of(_named(target=target, drafter=draft))
+    rows = responses_of(inputs.responses, options.context, packing.together)
+    counts = {
+        **store_targets(
+            out, inputs.target, rows, options.stored_top_k, inference=inputs.inference, model=target
+        ),
+        **packing.record(),
+    }
+    if target is None:
+        return counts
+    measured = range(min(MEASURED_ROWS, len(rows)))
+    functions = {options.divergence: divergence(options)}
+    return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
+
+
+def _named(**models: Any | None) -> dict[str, Any]:
+    """The models that there are, with their names in messages."""
+    return {f"the {name}": model for name, model in models.items() if model is not None}
+
+
+def _packing(models: dict[str, Any], store: StoredTargets | None) -> Packing:
+    """What rows may hold: what all the models read, and no more than the stored rows do.
+
+    Raises InputError where the stored rows hold several texts and a model cannot read such rows.
+    """
+    packing = packing_of(models)
+    if store is None or store.packed == packing.together:
+        return packing
+    if packing.together:
+        return Packing(False, f"rows hold one text each, as those in {store.folder} do")
+    raise InputError(
+        f"{store.folder} was stored from rows of several texts, and {packing.reason}; delete {store.folder} and store again"
+    )
+
+
+def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
+    """(rows to learn, rows the acceptance rate is watched on); never more than a quarter is held out."""
+    held = min(wanted, len(rows) // 4)
+    if not held:
+        return rows, None
+    learnt = len(rows) - held
+    return (
+        Rows({name: array[:learnt] for name, array in rows.arrays.items()}),
+        Rows({name: array[learnt:] for name, array in rows.arrays.items()}),
+    )
+
+
+def _check_context(folders: Sequence[Path], options: DistillOptions) -> None:
+    shapes = [ModelShape.from_config(read_json(folder / "config.json")) for folder in folders]
+    shortest = min(shapes, key=lambda shape: shape.one_rope_length)
+    if options.context > shortest.one_rope_length:
+        raise InputError(
+            f"distill.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
+        )
+
+
+def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int) -> dict[str, Any]:
+    """Distil `inputs.drafter` into `out`/model; goes on from the last checkpoint in `out`. Drafters kept on the way lie in
+    `out`/kept/step-NNNNNN. The target is loaded only where its distributions are not all stored.
+
+    Raises InputError: tokenizers that differ, a context longer than a model's, a selection without a reference.
+    """
+    check_same_vocabulary(inputs.target, inputs.drafter, "the target and the drafter")
+    _check_context([inputs.target, inputs.drafter], options)
+    draft = load_model(inputs.drafter)
+    if options.select_fraction < 1 and inputs.reference is None:
+        raise InputError(
+            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
+        )
+    device, tokenizer = processes.device(), load_tokenizer(inputs.target)
+    reference = None
+    if options.select_fraction < 1 and inputs.reference is not None:
+        reference = load_model(inputs.reference).to(device).requires_grad_(False)
+    parts = shares(options)
+    store = StoredTargets(inputs.store) if options.target_side == "stored" and inputs.store else None
+    asked = store is None or set(parts) != {TARGET}
+    target = load_target(inputs.target, inputs.inference, device) if asked else None
+    packing = _packing(_named(target=target, drafter=draft, reference=reference), store)
+    together = packing.together
+
+    stops = stop_ids_of(inputs.target, tokenizer)
+    responses = responses_of(inputs.responses, options.context, together)
+    learnt, held_out = _held_out(responses, options.watch_rows if options.watch_steps else 0)
+    sources: dict[int, Any] = {TARGET: learnt}
+    if TEXT in parts:
+        length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
+        wanted = tokens_to_read(inputs.text, length)
+        sources[TEXT] = TextRows(
+            text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
+        )
+    if FIXED in parts:
+        sources[FIXED] = response_rows(
+            read_replies(options.fixed, tokenizer, stops), options.context, together
+        )
+    if STUDENT in parts:
+        prompts = [row["prompt_ids"] for row in read_responses(inputs.responses)]
+        sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context, together)
+
+    objective = Objective(target, options, stops=stops, seed=seed, store=store, reference=reference)
+    watched = []
+    if held_out is not None:
+        batch = collate([{**held_out[row], "kind": TARGET} for row in range(len(held_out))])  # type: ignore[dict-item]
+        watched = [{name: values.to(device) for name, values in batch.items()}]
+    scale = options.select_fraction if options.scale_learning_rate else 1.0
+    counts = train(
+        draft,
+        Mixture(sources, parts, options.steps * options.batch_size, seed),
+        objective,
+        out,
+        replace(options, learning_rate=options.learning_rate * scale),
+        seed=seed,
+        label=f"distil, {options.divergence}",
+        ordered=True,
+        watch=(lambda model: objective.acceptance(model, watched)) if watched else None,
+        watch_steps=options.watch_steps,
+        keep=lambda step, model: save_whole(model, inputs.target, out / "kept" / f"step-{step:06d}"),
+        keep_steps=options.keep_steps,
+    )
+    finish(draft, inputs.target, out)
+    return {
+        **counts,
+        **packing.record(),
+        "divergence": options.divergence,
+        "shares": {
+            name: round(parts[kind], 4)
+            for kind, name in enumerate(("text", "fixed", "student", "target"))
+            if kind in parts
+        },
+        "response_rows": len(responses),
+        "compared_share": round(float(responses.arrays["compared"].mean()), 4),
+    }

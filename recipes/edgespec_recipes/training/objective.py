@@ -1,0 +1,212 @@
+"""The loss of a batch of distillation: who writes, who judges, which positions count. Any divergence, any mix, any selection.
+
+    batch -> (the drafter writes its own rows) -> target logits, live or stored -> (AdaSPEC's selection) -> mean divergence
+
+What depends on the whole step (the mean, the selection, TVD++'s mean reward) is the same whether the step comes in one
+batch or in micro-batches and several processes: where it takes logits, all micro-batches but the first are looked at once
+without gradient, and the first within its own pass. So one batch costs no second pass. Until its gradient's turn comes a
+micro-batch keeps the target's hidden states at its compared positions, in the CPU's memory, because the target costs most
+to run again.
+
+The drafter's logits exist a chunk at a time only (head_loss.py). Knows nothing of files or optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgespec.recipe.schema import DistillOptions
+from edgespec_recipes.data.mixing import TARGET
+from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.generating.on_policy import write_own_responses
+from edgespec_recipes.generating.stored import StoredTargets
+from edgespec_recipes.losses.head_loss import TargetRows, head_loss, head_values, in_head
+from edgespec_recipes.losses.losses import divergence, fkl, rewarded, tvd
+from edgespec_recipes.losses.mean_loss import label_losses
+from edgespec_recipes.losses.places import LOSS, Places, noise, places_of
+from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence
+from edgespec_recipes.losses.target_rows import hidden_at, join_rows, labels_of, live_rows
+from edgespec_recipes.losses.whole_batch import Survey, Terms, settle
+from edgespec_recipes.parallel.sharding import whole
+
+Batch = dict[str, Tensor]
+RowsFor = Callable[[Tensor | None], TargetRows]
+"""The token ids that the drafter knows (None: all) -> the target's rows at the compared positions, in order."""
+
+
+@dataclass
+class _Part:
+    """A micro-batch of a step, and what is known of it so far."""
+
+    batch: Batch
+    places: Places
+    target: RowsFor | None = None
+    survey: Survey = Survey()
+    terms: Terms | None = None
+
+    def rows(self, head: Any) -> TargetRows:
+        """The target's rows, as far as a drafter with this output layer knows the tokens."""
+        assert self.target is not None
+        return self.target(getattr(head, "ids", None))
+
+
+class Objective:
+    """Loss function of trainer.train.
+
+    Args:
+        target: the model whose distributions are learnt, on the training device, without gradient; None where all are stored.
+        options: divergence, labels, selection, mean, how the drafter writes.
+        stops: token ids that end a response.
+        seed: of the drafter's own responses and of the tokens that TVD++ draws.
+        store: the target's distributions on the response rows, where they were stored.
+        reference: AdaSPEC's reference drafter, where tokens are selected.
+    """
+
+    def __init__(
+        self,
+        target: Any | None,
+        options: DistillOptions,
+        *,
+        stops: Sequence[int],
+        seed: int,
+        store: StoredTargets | None = None,
+        reference: Any | None = None,
+    ) -> None:
+        self.target, self.reference, self.store = target, reference, store
+        self.hard = options.labels == "hard"
+        self.divergence = divergence(options)
+        self.fraction = options.select_fraction if reference is not None else 1.0
+        self.selects = self.fraction < 1
+        self.looks = self.selects or self.divergence.scope != "token"  # at logits, before the first gradient
+        self.mean, self.seed = options.mean, seed
+        assert target is not None or store is not None
+        size = target.config.vocab_size if target is not None else store.vocab_size  # type: ignore[union-attr]
+        self.tokens = SelectedTokens(size)
+        self.writes = options.student_fraction > 0
+        self.write = partial(
+            write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed
+        )
+
+    def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
+        if self.writes:
+            draft = whole(model)
+            batches = [self.write(draft, batch) for batch in batches]
+        if self.hard:
+            return label_losses(model, batches, inputs_of, self.mean)
+        return self._losses(model, batches)
+
+    def _losses(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        step = [_Part(batch, places_of(batch)) for batch in batches]
+        for part in step[1:] if self.looks else ():
+            part.target = self.target_rows(part.batch, set_aside=True)
+            with torch.no_grad():
+                _run(model, part.batch, partial(self._look, part))
+        for part in step:
+            part.target = part.target or self.target_rows(part.batch)
+            yield _run(model, part.batch, partial(self._loss, step, part))
+            part.target = None
+
+    def _look(self, part: _Part, hidden: Tensor, head: Any) -> Tensor:
+        """Look ahead at a micro-batch, in the place of its output layer."""
+        part.survey = self._survey(part.batch, hidden, head, part.rows(head))
+        return hidden[:1]  # nobody looks at the logits
+
+    def _survey(self, batch: Batch, hidden: Tensor, head: Any, rows: TargetRows) -> Survey:
+        """From the drafter's hidden states [n, H] at the compared positions."""
+        functions = [fkl] * self.selects + [rewarded] * (self.divergence.scope != "token")
+        if not functions:
+            return Survey()
+        values = dict(zip(functions, head_values(functions, hidden, head, rows), strict=True))
+        excess = None
+        if self.selects:
+            reference = hidden_at(self.reference, batch["compared"], inputs_of(batch))
+            excess = excess_divergence(values[fkl], *reference, rows)
+        return Survey(excess, values.get(rewarded))
+
+    def _loss(self, step: Sequence[_Part], part: _Part, hidden: Tensor, head: Any) -> Tensor:
+        """The share of one micro-batch in the step's mean, in the place of its output layer."""
+        rows = part.rows(head)
+        if part.terms is None:  # it is the first one: all others are known
+            part.survey = self._survey(part.batch, hidden, head, rows)
+            found = settle(
+                [each.places for each in step],
+                [each.survey for each in step],
+                scope=self.divergence.scope,
+                fraction=self.fraction,
+                mean=self.mean,
+                vocabulary=len(head.weight),
+            )
+            for each, terms in zip(step, found, strict=True):
+                each.terms = terms
+        assert part.terms is not None
+        given, compared = {}, part.batch["compared"]
+        if part.terms.reward_mean is not None:
+            given["reward_mean"] = part.terms.reward_mean
+        if self.divergence.sampled:
+            given["noise"] = noise(self.seed, part.batch["slot"], compared.shape[1], LOSS)[compared]
+        if self.selects:
+            self.tokens.add(labels_of(part.batch), part.terms.kept)
+        return head_loss(self.divergence, hidden, head, rows, part.terms.weights, given=given)
+
+    def target_rows(self, batch: Batch, *, set_aside: bool = False) -> RowsFor:
+        """The target's distributions at the compared positions; `set_aside`: see live_rows."""
+        stored = batch["kind"] == TARGET if self.store else torch.zeros_like(batch["kind"], dtype=torch.bool)
+        live = ~stored
+        parts = {name: values[live] for name, values in batch.items()} if stored.any() else batch
+        from_target = None
+        if live.any():
+            from_target = live_rows(self.target, parts["compared"], inputs_of(parts), set_aside=set_aside)
+        ids = batch["row_id"][stored].tolist()
+
+        def rows(columns: Tensor | None) -> TargetRows:
+            first = from_target(columns) if from_target else None
+            if self.store is None or not ids:
+                assert first is not None
+                return first
+            second = self.store.rows(ids, batch["input_ids"].device, columns)
+            owner = stored[:, None].expand_as(batch["compared"])[batch["compared"]]
+            return second if first is None else join_rows(first, second, owner)
+
+        return rows
+
+    def scalars(self) -> dict[str, Any]:
+        """What the log says of the selection since the last time."""
+        return self.tokens.report()
+
+    def acceptance(self, model: Any, batches: Sequence[Batch]) -> dict[str, float]:
+        """{"alpha": teacher-forced acceptance rate at temperature 1}: the mean of 1 − TVD (DistillSpec, Eq. 3)."""
+        overlaps = []
+        for batch in batches:
+            target_rows = self.target_rows(batch)(None)
+
+            def add(hidden: Tensor, head: Any, rows: TargetRows = target_rows) -> Tensor:
+                overlaps.append(1.0 - _all_token_tvd(hidden, head, rows))
+                return overlaps[-1].sum()
+
+            with torch.no_grad():
+                _run(model, batch, add)
+        found = torch.cat(overlaps)
+        return {"alpha": float(found.sum()) / max(1, len(found))}
+
+
+def _run(model: Any, batch: Batch, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
+    """The model over the rows, `compute` in the place of its output layer, at the compared positions."""
+    return in_head(model, batch["compared"], inputs_of(batch), compute)
+
+
+def _all_token_tvd(hidden: Tensor, head: Any, rows: TargetRows) -> Tensor:
+    """TVD [n] over the target's whole vocabulary, in which a drafter's tokens may be a part: it gives the others 0."""
+    spread = getattr(head, "spread", lambda logits: logits)
+    return head_values(
+        [lambda logits, target: tvd(spread(logits), target)],
+        hidden,
+        head,
+        lambda part, logits: rows(part, spread(logits)),
+    )[0]

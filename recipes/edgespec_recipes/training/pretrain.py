@@ -1,0 +1,77 @@
+"""Pretraining of a drafter: next-token prediction on plain text, from its first weights.
+
+Of the target it knows the tokenizer, and where the drafter is cut out of it the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.drafter import DrafterShape
+from edgespec.recipe.schema import DrafterOptions, PretrainOptions
+from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
+from edgespec_recipes.losses.mean_loss import label_losses
+from edgespec_recipes.models.initialise import initial_drafter
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.training.trainer import Batch, finish, train
+
+
+def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """Mean cross-entropy of token t + 1 given the tokens up to t, over rows [B, T] without padding; a loss of trainer.train."""
+    rows = [
+        {"input_ids": batch["input_ids"], "compared": _all_but_last(batch["input_ids"])} for batch in batches
+    ]
+    return label_losses(model, rows, lambda row: {"input_ids": row["input_ids"]})
+
+
+def _all_but_last(ids: torch.Tensor) -> torch.Tensor:
+    """bool [B, T]: the positions whose next token is in the row."""
+    compared = torch.ones_like(ids, dtype=torch.bool)
+    compared[:, -1] = False
+    return compared
+
+
+def pretrain(
+    out: Path,
+    target_folder: Path,
+    shape: DrafterShape,
+    drafter: DrafterOptions,
+    options: PretrainOptions,
+    seed: int,
+) -> dict[str, Any]:
+    """Train a drafter of `shape` on `options.text`; write `out`/model and `out`/log.jsonl. Resumes from what lies in `out`.
+
+    Its first weights are what `drafter.init` says; with no steps they are the result. Returns counts: parameters, steps, tokens,
+    train_seconds, loss_first, loss_last, text_tokens, precision.
+    """
+    tokenizer = load_tokenizer(target_folder)
+    if options.context > shape.one_rope_length:
+        raise InputError(
+            f"pretrain.context is {options.context}; the target's context is {shape.told_length()}: give at most that"
+        )
+    wanted = tokens_to_read(options.text, options.steps * options.batch_size * options.context)
+    blocks = text_blocks(
+        options.text,
+        tokenizer,
+        options.context,
+        out / "text",
+        tokens=wanted,
+    )
+    model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
+    counts = train(
+        model,
+        Rows({"input_ids": blocks, "row_id": np.arange(len(blocks))}),
+        next_token_losses,
+        out,
+        options,
+        seed=seed,
+        label="pretrain the drafter",
+    )
+    finish(model, target_folder, out)
+    return {"parameters": shape.parameters, "text_tokens": int(blocks.size), **counts}

@@ -1,0 +1,1 @@
+"""Plain against speculative decoding, side by side."""

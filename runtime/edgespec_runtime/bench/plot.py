@@ -1,0 +1,88 @@
+"""A bench as a picture: block efficiency and token rate for each draft length. Needs matplotlib (the extra 'plot')."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import MissingExtra
+from edgespec.core.files import whole_file
+from edgespec_runtime.bench.report import AUTO, PLAIN, Summary
+
+_TARGET, _DRAFT = "#555555", "#1f6f8b"
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtra where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("matplotlib", "plot", "A plot") from error
+
+
+def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
+    """Write a PNG with two panels: τ, and tokens per second with the plain line. Bars are 95 % intervals."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    plain = next(summary for summary in summaries if summary.draft_length == PLAIN)
+    drafted = [summary for summary in summaries if summary.draft_length > PLAIN]
+    chosen = [summary for summary in summaries if summary.draft_length == AUTO]
+    lengths = [summary.draft_length for summary in drafted]
+    figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    figure.suptitle(title, fontsize=11)
+
+    _points(left, lengths, [summary.block_efficiency for summary in drafted], "measured")
+    left.plot(
+        lengths,
+        [length + 1 for length in lengths],
+        ":",
+        color=_TARGET,
+        linewidth=1,
+        label="most possible, γ + 1",
+    )
+    left.set_ylim(bottom=1)
+    left.set_ylabel("block efficiency τ (tokens per target pass)")
+
+    value, low, high = plain.token_rate
+    right.axhline(value, color=_TARGET, linewidth=1.5, label="plain decoding")
+    right.axhspan(low, high, color=_TARGET, alpha=0.15, linewidth=0)
+    _points(right, lengths, [summary.token_rate for summary in drafted], "speculative decoding")
+    for summary in chosen:
+        right.axhline(
+            summary.token_rate[0],
+            color=_DRAFT,
+            linestyle="--",
+            linewidth=1.2,
+            label="γ chosen block by block",
+        )
+    right.set_ylim(bottom=0)
+    right.set_ylabel("tokens per second (prefill apart)")
+    for axes in (left, right):
+        axes.set_xlabel("draft length γ")
+        axes.set_xticks(lengths)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    with whole_file(file) as temporary:
+        figure.savefig(temporary, format="png")
+
+
+def _points(
+    axes: Any, lengths: Sequence[int], values: Sequence[tuple[float, float, float]], label: str
+) -> None:
+    middle = [value for value, _, _ in values]
+    below, above = [value - low for value, low, _ in values], [high - value for value, _, high in values]
+    axes.errorbar(
+        lengths,
+        middle,
+        yerr=[below, above],
+        fmt="o-",
+        color=_DRAFT,
+        capsize=3,
+        markersize=4,
+        linewidth=1.5,
+        label=label,
+    )

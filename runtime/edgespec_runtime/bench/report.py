@@ -1,0 +1,268 @@
+"""What the runs of a bench mean: a summary for each draft length, two tables, a verdict in words. Pure; times nothing.
+
+Costs are in units of one plain target step and come from the raw counts: c_t = a drafter step, v = a pass over γ + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from edgespec.core.metrics import (
+    RawCounts,
+    bootstrap,
+    mbsu,
+    median,
+    predicted_block_efficiency,
+    predicted_speedup,
+    ratio_of_sums,
+)
+from edgespec.core.table import interval, table
+
+PLAIN = 0  # the draft length of a plain run
+AUTO = -1  # ... of one whose draft lengths were chosen block by block
+GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
+Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt decoded once. `first_token_seconds` is prefill and first block, from an empty cache."""
+
+    prompt: int
+    repeat: int
+    draft_length: int
+    prompt_tokens: int
+    first_token_seconds: float
+    reply: tuple[int, ...]
+    counts: RawCounts
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One draft length over all prompts; `speedup`: median over prompts of its token rate / the plain one's.
+
+    `of_fastest`: token rate over all tokens / that of the fastest fixed draft length in hindsight, 0 among them. The median of
+    replies of twenty tokens leaps with single blocks, and the best of several such medians is a lucky one; this hardly is.
+    `mean_draft_length`: γ itself, or what was chosen on average.
+    """
+
+    draft_length: int
+    mean_draft_length: float
+    token_rate: Interval
+    first_token_seconds: float
+    step_seconds: float  # one target pass
+    speedup: Interval
+    of_fastest: Interval
+    block_efficiency: Interval
+    acceptance_rate: float
+    mbsu: dict[str, float]
+    draft_cost: float
+    verify_cost: float
+    identical: int  # prompts whose reply has the same tokens as the plain one
+
+    @property
+    def name(self) -> str:
+        chosen = f"γ = {self.draft_length}"
+        return {PLAIN: "plain", AUTO: f"γ chosen ({self.mean_draft_length:.1f})"}.get(
+            self.draft_length, chosen
+        )
+
+    @property
+    def predicted(self) -> float:
+        """τ / (γ·c_t + v(γ + 1)), from the measured costs."""
+        efficiency = self.block_efficiency[0]
+        return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
+
+
+class _Prompt:
+    """All runs of one prompt, by draft length; the median over repeats of anything."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._runs: dict[int, list[Run]] = {}
+        for run in runs:
+            self._runs.setdefault(run.draft_length, []).append(run)
+
+    def of(self, length: int, value: Callable[[Run], float]) -> float:
+        return median([value(run) for run in self._runs[length]])
+
+    def ratio(self, length: int, value: Callable[[Run], float], unit: Callable[[Run], float]) -> float:
+        """`value` in units of `unit` of the plain run."""
+        return self.of(length, value) / self.of(PLAIN, unit)
+
+    def is_identical(self, length: int) -> bool:
+        return all(run.reply == plain.reply for run in self._runs[length] for plain in self._runs[PLAIN])
+
+    def summed(self, length: int) -> RawCounts:
+        total = RawCounts()
+        for run in self._runs[length]:
+            total.add(run.counts)
+        return total
+
+
+def _rate(run: Run) -> float:
+    return run.counts.token_rate
+
+
+_rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
+
+
+def _ratio_over_all(pairs: Sequence[tuple[RawCounts, RawCounts]]) -> float:
+    mine, theirs = zip(*pairs, strict=True)
+    return _rate_over_all(mine) / _rate_over_all(theirs)
+
+
+def _first_token_seconds(run: Run) -> float:
+    return run.first_token_seconds
+
+
+def _pass_seconds(run: Run) -> float:
+    return run.counts.verify_seconds / max(1, run.counts.blocks)
+
+
+def _draft_step_seconds(run: Run) -> float:
+    return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else 0.0
+
+
+def _draft_cost(length: int, prompts: Sequence[_Prompt]) -> float:
+    """c_t, of the prompts for which something was drafted: a chosen draft length can leave most of them plain. 0 for none."""
+    drafted = [prompt for prompt in prompts if prompt.summed(length).drafted]
+    return median([prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in drafted] or [0.0])
+
+
+def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summary]:
+    """Summaries by ascending draft length, plain first, chosen ones last. Every prompt must have every draft length."""
+    grouped: dict[int, list[Run]] = {}
+    for run in runs:
+        grouped.setdefault(run.prompt, []).append(run)
+    prompts = [_Prompt(group) for group in grouped.values()]
+
+    lengths = sorted({run.draft_length for run in runs}, key=lambda length: (length == AUTO, length))
+    summed = {length: [prompt.summed(length) for prompt in prompts] for length in lengths}
+    fixed = [length for length in lengths if length != AUTO]
+    fastest = summed[max(fixed, key=lambda length: _rate_over_all(summed[length]))]
+    summaries = []
+    for length in lengths:
+        counts = summed[length]
+        total = RawCounts()
+        for one in counts:
+            total.add(one)
+        efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
+        mean = total.mean_draft_length if length == AUTO else float(length)
+        summaries.append(
+            Summary(
+                draft_length=length,
+                mean_draft_length=mean,
+                token_rate=bootstrap([prompt.of(length, _rate) for prompt in prompts], median),
+                first_token_seconds=median([prompt.of(length, _first_token_seconds) for prompt in prompts]),
+                step_seconds=median([prompt.of(length, _pass_seconds) for prompt in prompts]),
+                speedup=bootstrap([prompt.ratio(length, _rate, _rate) for prompt in prompts], median),
+                of_fastest=bootstrap(list(zip(counts, fastest, strict=True)), _ratio_over_all),
+                block_efficiency=efficiency,
+                acceptance_rate=total.acceptance_rate,
+                mbsu={
+                    name: mbsu(efficiency[0], total.computed(mean), ratio)
+                    for name, ratio in cost_ratios.items()
+                },
+                draft_cost=_draft_cost(length, prompts),
+                verify_cost=median(
+                    [prompt.ratio(length, _pass_seconds, _pass_seconds) for prompt in prompts]
+                ),
+                identical=sum(prompt.is_identical(length) for prompt in prompts),
+            )
+        )
+    return summaries
+
+
+def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
+    """Token rate, against plain decoding, and time to the first token."""
+    rows = []
+    for s in summaries:
+        plain = s.draft_length == PLAIN
+        rows.append(
+            (
+                s.name,
+                interval(*s.token_rate, digits=1),
+                "1" if plain else interval(*s.speedup),
+                "" if plain else f"{s.predicted:.2f}",
+                f"{1e3 * s.first_token_seconds:.1f}",
+            )
+        )
+    return table(
+        ("", "tok/s [95 %]", "x plain [95 %]", "predicted", "first token ms"), rows, markdown=markdown
+    )
+
+
+def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
+    """What the drafter gives (τ, α, MBSU) and what it costs (c_t, v)."""
+    drafted = [s for s in summaries if s.draft_length != PLAIN]
+    names = list(drafted[0].mbsu)
+    rows = [
+        (
+            s.name,
+            interval(*s.block_efficiency),
+            f"{s.acceptance_rate:.3f}" if s.mean_draft_length else "-",
+            *(f"{s.mbsu[name]:.2f}" for name in names),
+            f"{s.draft_cost:.3f}" if s.mean_draft_length else "-",
+            f"{s.verify_cost:.2f}",
+        )
+        for s in drafted
+    ]
+    headers = ("", "τ [95 %]", "α", *(f"MBSU by {name}" for name in names), "c_t", "v(γ+1)")
+    return table(headers, rows, markdown=markdown)
+
+
+def verdict(summaries: Sequence[Summary]) -> str:
+    """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs."""
+    best = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
+    value, low, high = best.speedup
+    measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at {best.name}"
+    fastest = max((s for s in summaries if s.draft_length != AUTO), key=lambda s: s.of_fastest[0])
+    chosen = "".join(
+        f" With γ chosen block by block: {interval(*s.speedup)}x; "
+        f"over all tokens {interval(*s.of_fastest)} of {fastest.name}, the fastest in hindsight."
+        for s in summaries
+        if s.draft_length == AUTO
+    )
+    if low > 1.0:
+        return f"Speculation pays here: {measured}.{chosen}"
+    if high >= 1.0:
+        unclear = "more prompts or a quieter machine would tell"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{chosen}"
+    return f"Speculation does not pay here: at best {measured}. {_cause(best)}{chosen}"
+
+
+def _sums(s: Summary) -> str:
+    return block_sums(s.block_efficiency[0], s.draft_length, s.draft_cost, s.verify_cost)
+
+
+def _cause(s: Summary) -> str:
+    """What is most in the way of a measured draft length."""
+    if s.predicted > 1.0:
+        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({_sums(s)})."
+    efficiency = s.block_efficiency[0]
+    return block_cause(s.acceptance_rate, efficiency, s.draft_length, s.draft_cost, s.verify_cost)
+
+
+def block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
+    """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
+    drafting = draft_length * draft_cost
+    steps = f"{drafting:.2f} for {draft_length} drafter step{'s' * (draft_length > 1)}"
+    return (
+        f"a block yields {efficiency:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
+        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1} tokens"
+    )
+
+
+def block_cause(
+    acceptance_rate: float, efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
+) -> str:
+    """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
+    sums = block_sums(efficiency, draft_length, draft_cost, verify_cost)
+    drafting, verifying = draft_length * draft_cost, verify_cost - 1.0
+    attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, draft_length)
+    if acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + verify_cost:
+        return f"Acceptance is too low, α = {acceptance_rate:.2f} ({sums})."
+    if drafting >= verifying:
+        return f"The drafter is too slow for this target: a step of it costs {draft_cost:.2f} target steps ({sums})."
+    return f"Verifying {draft_length + 1} tokens in one pass is too costly on this machine ({sums})."

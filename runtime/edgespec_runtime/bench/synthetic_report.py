@@ -1,0 +1,267 @@
+"""What the runs on random weights mean: a row for each acceptance trace, tables, JSON. Pure; times nothing.
+
+One notation: τ tokens a block, γ draft length (a mean where the schedule chose several), c_t a drafter step and v a target pass
+in plain steps, both from the same runs. Limit: τ / (γ · c_t + v), what the passes alone would give.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgespec import __version__
+from edgespec.core.metrics import (
+    RawCounts,
+    bootstrap,
+    mbsu,
+    median,
+    ratio_of_sums,
+)
+from edgespec.core.table import count, interval, table
+from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even
+from edgespec_runtime.engines.exactness import EXACT
+
+Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
+Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to decode. `draft_length` None: the schedule chooses it from the measured costs."""
+
+    trace: Trace
+    draft_length: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One reply; `arm` is None for plain decoding. `pass_seconds`: of decoding, spent inside both models' passes."""
+
+    arm: Arm | None
+    round: int
+    counts: RawCounts
+    pass_seconds: float
+
+    @property
+    def loop_share(self) -> float:
+        """What everything beside the passes adds to them: drawing drafts, the rule, the loop."""
+        return self.counts.total_seconds / self.pass_seconds - 1.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """All runs of one engine, precision, mode and temperature. `parameters`, `streamed_bytes`: by role."""
+
+    name: str
+    engine: str
+    precision: str
+    mode: str
+    temperature: float
+    threads: int
+    parameters: dict[str, int]
+    streamed_bytes: dict[str, int]
+    cost_ratios: dict[str, float]
+    costs: Costs
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm over all rounds; `speedup`: median over rounds of its token rate / the plain one's; `loop_share`: see Run."""
+
+    arm: Arm
+    draft_length: float
+    token_rate: Interval
+    speedup: Interval
+    block_efficiency: Interval
+    acceptance_rate: float
+    draft_cost: float
+    verify_cost: float
+    mbsu: dict[str, float]
+    best_draft_length: int  # by the costs measured beforehand ...
+    predicted: float  # ... and the speed-up that these promise with it
+    loop_share: Interval
+
+    @property
+    def limit(self) -> float:
+        """τ / (γ · c_t + v), all from the runs."""
+        return self.block_efficiency[0] / (self.draft_length * self.draft_cost + self.verify_cost)
+
+
+def plain_rate(section: Section) -> Interval:
+    """Tokens per second of plain decoding."""
+    return bootstrap([run.counts.token_rate for run in section.runs if run.arm is None], median)
+
+
+def plain_loop_share(section: Section) -> Interval:
+    """What sampling and the loop add to the target's passes in plain decoding."""
+    return bootstrap([run.loop_share for run in section.runs if run.arm is None], median)
+
+
+def rows_of(section: Section) -> list[Row]:
+    """A row for each arm, in the order of the section's runs."""
+    plain = {run.round: run.counts for run in section.runs if run.arm is None}
+    arms = list(dict.fromkeys(run.arm for run in section.runs if run.arm is not None))
+    return [_row(section, arm, plain) for arm in arms]
+
+
+def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
+    runs = [run for run in section.runs if run.arm == arm]
+    counts, total = [run.counts for run in runs], RawCounts()
+    for one in counts:
+        total.add(one)
+
+    def in_plain_steps(seconds: Callable[[RawCounts], float]) -> float:
+        """Median over rounds, each against the plain run of its round."""
+        return median([seconds(run.counts) / _pass_seconds(plain[run.round]) for run in runs])
+
+    context = section.costs.contexts[0]
+    drafting = all(one.drafted for one in counts)
+    draft_cost = in_plain_steps(_draft_seconds) if drafting else section.costs.c_t(context)
+    efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
+    length = total.drafted / total.blocks
+    best, predicted = best_draft_length(section.costs, sum(arm.trace) / len(arm.trace), context)
+    ratios = [run.counts.token_rate / plain[run.round].token_rate for run in runs]
+    return Row(
+        arm=arm,
+        draft_length=length,
+        token_rate=bootstrap([one.token_rate for one in counts], median),
+        speedup=bootstrap(ratios, median),
+        block_efficiency=efficiency,
+        acceptance_rate=total.acceptance_rate,
+        draft_cost=draft_cost,
+        verify_cost=in_plain_steps(_pass_seconds),
+        mbsu={name: mbsu(efficiency[0], length, ratio) for name, ratio in section.cost_ratios.items()},
+        best_draft_length=best,
+        predicted=predicted,
+        loop_share=bootstrap([run.loop_share for run in runs], median),
+    )
+
+
+def _pass_seconds(counts: RawCounts) -> float:
+    return counts.verify_seconds / counts.blocks
+
+
+def _draft_seconds(counts: RawCounts) -> float:
+    return counts.draft_seconds / counts.drafted
+
+
+def text(section: Section, *, markdown: bool = False) -> str:
+    """What ran, the speed table, the cost table, and from which α on speculation pays."""
+    rows, plain = rows_of(section), plain_rate(section)
+    sizes = section.parameters
+    step = section.streamed_bytes["target"]
+    rounds = 1 + max(run.round for run in section.runs)
+    how = "greedy" if section.temperature == 0 else f"temperature {section.temperature:g}"
+    how += f", {section.mode} mode" if section.mode != EXACT else ""
+    ratios = ", ".join(f"{value:.2%} by {name}" for name, value in section.cost_ratios.items())
+    return "\n".join(
+        [
+            f"{section.name}'s shape ({count(sizes['target'])}, random weights) with its drafter's ({count(sizes['drafter'])}), "
+            f"{section.engine} {section.precision}, {section.threads} thread{'s' * (section.threads > 1)}, {how}",
+            f"c = {ratios}; {rounds} rounds; medians over rounds, 95 % bootstrap intervals",
+            f"Plain: {interval(*plain)} tok/s; {step / GB:.3g} GB of weights a token, {plain[0] * step / GB:.1f} GB/s. "
+            "Loop: what all else adds to the passes of both models.",
+            "",
+            _speed_table(section, rows, plain, markdown),
+            "",
+            _cost_table(rows, markdown),
+            "",
+            _passes(section.costs),
+            _verdict(section.costs),
+        ]
+    )
+
+
+def _name(arm: Arm) -> str:
+    chosen = "" if arm.draft_length is None else f", γ = {arm.draft_length}"
+    return "α = " + " ".join(f"{rate:g}" for rate in arm.trace) + chosen
+
+
+def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdown: bool) -> str:
+    names = list(section.cost_ratios)
+    own = _percent(plain_loop_share(section))
+    lines = [("plain", "", interval(*plain), "1", "", "", own, *("" for _ in names))]
+    lines += [
+        (
+            _name(row.arm),
+            f"{row.draft_length:.1f}",
+            interval(*row.token_rate),
+            interval(*row.speedup),
+            f"{row.limit:.2f}",
+            f"{row.speedup[0] / row.limit:.2f}",
+            _percent(row.loop_share),
+            *(f"{row.mbsu[name]:.2f}" for name in names),
+        )
+        for row in rows
+    ]
+    headers = (
+        "",
+        "γ",
+        "tok/s [95 %]",
+        "x plain [95 %]",
+        "limit",
+        "of limit",
+        "loop [95 %]",
+        *(f"MBSU by {n}" for n in names),
+    )
+    return table(headers, lines, markdown=markdown)
+
+
+def _percent(share: Interval) -> str:
+    value, low, high = (f"{100 * one:.1f}" for one in share)
+    return f"{value} % [{low}, {high}]"
+
+
+def _cost_table(rows: Sequence[Row], markdown: bool) -> str:
+    lines = [
+        (
+            _name(row.arm),
+            interval(*row.block_efficiency),
+            "" if math.isnan(row.acceptance_rate) else f"{row.acceptance_rate:.3f}",
+            f"{row.draft_cost:.3f}",
+            f"{row.verify_cost:.2f}",
+            f"{row.best_draft_length}",
+            f"{row.predicted:.2f}",
+        )
+        for row in rows
+    ]
+    headers = ("", "τ [95 %]", "α seen", "c_t", "v", "best γ by costs", "x plain by costs")
+    return table(headers, lines, markdown=markdown)
+
+
+def _passes(costs: Costs) -> str:
+    context = costs.contexts[0]
+    passes = ", ".join(f"v({n}) {costs.v(n, context):.2f}" for n in range(2, costs.longest + 1))
+    return f"Costs measured beforehand, in plain steps: c_t {costs.c_t(context):.3f}, {passes}."
+
+
+def _verdict(costs: Costs) -> str:
+    """The lowest α at which some draft length pays."""
+    context = costs.contexts[0]
+    found = [(break_even(costs, length, context), length) for length in range(1, costs.longest)]
+    paying = [(alpha, length) for alpha, length in found if alpha is not None]
+    if not paying:
+        return "By these costs no acceptance rate makes speculation pay here."
+    alpha, length = min(paying)
+    return f"By these costs speculation pays from α = {alpha:.2f} on (γ = {length} there)."
+
+
+def as_json(sections: Sequence[Section], left_out: dict[str, str]) -> dict[str, Any]:
+    """Everything: raw counts of every run first, what is derived from them after."""
+    return {
+        "edgespec": __version__,
+        "sections": [
+            {
+                **asdict(section),
+                "plain_token_rate": plain_rate(section),
+                "plain_loop_share": plain_loop_share(section),
+                "rows": [{**asdict(row), "limit": row.limit} for row in rows_of(section)],
+            }
+            for section in sections
+        ],
+        "left_out": left_out,
+    }

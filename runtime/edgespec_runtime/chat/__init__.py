@@ -1,0 +1,1 @@
+"""Talking to a pair: terminal and one answer."""

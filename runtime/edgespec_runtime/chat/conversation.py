@@ -1,0 +1,122 @@
+"""A chat as messages and as the very token ids the cache holds. Knows the chat template, no terminal; runs no engine.
+
+Decoding a reply and encoding it again may give other ids than the model wrote, and the cache would be thrown away. So a new
+turn keeps the ids of the turns before it and encodes only what the template writes after the last reply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeVar
+
+from edgespec.core.errors import InputError
+from edgespec_runtime.decoding.options import SHIFT, ReplyOptions
+from edgespec_runtime.engines.session import CachedEngine, most_kept
+from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
+
+Options = TypeVar("Options", bound=ReplyOptions)
+
+_PLACE = "\ue000reply\ue001"  # private-use characters: stands for the last reply in a rendering, to find what follows it
+
+
+class Conversation:
+    """Messages of a chat, oldest first, and the ids of prompt and reply as they were computed.
+
+    Attributes:
+        system: the system prompt, '' for none.
+        messages: finished turns, user and assistant alternating.
+        ids: ids of those turns up to the end of the last reply; empty where the next prompt must be encoded as a whole.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, system: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._system = system
+        self.messages: list[Message] = []
+        self.ids: list[int] = []
+
+    @property
+    def system(self) -> str:
+        return self._system
+
+    @system.setter
+    def system(self, text: str) -> None:
+        self._system = text
+        self.ids = []  # every id after the system prompt moves
+
+    def reset(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.messages, self.ids = [], []
+
+    def prompt(self, text: str) -> list[int]:
+        """Ids of the whole chat with `text` as its next user message, up to where the reply begins."""
+        if not self.ids:
+            return self._tokenizer.encode_chat(self._with(self.messages, text))
+        continued = self._continue(text)
+        return (
+            self._tokenizer.encode_chat(self._with(self.messages, text)) if continued is None else continued
+        )
+
+    def add(self, text: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
+        """Record a finished turn: the user's text, the prompt ids it was answered from, the reply's ids as decoded."""
+        answer = self._tokenizer.decode(reply)
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+        self.ids = [*prompt, *reply]
+
+    def fit(self, text: str, room: int) -> tuple[list[int], int]:
+        """(prompt of at most `room` tokens, turns dropped for it): the oldest turns go first, the system prompt stays.
+
+        Raises InputError, and drops nothing, where the message alone does not fit.
+        """
+        prompt, messages = self.prompt(text), self.messages
+        while len(prompt) > room and messages:
+            messages = messages[2:]
+            prompt = self._tokenizer.encode_chat(self._with(messages, text))
+        if len(prompt) > room:
+            raise InputError(
+                f"the message takes {len(prompt)} tokens and the context has room for {room}; "
+                "send a shorter one, or load the bundle with a longer --context"
+            )
+        dropped = (len(self.messages) - len(messages)) // 2
+        if dropped:
+            self.messages, self.ids = messages, []
+        return prompt, dropped
+
+    def _with(self, messages: Sequence[Message], text: str) -> list[Message]:
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        return [*system, *messages, {"role": "user", "content": text}]
+
+    def _continue(self, text: str) -> list[int] | None:
+        """The ids kept, then what the template writes after the last reply; None for a template that rewrites earlier turns."""
+        safe, hidden = self._tokenizer.hide(self._with(self.messages, text))
+        *before, asked, answered, said = safe
+        start = self._tokenizer.render([*before, asked])
+        place = {"role": "assistant", "content": _PLACE}
+        head, _, tail = self._tokenizer.render([*before, asked, place, said]).partition(_PLACE)
+        real = self._tokenizer.render(safe)
+        kept = (
+            head.startswith(start)
+            and not head[len(start) :].strip()
+            and real.startswith(head)
+            and real.endswith(tail)
+        )
+        if not kept or real[len(head) : len(real) - len(tail)].strip() != answered["content"].strip():
+            return None
+        after = self._tokenizer.encode_hidden(tail, hidden)
+        if self.ids[-1] not in self._tokenizer.stop_ids:  # the reply was cut off: the template closes it
+            return self.ids + after
+        if (
+            self.ids[-1] in after[:2]
+        ):  # the model closed the turn with the template's own token (a space may stand before it)
+            return self.ids + after[after.index(self.ids[-1]) + 1 :]
+        return self.ids[:-1] + after
+
+
+def keeping_system(options: Options, tokenizer: ChatTokenizer, system: str, target: CachedEngine) -> Options:
+    """Options under which a shift of the target's context keeps the system prompt, unless they say themselves what it keeps."""
+    if options.when_full != SHIFT or options.keep is not None or not system:
+        return options
+    first = {"role": "system", "content": system}
+    one, other = (tokenizer.encode_chat([first, {"role": "user", "content": text}]) for text in "ab")
+    common = next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return dataclasses.replace(options, keep=min(common, most_kept(target.engine.context_length)))

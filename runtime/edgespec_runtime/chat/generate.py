@@ -1,0 +1,104 @@
+"""Answer one prompt with a bundle; the reply streams to standard output.
+
+The prompt is an argument or comes from standard input.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.core.options import from_mapping, knob, to_mapping
+from edgespec.core.texts import printable_json
+from edgespec_runtime.chat.conversation import keeping_system
+from edgespec_runtime.chat.terminal import typed
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.decoding.loop import check_prompt, decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.speed import dump, metrics_of
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.device_defaults import of_reply
+
+MAX_PROMPT_BYTES = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DecodingOptions, LoadOptions):
+    bundle: str = knob(help="bundle folder", positional=True)
+    prompt: str = knob("", "the user's message; standard input where absent", positional=True)
+    system: str = knob("", "system prompt")
+    raw: bool = knob(False, "continue the prompt as it stands, without the chat template")
+    draft: bool = knob(True, "speculate with the drafter")
+    json: bool = knob(
+        False, "print one JSON object with the reply, raw counts and metrics instead of streaming"
+    )
+
+
+OPTIONS = Options
+
+
+def read_prompt() -> str:
+    """The whole of standard input, one final line end off. Raises InputError where there is none to read."""
+    if sys.stdin.isatty():
+        raise InputError("there is no prompt; give it after the bundle, or pipe it in")
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InputError(f"the prompt on standard input exceeds {MAX_PROMPT_BYTES} bytes; shorten it")
+    return typed(data, "the prompt on standard input").removesuffix("\n")
+
+
+def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
+    """Prompt ids through the chat template, or of the text alone."""
+    if raw:
+        return pair.tokenizer.encode(text)
+    messages = [{"role": "system", "content": system}] if system else []
+    return pair.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, of_reply(given))
+    text = options.prompt or read_prompt()
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text")
+    decoding = options if options.draft else plain(options)
+    pair = open_pair(Path(options.bundle), options, with_draft=decoding.needs_model)
+    try:
+        prompt = encode_prompt(pair, text, options.system, options.raw)
+        if not options.raw:
+            decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
+        check_prompt(pair.target, pair.draft, prompt, decoding)
+        schedule = Schedules(pair, lambda text: print(text, file=sys.stderr, flush=True)).of(decoding)
+        counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
+        try:
+            stop = pair.tokenizer.stop_ids
+            for block in decode(pair.target, pair.draft, prompt, decoding, stop, counts, schedule):
+                finish = block.finish
+                pieces.append(stream.feed(block.tokens))
+                if not options.json:
+                    print(pieces[-1], end="", flush=True)
+        finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
+            if pieces and not options.json:
+                print(stream.finish(), flush=True)
+        if not options.json:
+            return 0
+        pieces.append(stream.finish())
+        report = {
+            "reply": "".join(pieces),
+            "finish": finish,
+            "prompt_tokens": len(prompt),
+            "engine": pair.engine,
+            "precision": pair.precision,
+            "exactness": dataclasses.asdict(pair.measured_exactness()),
+            "options": to_mapping(options),
+            "counts": dump(counts),
+            "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
+        }
+        print(printable_json(report))
+        return 0
+    finally:
+        pair.close()

@@ -1,0 +1,1 @@
+"""The draft length: measured costs, expected acceptance, one formula."""

@@ -1,0 +1,188 @@
+"""Measure on this device what passes of every size cost.
+
+Every size takes its turn in every round, so that a slow moment of the machine hits all of them; medians are kept. A turn is some
+passes one after another, as decoding makes them, of which the last counts: the first ones after another size wait for threads,
+caches and buffers. A drafter's steps are timed where the loop makes them, after a pass of the target that took its place in the
+processor's caches. Knows engines; no rules, no text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import median
+from edgespec.core.options import knob
+from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
+from edgespec_runtime.engines.session import CachedEngine
+
+LEAST_PASS = 4  # passes of fewer tokens are measured however little time there is
+DRAFT_STEPS = 3
+PLAIN_TURNS = 2  # of plain steps in a round: all else is counted in them
+SETTLED = 5e-3  # seconds of passes of one size, after which the next ones take what they take from then on
+MOST_SWEEPS = 3
+PREFILL_SHARE = 0.25  # of the time may go into filling the caches
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """`seconds` is kept to where one round over all sizes fits into it."""
+
+    seconds: float = knob(20.0, "time to spend on measuring, about", at_least=0.0)
+    contexts: tuple[int, ...] = knob(
+        (32, 256, 1024), "context lengths to measure at, in tokens, as far as the models go", at_least=1
+    )
+
+
+QUICK = CalibrateOptions(seconds=1.5, contexts=(256,))  # before a chat: people wait for it
+
+
+def calibrate(
+    target: CachedEngine,
+    draft: CachedEngine | None,
+    how: CalibrateOptions = CalibrateOptions(),
+    longest: int = LONGEST_PASS,
+) -> Costs:
+    """Median seconds of target passes of 1 to `longest` tokens and of drafter steps, at each context the models have room for.
+
+    Without a drafter its steps cost 0. A target so slow that the time does not suffice gets shorter contexts and passes. Both
+    caches are empty before and after, also where a pass fails. Raises InputError where the context has no room for two tokens.
+    """
+    models = [model for model in (target, draft) if model is not None]
+    room = min(model.reach(0) for model in models)
+    if room < 2:
+        raise InputError(
+            f"{target.engine.name}: a context of {room} token has no room for a pass behind it; load it with a longer --context"
+        )
+    try:
+        return _Measurement(target, draft, how, room, longest).run()
+    finally:
+        for model in models:
+            model.rewind(0)
+
+
+class _Measurement:
+    def __init__(
+        self, target: CachedEngine, draft: CachedEngine | None, how: CalibrateOptions, room: int, longest: int
+    ) -> None:
+        self._start = perf_counter()
+        self._target, self._draft = target, draft
+        self._models = [model for model in (target, draft) if model is not None]
+        self._seconds, self._room = how.seconds, room
+        self._generator = np.random.default_rng(0)
+        vocabulary = min(model.engine.vocab_size for model in self._models)
+        self._ids: list[int] = self._generator.integers(0, vocabulary, room).tolist()
+        block = min(model.engine.block_length for model in self._models)
+        self._longest = min(longest, block, room - 1)
+        self._wanted = how.contexts
+        self._verify: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self._step: defaultdict[int, list[float]] = defaultdict(list)
+        self._read2: defaultdict[int, list[float]] = defaultdict(list)
+
+    def run(self) -> Costs:
+        self._ramp()
+        for sweep in range(self._sweeps):
+            for model in self._models:
+                model.prefill(self._ids[: self._contexts[-1]])
+            for place, context in enumerate(reversed(self._contexts)):  # going down costs nothing
+                left = self._seconds - (perf_counter() - self._start)
+                turns = (self._sweeps - sweep) * len(self._contexts) - place
+                end = perf_counter() + left / turns
+                self._round(context)
+                while perf_counter() < end:
+                    self._round(context)
+        return self._costs()
+
+    def _ramp(self) -> None:
+        """Warm up with passes of 1, 2, 4 ... tokens, and see what the time suffices for."""
+        times: dict[int, float] = {}
+        size = 1
+        for model in self._models:
+            model.rewind(0)
+        while size <= self._longest:
+            for _ in range(2):  # the second one counts: the first may read the weights from the disk
+                times[size] = self._time(self._target, self._ids[:size], 0)
+            if self._draft is not None:
+                self._time(self._draft, self._ids[:1], 0)
+            if size >= LEAST_PASS and perf_counter() - self._start > self._seconds / 8:
+                break
+            size *= 2
+        sizes = sorted(times)
+        while len(sizes) > 1 and sizes[-1] > LEAST_PASS:
+            passes = range(1, min(self._longest, sizes[-1]) + 1)
+            if 2 * float(np.interp(passes, sizes, [times[size] for size in sizes]).sum()) < self._seconds:
+                break
+            sizes.pop()
+        slow = sizes[-1] * 2 <= self._longest
+        self._longest = sizes[-1] if slow else self._longest
+        token = times[sizes[-1]] / sizes[-1]
+        affordable = int(PREFILL_SHARE * self._seconds / token)
+        limit = self._room - self._longest
+        fitting = sorted({min(context, limit) for context in self._wanted})
+        self._contexts = [context for context in fitting if context <= affordable] or [
+            max(1, min(fitting[0], affordable))
+        ]
+        self._sweeps = max(1, min(MOST_SWEEPS, affordable // self._contexts[-1]))
+
+    def _round(self, context: int) -> None:
+        """Every size in its turn, in random order."""
+        for model in self._models:
+            model.rewind(context)
+        sizes = [*[1] * (PLAIN_TURNS - 1), *range(1, self._longest + 1)]
+        for size in self._generator.permutation(sizes).tolist():
+            self._verify[context, size].append(self._settled(context, size))
+
+    def _settled(self, context: int, size: int) -> float:
+        """Seconds of the last of some passes of `size`; those of several tokens follow a few steps of the drafter each."""
+        after = self._ids[context:]
+        spent = seconds = 0.0
+        while spent < SETTLED:
+            if size > 1 or self._longest == 1:
+                self._draft_steps(context, after)
+            seconds = self._time(self._target, after[:size], context)
+            spent += seconds
+        return seconds
+
+    def _draft_steps(self, context: int, after: list[int]) -> None:
+        """Single steps and the reading of two tokens, in turns."""
+        draft = self._draft
+        if draft is None:
+            return
+        if len(self._read2[context]) < len(self._step[context]):
+            self._read2[context].append(self._time(draft, after[:2], context))
+            return
+        count = min(DRAFT_STEPS, len(after))
+        start = perf_counter()
+        for token in after[:count]:
+            draft.forward([token])
+        self._step[context].append((perf_counter() - start) / count)
+        draft.rewind(context)
+
+    @staticmethod
+    def _time(model: CachedEngine, tokens: Sequence[int], context: int) -> float:
+        start = perf_counter()
+        model.forward(tokens)
+        seconds = perf_counter() - start
+        model.rewind(context)
+        return seconds
+
+    def _costs(self) -> Costs:
+        def middle(times: list[float]) -> float:
+            return median(times[1:] if len(times) > 3 else times)  # the first of a shape also allocates
+
+        contexts = self._contexts
+        verify = tuple(
+            tuple(middle(self._verify[context, size]) for size in range(1, self._longest + 1))
+            for context in contexts
+        )
+        if self._draft is None:
+            return Costs(tuple(contexts), verify, (0.0,) * len(contexts))
+        read2 = tuple(middle(self._read2[context]) for context in contexts) if self._read2 else None
+        return Costs(
+            tuple(contexts), verify, tuple(middle(self._step[context]) for context in contexts), read2
+        )

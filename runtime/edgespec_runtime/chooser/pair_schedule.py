@@ -1,0 +1,46 @@
+"""Which schedule a pair decodes with: the draft length that was asked for, or one chosen from costs measured on this device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.calibrate import QUICK
+from edgespec_runtime.chooser.expected_acceptance import expected_rate
+from edgespec_runtime.chooser.pair_costs import costs_of, load_costs
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.options import NOBODY, DecodingOptions
+from edgespec_runtime.decoding.schedule import Fixed, Schedule
+from edgespec_runtime.pair.bundle import Pair
+
+
+class Schedules:
+    """The schedules of a loaded pair, one for each choice of who drafts and how; what one learnt stays from reply to reply.
+
+    Costs that were measured earlier on this device serve while a plain step takes about what they say; else they are measured
+    when first needed, in a second or two, and `note` is told so. Both empty the caches.
+    """
+
+    def __init__(self, pair: Pair, note: Callable[[str], None]) -> None:
+        self._pair, self._note = pair, note
+        self._costs: Costs | None = None
+        self._made: dict[tuple[Any, ...], Schedule] = {}
+
+    def of(self, options: DecodingOptions) -> Schedule:
+        how = (options.drafter, options.draft_length, options.max_draft_length, options.temperature)
+        if how not in self._made:
+            self._made[how] = self._make(options)
+        return self._made[how]
+
+    def _make(self, options: DecodingOptions) -> Schedule:
+        if options.draft_length is not None or options.drafter == NOBODY:
+            return Fixed(options.draft_length or 0)
+        if self._costs is None:
+            if load_costs(self._pair, lambda _: None) is None:
+                self._note(
+                    f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
+                )
+            self._costs, _ = costs_of(self._pair, QUICK, self._note)
+        expected = expected_rate(self._pair.manifest.metrics, options.temperature)
+        return Adaptive(self._costs, expected, options.max_draft_length)

@@ -1,0 +1,247 @@
+"""Decoding loops of the rules that are no test of one draft token after another: token cascade, sequence cascade, BiLD.
+
+The baselines of Narasimhan et al., Faster Cascades via Speculative Decoding (section 6). They keep the contract of `loop.decode`,
+which checks the prompt and hands over: blocks are yielded, counts are true before each, caches are valid however they are left.
+Confidence and discrepancy are those of the raw distributions, tokens are drawn from the warped ones. Draft length and schedule
+play no part: the drafter's own confidence ends a draft.
+
+What the raw counts mean here (a block is a pass of the target, as everywhere; what the drafter writes without one is in `emitted`
+and in no block):
+    token cascade       drafted = accepted = tokens the drafter wrote; nothing is taken back; 1/τ is the share of deferrals
+    sequence cascade    drafted = the drafter's reply, all of it accepted or none; no blocks where it was kept
+    BiLD                as in `loop.decode`; a draft token is rejected where it is rolled back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from itertools import takewhile
+from time import perf_counter
+from typing import Any
+
+from edgespec.core.metrics import RawCounts
+from edgespec_runtime.decoding.drafters import highest_probability
+from edgespec_runtime.decoding.options import Block, DecodingOptions
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.acceptance import Draft, TokenRule
+from edgespec_runtime.rules.cascades import Logits, discrepancy, log_total
+from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
+from edgespec_runtime.rules.table import (
+    BILD,
+    MEAN,
+    PRODUCT,
+    SEQUENCE_CASCADE,
+    TOKEN_CASCADE,
+    Bild,
+    LoopRule,
+    SequenceCascade,
+    Share,
+)
+
+LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's appendix F.1
+
+
+class Reply:
+    """The text so far and both caches. Takes a checked prompt; the arguments are those of `loop.decode`.
+
+    Attributes:
+        ids: what was emitted and, behind it, what is being tried.
+        emitted: how many of `ids` have left the loop.
+    """
+
+    def __init__(
+        self,
+        target: CachedEngine,
+        draft: CachedEngine,
+        prompt: Sequence[int],
+        options: DecodingOptions,
+        stop: Collection[int],
+        counts: RawCounts,
+    ) -> None:
+        self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
+        self.how = Warp.of(options)
+        self.source = Uniforms(options.seed)
+        self.ids, self.emitted = list(prompt), len(prompt)
+        self.limit = target.engine.context_length
+        self.end = min(len(prompt) + options.max_new_tokens, self.limit)
+        self.finish = ""
+        self._lap = self._start = perf_counter()
+
+    def prefill(self, model: CachedEngine) -> None:
+        """Read the prompt but its last token, as far as the model's context reaches."""
+        start = perf_counter()
+        model.prefill(self.ids[: model.engine.context_length][:-1])
+        self.counts.prefill_seconds += perf_counter() - start
+
+    def begin(self) -> None:
+        self._start = self._lap = perf_counter()
+
+    def spent(self) -> float:
+        """Seconds since the block began."""
+        return perf_counter() - self._start
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self._lap = self._lap, perf_counter()
+        return self._lap - before
+
+    def draft_logits(self) -> Logits | None:
+        """The drafter's logits [V] behind `ids`; None where its context is too short for them."""
+        fits = len(self.ids) <= self.draft.engine.context_length
+        return self.draft.read(self.ids[len(self.draft.tokens) :]) if fits else None
+
+    def target_logits(self) -> Logits:
+        """The target's logits [V] behind `ids`."""
+        return self.target.read(self.ids[len(self.target.tokens) :])
+
+    def write(self, law: Categorical) -> int:
+        """Try a token drawn from it."""
+        token = self.source.sample(law, len(self.ids))
+        self.ids.append(token)
+        return token
+
+    def is_over(self) -> bool:
+        """Whether what is being tried ends the reply."""
+        return len(self.ids) >= self.end or (len(self.ids) > self.emitted and self.ids[-1] in self.stop)
+
+    def drop(self) -> None:
+        """Forget what was being tried."""
+        del self.ids[self.emitted :]
+
+    def emit(self, drafted: int, accepted: int, *, by_target: bool = True) -> Block:
+        """Let go of what was tried. `by_target`: the target read it, so it counts as a block."""
+        new = tuple(self.ids[self.emitted :])
+        self.emitted = len(self.ids)
+        if new[-1] in self.stop:
+            self.finish = "eos"
+        elif self.emitted >= self.end:
+            self.finish = "context" if self.end == self.limit else "length"
+        self.settle()
+        self.counts.total_seconds += self.spent()
+        if by_target:
+            self.counts.add_block(drafted, accepted, len(new))
+        else:
+            self.counts.add(RawCounts(emitted=len(new)))
+            self.count_drafts(drafted, accepted)
+        return Block(new, accepted, self.finish)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count draft tokens, the first `accepted` of which stay, outside a pass of the target."""
+        passed = [1] * accepted + [0] * (drafted - accepted)
+        self.counts.add(RawCounts(drafted=drafted, tested=[1] * drafted, accepted=passed))
+
+    def settle(self) -> None:
+        """Both caches hold at most what was emitted, less the last token, which is read next."""
+        for model in (self.target, self.draft):
+            model.rewind(self.emitted - 1)
+
+
+def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
+    """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
+    reply.prefill(reply.target)
+    reply.prefill(reply.draft)
+    while not reply.finish:
+        reply.begin()
+        drafted = 0
+        while drafted < LONGEST_RUN and not reply.is_over():
+            logits = reply.draft_logits()
+            if logits is None or highest_probability(logits) < 1 - rule.a:
+                break
+            reply.write(warp(logits, reply.how))
+            drafted += 1
+        reply.counts.draft_seconds += reply.lap()
+        defers = not reply.is_over()
+        if defers:
+            logits = reply.target_logits()
+            reply.counts.verify_seconds += reply.lap()
+            reply.write(warp(logits, reply.how))
+        yield reply.emit(drafted, drafted, by_target=defers)
+
+
+def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
+    """The drafter's reply, or the target's where the drafter's confidence in its own is below 1 − a (Eq. 1).
+
+    The confidence is the probability of the reply that was written, in place of the most probable one; nothing leaves the loop
+    before the decision. With `mean` it is the geometric mean over the tokens (Gupta et al. 2024).
+    """
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(reply.target.tokens, reply.ids, strict=False))
+    reply.target.rewind(
+        sum(1 for _ in common)
+    )  # it may never be asked, and must not keep another conversation
+    reply.prefill(reply.draft)
+    reply.begin()
+    drafted, log_q, keeps = 0, 0.0, True
+    while keeps and not reply.is_over():
+        logits = reply.draft_logits()
+        if logits is None:
+            keeps = False  # the drafter's context is full, and its reply has no end
+            break
+        token = reply.write(warp(logits, reply.how))
+        drafted += 1
+        log_q += float(logits[token]) - log_total(logits)
+        if rule.confidence == PRODUCT:
+            keeps = math.exp(log_q) >= 1 - rule.a  # the product only falls: no need to write on
+    if rule.confidence == MEAN and drafted:
+        keeps = keeps and math.exp(log_q / drafted) >= 1 - rule.a
+    reply.counts.draft_seconds += reply.lap()
+    if keeps:
+        yield reply.emit(drafted, drafted, by_target=False)
+        return
+    reply.drop()
+    reply.count_drafts(drafted, 0)
+    reply.counts.total_seconds += reply.spent()
+    reply.prefill(reply.target)
+    while not reply.finish:
+        reply.begin()
+        logits = reply.target_logits()
+        reply.counts.verify_seconds += reply.lap()
+        reply.write(warp(logits, reply.how))
+        yield reply.emit(0, 0)
+
+
+def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
+    """Draft until max q < 1 − a_f or `window` tokens; the target reads it; back to the first D(q, p) > a.
+
+    The target reads every draft, also the one that ends the reply: nothing leaves unseen, unlike in the original (F.5). A draft
+    may fill the reply to its limit, so the limit does not decide who speaks.
+    """
+    roll_back = TokenRule(
+        accept=lambda place, _: float(discrepancy(place) <= rule.a), residual=lambda place: place.p, raw=True
+    )
+    reply.prefill(reply.target)
+    reply.prefill(reply.draft)
+    while not reply.finish:
+        reply.begin()
+        draft = Draft()
+        while len(draft.tokens) < rule.window and not reply.is_over():
+            logits = reply.draft_logits()
+            if logits is None or highest_probability(logits) < 1 - rule.a_f:
+                break
+            draft.logits.append(logits.copy())
+            draft.q.append(warp(logits, reply.how))
+            draft.tokens.append(reply.write(draft.q[-1]))
+        reply.counts.draft_seconds += reply.lap()
+        rows = reply.target.read_rows(reply.ids[reply.emitted - 1 :])
+        reply.counts.verify_seconds += reply.lap()
+        accepted, added = roll_back.verify(rows, draft, reply.how, reply.source, reply.emitted)
+        reply.drop()
+        reply.ids += draft.tokens[:accepted]
+        if not reply.is_over():
+            reply.ids.append(added)
+        yield reply.emit(len(draft.tokens), accepted)
+
+
+_LOOPS: dict[str, Callable[[Reply, Any], Iterator[Block]]] = {
+    TOKEN_CASCADE: _token_cascade,
+    SEQUENCE_CASCADE: _sequence_cascade,
+    BILD: _bild,
+}
+
+
+def decode_by(rule: LoopRule, reply: Reply) -> Generator[Block, None, None]:
+    """Write a reply by a rule with a loop of its own; blocks as in `loop.decode`."""
+    try:
+        yield from _LOOPS[rule.name](reply, rule.parameters)
+    finally:
+        reply.settle()

@@ -1,0 +1,211 @@
+"""Who proposes the tokens of a block. A drafter never looks at the target; what it proposes carries the q it was drawn from.
+
+A drafter answers one question: what may follow this text? `propose` asks it position by position. So its answer depends on the
+text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one law for every draft length.
+
+Whether a draft goes on may depend on the tokens so far and on q, never on the token that was drawn from q: dropping a token after
+seeing it would make the kept ones follow q given that they were kept, and the rule, told q, would no longer be lossless.
+(q = (0.9, 0.1), p = (0.5, 0.5), tokens below 0.5 dropped: the first one would come out with probability 0.55.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.errors import InputError
+from edgespec_runtime.decoding.lookup import NgramIndex
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, NOBODY, SHIFT, SINKS, ReplyOptions
+from edgespec_runtime.engines.session import CachedEngine, Window
+from edgespec_runtime.rules.acceptance import Draft, Rule
+from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, warp
+
+
+class Guess(NamedTuple):
+    """What a drafter says about the next token: the logits of a model, or a token that it copies.
+
+    logits: float32 [V], valid until the drafter is asked again. unsure: end the draft here.
+    """
+
+    logits: NDArray[np.float32] | None = None
+    copied: int = -1
+    unsure: bool = False
+
+
+class Drafter(Protocol):
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
+
+    def begin(self, ids: Sequence[int]) -> int:
+        """A block begins behind `ids`; at how many positions from there on it can be asked (0: at none)."""
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        """What may follow `ids`; None where it has nothing to say. Asked in order: `ids` grows by one token at a time."""
+
+    def settle(self, length: int) -> None:
+        """Forget whatever follows the first `length` tokens."""
+
+
+def propose(drafter: Drafter, ids: list[int], room: int, how: Warp, source: TokenSource, rule: Rule) -> Draft:
+    """Draft at most `room` tokens that may follow `ids`, fewer where the drafter has no more to say.
+
+    `ids` is as it was afterwards. For a rule that `mixes` the draft also has q behind its last token; then `room` may be 0.
+    """
+    draft, length = Draft(), len(ids)
+    room = min(room, drafter.begin(ids) - rule.mixes)
+    try:
+        for drafted in range(room + rule.mixes):
+            guess = drafter.guess(ids)
+            if guess is None:
+                break
+            last = guess.unsure or drafted == room
+            if last and not rule.mixes:
+                break
+            if guess.logits is None:
+                q = Categorical(np.array([guess.copied], dtype=np.int64), _SURE)
+            else:
+                q = warp(guess.logits, how)
+                if rule.raw:
+                    draft.logits.append(guess.logits.copy())
+            draft.q.append(q)
+            if last:
+                break
+            token = source.sample(q, len(ids))
+            draft.tokens.append(token)
+            draft.copied += guess.logits is None
+            ids.append(token)
+    finally:
+        del ids[length:]
+    return draft
+
+
+_SURE = np.ones(1, dtype=np.float32)
+
+
+def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | None:
+    """Who drafts under these options; None for plain decoding. Raises InputError for a hybrid drafter without a model."""
+    if options.drafter == NOBODY:
+        return None
+    if options.drafter == LOOKUP:
+        return LookupDrafter(options.lookup_ngram)
+    if model is None:
+        if options.drafter == HYBRID:
+            raise InputError(
+                "the hybrid drafter has no drafter model; load it, or choose the drafter 'lookup'"
+            )
+        return None
+    drafter = ModelDrafter(model, options.p_min, window_of(model, options))
+    return (
+        HybridDrafter(LookupDrafter(options.lookup_ngram), drafter) if options.drafter == HYBRID else drafter
+    )
+
+
+def window_of(model: CachedEngine, options: ReplyOptions) -> Window | None:
+    """How a model's context goes on when it is full; None where it stops."""
+    if options.when_full != SHIFT:
+        return None
+    return Window(model.engine.context_length, SINKS if options.keep is None else options.keep)
+
+
+class ModelDrafter:
+    """The drafter model.
+
+    Args:
+        model: its cache holds a beginning of the text (of what the window shows of it) between two calls.
+        p_min: a draft ends where even the most probable token has less than this (unwarped) probability.
+        window: how its context goes on when it is full; None: it falls silent. It may be shorter than the target's.
+    """
+
+    def __init__(self, model: CachedEngine, p_min: float = 0.0, window: Window | None = None) -> None:
+        self._model, self._p_min, self._window = model, p_min, window
+        self._capacity = model.engine.context_length
+        self._dropped = 0  # tokens of the text, behind the window's first ones, that the cache leaves out
+
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        self._dropped = 0
+        if len(prompt) > self._capacity and self._window is not None:
+            self._dropped = self._window.surplus(len(prompt))
+        shown = self._shown(prompt[:-1])
+        yield from self._model.prefill_steps(shown if len(shown) < self._capacity else ())
+
+    def begin(self, ids: Sequence[int]) -> int:
+        """A full context shifts here, and only here: within a block it could shift at a token that is then rejected."""
+        if len(ids) - self._dropped > self._capacity and self._window is not None:
+            self._dropped = self._window.surplus(len(ids))
+            self._model.prefill(self._shown(ids[:-1]))
+        shown = len(ids) - self._dropped
+        return max(0, self._model.reach(shown) - shown + 1)
+
+    def guess(self, ids: Sequence[int]) -> Guess:
+        """Reads first what it has not seen (two tokens after a block that was accepted whole)."""
+        logits = self._model.read(ids[len(self._model.tokens) + self._dropped :])
+        return Guess(logits, unsure=self._p_min > 0.0 and highest_probability(logits) < self._p_min)
+
+    def settle(self, length: int) -> None:
+        self._model.rewind(max(0, length - self._dropped))
+
+    def _shown(self, ids: Sequence[int]) -> Sequence[int]:
+        """The tokens of the text that the cache is to hold."""
+        if not self._dropped or self._window is None:
+            return ids
+        keep = self._window.keep
+        return [*ids[:keep], *ids[keep + self._dropped :]]
+
+
+class LookupDrafter:
+    """Prompt lookup: copies instead of computing.
+
+    A proposed token is certain in the drafter's eyes, q = 1 there, so the lossless rule accepts it with probability p and else
+    draws from p without it: the output is distributed as p, whatever was proposed.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._index = NgramIndex(longest)
+
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        self._index = NgramIndex(self._longest)
+        self._index.extend(prompt[:-1])
+        return iter(())
+
+    def begin(self, ids: Sequence[int]) -> int:
+        return sys.maxsize
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        self._index.extend(ids[len(self._index.tokens) :])
+        token = self._index.next_token()
+        return None if token is None else Guess(copied=token)
+
+    def settle(self, length: int) -> None:
+        self._index.cut(length)
+
+
+class HybridDrafter:
+    """Prompt lookup where it finds something, else the model, which then reads first what it has not seen meanwhile."""
+
+    def __init__(self, lookup: LookupDrafter, model: ModelDrafter) -> None:
+        self._lookup, self._model = lookup, model
+
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+        yield from self._lookup.prefill_steps(prompt)
+        yield from self._model.prefill_steps(prompt)
+
+    def begin(self, ids: Sequence[int]) -> int:
+        """A text that lookup can continue is copied from to the end of the block, and the model is left alone."""
+        return self._lookup.begin(ids) if self._lookup.guess(ids) else self._model.begin(ids)
+
+    def guess(self, ids: Sequence[int]) -> Guess | None:
+        return self._lookup.guess(ids) or self._model.guess(ids)
+
+    def settle(self, length: int) -> None:
+        self._lookup.settle(length)
+        self._model.settle(length)
+
+
+def highest_probability(logits: NDArray[np.float32]) -> float:
+    """The largest softmax probability of unwarped logits [V]."""
+    return 1.0 / float(np.exp(logits - logits.max()).sum())

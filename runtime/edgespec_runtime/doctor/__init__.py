@@ -1,0 +1,1 @@
+"""What speculation costs on this device, and whether it pays."""

@@ -1,0 +1,239 @@
+"""Measure what a bundle's models cost on this device, and say whether speculation pays, which limit binds, and how to run it.
+
+The costs of the chosen engine and precision are kept for `chat`; other ways to run the bundle are measured more briefly.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import EdgespecError, MissingExtra
+from edgespec.core.files import write_json
+from edgespec.core.options import from_mapping, knob
+from edgespec.core.progress import progress
+from edgespec.core.shapes import ModelShape
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
+from edgespec_runtime.chooser.pair_costs import costs_of
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.doctor.block_difference import block_difference
+from edgespec_runtime.doctor.report import (
+    Findings,
+    Threads,
+    Variant,
+    as_json,
+    text,
+)
+from edgespec_runtime.engines.device import read_bandwidth, this_device
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import (
+    LLAMACPP,
+    ONNXRUNTIME,
+    WIDENED,
+    LoadOptions,
+    Pair,
+    load_model,
+    load_pair,
+    open_pair,
+)
+
+# Shares of the time given; loading and the bandwidth come on top.
+CHOSEN, OTHERS, THREADS, EXACTNESS = 0.45, 0.25, 0.15, 0.15
+POSITIONS = (8, 256)  # least and most tokens that are fed in blocks and in single steps
+PASSES = 2.5  # plain steps it takes to feed one position in single steps and in the four block sizes, roughly
+PROMPT_PART = 64  # tokens of a prompt that are compared
+MOST_THREADS = 8  # beyond as many cores, only powers of two are tried
+
+# Bytes of a value in the input embedding, of which a token reads one row: ONNX keeps it in floats.
+EMBEDDING_BYTES = {
+    **{"fp32": 4.0, "fp16": 2.0, "int8": 4.0, "int4": 4.0},
+    **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32},
+    **{"q4_k_m": 144 / 256, "q5_k_m": 176 / 256, "q6_k": 210 / 256},
+}
+CACHE_BYTES = {LLAMACPP: 2}  # of a value in the KV cache; else 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(CalibrateOptions, LoadOptions):
+    bundle: str = knob(help="bundle folder", positional=True)
+    acceptance: float | None = knob(
+        None,
+        "acceptance rate α to predict with (default: those of the bundle's evaluation)",
+        at_least=0.0,
+        at_most=1.0,
+    )
+    fresh: bool = knob(False, "measure again, also what was kept from an earlier run")
+    json: str = knob("", "write all measurements and what follows from them to this file")
+    markdown: bool = knob(False, "print Markdown tables")
+
+
+OPTIONS = Options
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    findings = examine(options)
+    print(text(findings, markdown=options.markdown))
+    if options.json:
+        write_json(Path(options.json), as_json(findings))
+        print(f"wrote {options.json}", file=sys.stderr)
+    return 0
+
+
+def examine(options: Options) -> Findings:
+    """Measure everything; the bundle's files are checked once. Raises what `open_pair` raises."""
+    notes: list[str] = []
+    pair = open_pair(
+        Path(options.bundle), options
+    )  # before the progress: what is refused is refused in one line
+    with progress("doctor", 4, "part") as bar:
+        try:
+            bandwidth = read_bandwidth(pair.threads)
+            how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
+            costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
+            bar.update(1)
+            prompts = _prompts(pair)
+            notes += border_note(pair)
+            chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
+            bar.update(1)
+        finally:
+            pair.close()
+        others = _others(pair, chosen, options, prompts, notes)
+        bar.update(1)
+        counts = () if options.threads else tuple(_thread_counts(pair, options))
+        bar.update(1)
+    manifest = pair.manifest
+    known = acceptances_of(manifest.metrics)
+    if options.acceptance is not None:
+        known = (Acceptance("as given", options.acceptance),)
+    return Findings(
+        bundle=options.bundle,
+        target=manifest.target.name,
+        drafter=manifest.drafter.name,
+        device=this_device(),
+        bandwidth=bandwidth,
+        threads=pair.threads,
+        streamed=_streamed_bytes(pair, chosen.context),
+        byte_ratio=pair.cost_ratios["bytes"],
+        chosen=chosen,
+        others=others,
+        thread_counts=counts,
+        acceptances=known,
+        verified=pair.exactness(),
+        asked=_asked(options),
+        kept=kept,
+        notes=tuple(notes),
+    )
+
+
+def border_note(pair: Pair) -> list[str]:
+    """What a text costs once that grows beyond the target's short RoPE factors; nothing for most models."""
+    border = pair.target.rope_border
+    if border is None:
+        return []
+    return [
+        f"texts of more than {border:,} tokens take other RoPE factors in the target, so a text is read again, once, where it "
+        f"grows beyond that (--context {border} ends it there); costs are measured below it"
+    ]
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    """The options of loading that were given: what a command needs to run the same pair."""
+    values = {field.name: getattr(options, field.name) for field in fields(LoadOptions)}
+    return {name: value for name, value in values.items() if value != getattr(LoadOptions(), name)}
+
+
+def _prompts(pair: Pair) -> list[list[int]]:
+    """Real prompts of the bundle, each cut to what is compared and to the context."""
+    room = min(PROMPT_PART, pair.target.engine.context_length)
+    return [pair.tokenizer.encode_chat(chat)[:room] for chat in pair.prompts()]
+
+
+def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds: float) -> Variant:
+    """Costs of a loaded pair with the block difference measured on as many tokens as the time allows."""
+    affordable = int(seconds / (PASSES * costs.verify(1, costs.contexts[0])))
+    positions = min(max(affordable, POSITIONS[0]), POSITIONS[1])
+    difference = block_difference(pair.target, prompts, positions)
+    return Variant(pair.engine, pair.precision, pair.flash_attention, costs, difference, pair.fast_graph)
+
+
+def _others(
+    pair: Pair, chosen: Variant, options: Options, prompts: Sequence[Sequence[int]], notes: list[str]
+) -> tuple[Variant, ...]:
+    """The bundle's other engines and precisions, ONNX int4 in the other mode, and llama.cpp with the other attention kernel."""
+    ways: list[LoadOptions] = []
+    for engine, precision in pair.manifest.pairs():
+        way = LoadOptions(engine, precision, options.context, options.threads)
+        if (engine, precision) != (pair.engine, pair.precision):
+            ways.append(way)
+        if engine == LLAMACPP:
+            ways += [replace(way, flash_attention=on) for on in (False, True)]
+        if pair.manifest.fast_graph("target", engine, precision) is not None:
+            ways += [way, replace(way, mode=FAST)]
+    found: dict[tuple[str, str, bool | None, bool], Variant] = {}
+    seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
+    how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.context,))
+    for way in ways:
+        if (way.engine, way.precision, way.flash_attention, way.mode == FAST) in seen:
+            continue
+        try:
+            other = load_pair(pair.manifest, way)
+        except EdgespecError as error:
+            skipped = way.engine if isinstance(error, MissingExtra) else f"{way.engine} {way.precision}"
+            note = f"{skipped} is left out: {str(error).rstrip('.')}"
+            if note not in notes:
+                notes.append(note)
+            continue
+        try:
+            key = (other.engine, other.precision, other.flash_attention, other.fast_graph)
+            if key not in seen:
+                seen.add(key)
+                costs = calibrate(other.target, other.draft, how)
+                found[key] = _variant(other, costs, prompts, EXACTNESS * options.seconds / 2 / len(ways))
+        finally:
+            other.close()
+    return tuple(found.values())
+
+
+def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
+    """Target and drafter at every number of threads, each alone; for a user who has not chosen one."""
+    cores = default_threads()
+    counts = range(1, cores + 1)
+    tried = [count for count in counts if cores <= MOST_THREADS or count & (count - 1) == 0 or count == cores]
+    if len(tried) == 1:
+        return
+    how = CalibrateOptions(THREADS * options.seconds / (2 * len(tried)), (32,))
+
+    def measured(role: str, threads: int, longest: int) -> Costs:
+        engine = load_model(pair.manifest, role, pair.engine, pair.precision, options, threads)
+        try:
+            return calibrate(CachedEngine(engine), None, how, longest)
+        finally:
+            engine.close()
+
+    for threads in tried:
+        target, draft = measured("target", threads, 4), measured("drafter", threads, 1)
+        context = target.contexts[0]
+        yield Threads(
+            threads, target.verify(1, context), target.verify(4, context), draft.verify(1, draft.contexts[0])
+        )
+
+
+def _streamed_bytes(pair: Pair, context: int) -> int:
+    """About how many bytes a plain step reads: the target's files, but one row of an embedding kept apart, and the KV cache."""
+    manifest, engine, precision = pair.manifest, pair.engine, pair.precision
+    shape = ModelShape(**manifest.target.shape)
+    files = manifest.files_of("target", engine, precision, fast=pair.fast_graph)
+    suffixes = (".gguf", ".onnx", ".data")
+    size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))
+    if engine == ONNXRUNTIME and precision in WIDENED and not pair.fast_graph:
+        size = 4 * shape.streamed_parameters
+    elif not shape.tied or precision == "int4":  # int4 matrices: the output head is a table of its own
+        size -= round(shape.embedding_parameters * EMBEDDING_BYTES.get(precision, 0.0))
+    return size + 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(engine, 4)

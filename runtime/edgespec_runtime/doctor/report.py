@@ -1,0 +1,346 @@
+"""What the doctor's measurements mean: tables, which limit binds, whether speculation should pay. Pure; times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from edgespec.core.metrics import mbsu, predicted_block_efficiency
+from edgespec.core.options import as_flags
+from edgespec.core.table import table
+from edgespec_runtime.bench.report import block_cause
+from edgespec_runtime.chooser.expected_acceptance import Acceptance
+from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even, speedup
+from edgespec_runtime.doctor.block_difference import Difference
+from edgespec_runtime.engines.device import Device
+from edgespec_runtime.engines.exactness import FAST
+
+USUAL_CONTEXT = 256
+CLEARLY = 1.05  # what is less than this faster is not worth a flag, nor worth telling from noise
+BOUND_SHARE = 0.6  # of the bandwidth: a step that streams at least so much of it waits for memory
+IN_CACHE = 1.2  # times the bandwidth: what streams faster does not come from memory
+FEW = 4  # tokens of a pass that verifies a usual draft
+STEEP = 0.5  # plain steps that a further one of them costs, from which on arithmetic binds
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the pair. `flash_attention`: None where the engine has no such choice; `fast_graph`: see Pair."""
+
+    engine: str
+    precision: str
+    flash_attention: bool | None
+    costs: Costs
+    difference: Difference
+    fast_graph: bool = False
+
+    @property
+    def context(self) -> int:
+        """The measured context nearest to that of an everyday chat."""
+        return min(self.costs.contexts, key=lambda context: abs(context - USUAL_CONTEXT))
+
+    @property
+    def step_seconds(self) -> float:
+        return self.costs.verify(1, self.context)
+
+    @property
+    def name(self) -> str:
+        flash = {None: "", True: ", flash attention", False: ", no flash attention"}[self.flash_attention]
+        return f"{self.engine} {self.precision}{flash}{', fast mode' if self.fast_graph else ''}"
+
+    def best(self, rate: float) -> tuple[int, float]:
+        """(best γ, predicted speed-up) at an acceptance rate."""
+        return best_draft_length(self.costs, rate, self.context)
+
+    def token_rate(self, rate: float) -> float:
+        """Predicted tokens per second at the best γ."""
+        return self.best(rate)[1] / self.step_seconds
+
+
+@dataclass(frozen=True)
+class Threads:
+    """Seconds at one thread count, of a plain target step, a target pass of four tokens and a drafter step."""
+
+    threads: int
+    target: float
+    target4: float
+    draft: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that was measured.
+
+    `asked`: the options of loading that were given; `bandwidth` in bytes a second; `streamed` bytes a plain step reads, cache of
+    the usual context included; `byte_ratio`: c by bytes streamed; `verified`: blocks against single steps where the bundle was
+    made; `kept`: the costs are of an earlier run.
+    """
+
+    bundle: str
+    asked: dict[str, Any]
+    target: str
+    drafter: str
+    device: Device
+    bandwidth: float
+    threads: int
+    streamed: int
+    byte_ratio: float
+    chosen: Variant
+    others: tuple[Variant, ...]
+    thread_counts: tuple[Threads, ...]
+    acceptances: tuple[Acceptance, ...]
+    verified: str
+    kept: bool
+    notes: tuple[str, ...]
+
+
+def cost_table(costs: Costs, *, markdown: bool = False) -> str:
+    """Milliseconds of the single steps at every context."""
+    rows = [
+        (
+            str(context),
+            f"{1e3 * costs.verify(1, context):.3g}",
+            f"{1e3 * costs.draft(context):.3g}",
+            f"{1e3 * costs.draft_read2(context):.3g}",
+            f"{costs.c_t(context):.3f}",
+        )
+        for context in costs.contexts
+    ]
+    headers = ("context", "plain step ms", "drafter step ms", "reading two ms", "c_t")
+    return table(headers, rows, markdown=markdown)
+
+
+def draft_length_table(
+    chosen: Variant, acceptances: Sequence[Acceptance], byte_ratio: float, *, markdown: bool = False
+) -> str:
+    """For each γ: v(γ + 1) at every context, then at the usual one the pass to make, the cost of a block and the α that pays it.
+
+    Beside them what each known α gives, and what memory alone would allow (MBSU).
+    """
+    costs, context = chosen.costs, chosen.context
+    headers = ["", *(f"v at {at}" for at in costs.contexts), "pass", "cost", "break-even α"]
+    for known in acceptances:
+        headers += [f"x plain, {known.where}", "MBSU"]
+    rows = []
+    for length in range(1, costs.longest):
+        size, needed = costs.cheapest_length(length + 1, context), break_even(costs, length, context)
+        padded = f"{length + 1} -> {size}" if size > length + 1 else str(size)
+        cost = length * costs.c_t(context) + costs.v(size, context)
+        row = [f"γ = {length}", *(f"{costs.v(length + 1, at):.2f}" for at in costs.contexts)]
+        row += [padded, f"{cost:.2f}", "none" if needed is None else f"{needed:.2f}"]
+        for known in acceptances:
+            efficiency = predicted_block_efficiency(known.rate, length)
+            row += [
+                f"{speedup(costs, known.rate, length, context):.2f}",
+                f"{mbsu(efficiency, length, byte_ratio):.2f}",
+            ]
+        rows.append(row)
+    return table(headers, rows, markdown=markdown)
+
+
+def variant_table(findings: Findings, *, markdown: bool = False) -> str:
+    """Every engine, precision and attention kernel that was measured; the chosen one first."""
+    rate = findings.acceptances[0].rate if findings.acceptances else None
+    rows = []
+    for variant in (findings.chosen, *findings.others):
+        costs, context = variant.costs, variant.context
+        row = [
+            variant.name,
+            f"{1 / variant.step_seconds:.0f}",
+            f"{costs.v(2, context):.2f}",
+            f"{costs.v(4, context):.2f}",
+            f"{costs.c_t(context):.2f}",
+            f"{variant.difference.largest:.1g}",
+            f"{variant.difference.flips}/{variant.difference.positions}",
+        ]
+        if rate is not None:
+            length, gain = variant.best(rate)
+            row += [str(length), f"{gain:.2f}", f"{variant.token_rate(rate):.0f}"]
+        rows.append(row)
+    headers = ["", "plain tok/s", "v(2)", "v(4)", "c_t", "block diff", "flips"]
+    headers += ["best γ", "x plain", "tok/s"] if rate is not None else []
+    return table(headers, rows, markdown=markdown)
+
+
+def thread_table(counts: Sequence[Threads], *, markdown: bool = False) -> str:
+    """Milliseconds at each thread count."""
+    rows = [
+        (
+            str(row.threads),
+            *(f"{1e3 * seconds:.3g}" for seconds in (row.target, row.target4, row.draft)),
+        )
+        for row in counts
+    ]
+    return table(("threads", "target step ms", "4 tokens ms", "drafter step ms"), rows, markdown=markdown)
+
+
+def limit(findings: Findings) -> str:
+    """Which limit binds a plain step: memory, arithmetic, or what a pass costs whatever it holds."""
+    chosen = findings.chosen
+    costs, context, seconds = chosen.costs, chosen.context, chosen.step_seconds
+    rate, bandwidth = findings.streamed / seconds, findings.bandwidth
+    few = min(FEW, costs.longest)
+    further = (costs.v(few, context) - 1) / max(1, few - 1)
+    used = (
+        f"a step of {1e3 * seconds:.3g} ms reads {findings.streamed / 1e6:.3g} MB, {rate / 1e9:.3g} GB/s where memory "
+        f"gives {bandwidth / 1e9:.3g}; each further token in a pass costs {max(0.0, further):.2f} steps"
+    )
+    if further >= STEEP:
+        return f"Arithmetic binds ({used}): a long pass saves little, so only a very good drafter pays."
+    if rate > IN_CACHE * bandwidth:
+        return f"The weights stay in the processor's caches ({used}), so memory does not bind."
+    if rate >= BOUND_SHARE * bandwidth:
+        return f"Memory bandwidth binds ({used}): verifying a few tokens costs little more than one."
+    return f"Neither memory nor arithmetic binds alone ({used}): much of a step is paid once, whatever the pass holds."
+
+
+def diagnosis(findings: Findings) -> list[str]:
+    """For every known α one sentence: what the best γ should give, or why none pays."""
+    chosen = findings.chosen
+    if not findings.acceptances:
+        needed = [
+            break_even(chosen.costs, length, chosen.context) for length in range(1, chosen.costs.longest)
+        ]
+        reachable = [rate for rate in needed if rate is not None]
+        if not reachable:
+            return ["Speculation cannot pay here, whatever the drafter: no α below 1 breaks even."]
+        return [f"The bundle does not say its α; drafts pay where it is above {min(reachable):.2f}."]
+    return [_diagnosed(chosen, known, findings) for known in findings.acceptances]
+
+
+def _diagnosed(chosen: Variant, known: Acceptance, findings: Findings) -> str:
+    costs, context, rate = chosen.costs, chosen.context, known.rate
+    length, gain = chosen.best(rate)
+    where = f"{known.where}, α = {rate:.2f}"
+    if length:
+        needed = break_even(costs, length, context)
+        margin = f"it pays down to α = {needed:.2f}" if needed else "it pays at any α"
+        word = "should pay" if gain >= CLEARLY else "makes little difference"
+        return f"Speculation {word} ({where}): {gain:.2f}x plain decoding at γ = {length}; {margin}."
+    drafts = range(1, costs.longest)
+    if not drafts:
+        return "Speculation cannot run: the context has no room for a draft."
+    best = max(drafts, key=lambda draft: speedup(costs, rate, draft, context))
+    predicted = speedup(costs, rate, best, context)
+    verify_cost = costs.v(costs.cheapest_length(best + 1, context), context)
+    efficiency = predicted_block_efficiency(rate, best)
+    cause = block_cause(rate, efficiency, best, costs.c_t(context), verify_cost)
+    says = (
+        f"Speculation does not pay ({where}): {predicted:.2f}x plain decoding at best, at γ = {best}. {cause}"
+    )
+    return f"{says}{_exactness_costs(chosen, best, findings.others)}"
+
+
+def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) -> str:
+    """What the exact mode is part of the cause of: the same file in the other mode verifies clearly faster."""
+    for other in others:
+        same = (other.engine, other.precision) == (chosen.engine, chosen.precision)
+        mine = chosen.costs.verify(length + 1, chosen.context)
+        theirs = other.costs.verify(length + 1, other.context)
+        if same and mine > CLEARLY * theirs and other.difference.flips > chosen.difference.flips:
+            return (
+                f" Exactness is part of it: {other.name} verifies in {theirs / mine:.0%} of the time and changes "
+                f"{other.difference.flips} of {other.difference.positions} argmaxes."
+            )
+    return ""
+
+
+def advice(findings: Findings) -> list[str]:
+    """Commands to run next, each with what it is for."""
+    chosen = findings.chosen
+    threads = _faster_threads(findings)
+    asked = findings.asked if threads is None else {**findings.asked, "threads": threads}
+    flags = _flags(asked)
+    if not findings.acceptances:
+        return [f"edgespec bench {findings.bundle}{flags}    # measures α and the speed-up"]
+    rate = findings.acceptances[0].rate
+    length, gain = chosen.best(rate)
+    how = f" --draft-length {length}" if length else " --no-draft"
+    said = f"predicted {chosen.token_rate(rate):.0f} tok/s"
+    said += f", {gain:.2f}x plain decoding" if length else ""
+    if chosen.difference.flips:
+        said += "; not exact: a block can change a greedy reply"
+    lines = [f"edgespec chat {findings.bundle}{flags}{how}    # {said}"]
+    if length:
+        lines.append(f"edgespec bench {findings.bundle}{flags}    # measures what is predicted here")
+    fastest = max((chosen, *findings.others), key=lambda variant: variant.token_rate(rate))
+    times = fastest.token_rate(rate) / chosen.token_rate(rate)
+    if times > CLEARLY:
+        other = {**findings.asked, "engine": fastest.engine, "precision": fastest.precision}
+        other["flash_attention"] = fastest.flash_attention
+        other["mode"] = FAST if fastest.fast_graph else None
+        said = f"about {times:.1f} times as fast"
+        if fastest.precision != chosen.precision:
+            said += "; other weights, so other replies"
+        if fastest.difference.flips:
+            said += "; not exact"
+        lines.append(f"edgespec doctor {findings.bundle}{_flags(other)}    # {said}")
+    return lines
+
+
+def _flags(options: Mapping[str, Any]) -> str:
+    """Options as words of a command, a blank before each; None is left out."""
+    return "".join(f" {word}" for word in as_flags({k: v for k, v in options.items() if v is not None}))
+
+
+def _faster_threads(findings: Findings) -> int | None:
+    """A thread count whose plain step is clearly faster than at the one in use."""
+    steps = {row.threads: row.target for row in findings.thread_counts}
+    if findings.threads not in steps:
+        return None
+    fastest = min(steps, key=lambda threads: steps[threads])
+    return fastest if CLEARLY * steps[fastest] < steps[findings.threads] else None
+
+
+def text(findings: Findings, *, markdown: bool = False) -> str:
+    """The whole report."""
+    chosen, device = findings.chosen, findings.device
+    source = "kept from an earlier run; --fresh measures again" if findings.kept else "measured now"
+    parts = [
+        f"{findings.target} with {findings.drafter}: {chosen.name}, {findings.threads} "
+        f"thread{'s' * (findings.threads != 1)}\n{device}; reads {findings.bandwidth / 1e9:.1f} GB/s",
+        f"Single steps ({source})\n\n" + cost_table(chosen.costs, markdown=markdown),
+        f"Draft lengths: v = a pass of γ + 1 tokens in plain steps; the rest at a context of {chosen.context}\n\n"
+        + draft_length_table(chosen, findings.acceptances, findings.byte_ratio, markdown=markdown),
+    ]
+    if findings.others:
+        parts.append("Ways to run this bundle\n\n" + variant_table(findings, markdown=markdown))
+    if findings.thread_counts:
+        parts.append("Threads\n\n" + thread_table(findings.thread_counts, markdown=markdown))
+    parts += [
+        f"Blocks against single steps: {chosen.difference} here; where the bundle was made: {findings.verified}.",
+        limit(findings),
+        "\n".join(diagnosis(findings)),
+    ]
+    if findings.notes:
+        parts.append("\n".join(f"Note: {note}." for note in findings.notes))
+    parts.append("\n".join(f"Next: {line}" for line in advice(findings)))
+    return "\n\n".join(parts)
+
+
+def as_json(findings: Findings) -> dict[str, Any]:
+    """Everything measured, then what is derived from it."""
+    chosen = findings.chosen
+    costs, context = chosen.costs, chosen.context
+    drafts = range(1, costs.longest)
+    return {
+        **asdict(findings),
+        "derived": {
+            "context": context,
+            "v": {str(at): [costs.v(n, at) for n in range(1, costs.longest + 1)] for at in costs.contexts},
+            "c_t": {str(at): costs.c_t(at) for at in costs.contexts},
+            "break_even": {str(length): break_even(costs, length, context) for length in drafts},
+            "best": [
+                {
+                    "where": known.where,
+                    "draft_length": chosen.best(known.rate)[0],
+                    "speedup": chosen.best(known.rate)[1],
+                }
+                for known in findings.acceptances
+            ],
+            "limit": limit(findings),
+            "diagnosis": diagnosis(findings),
+            "advice": advice(findings),
+        },
+    }

@@ -1,0 +1,1 @@
+"""Tokens in, logits out: engines, KV cache, exactness, the machine."""

@@ -1,0 +1,130 @@
+"""This machine: what tells it from another one, and how fast it reads memory. Knows no models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from time import perf_counter, process_time
+
+import numpy as np
+
+from edgespec_runtime.engines.engine import default_threads
+
+READ_BYTES = 512 * 2**20  # more than the last cache of nearly every processor
+READS = 5
+_PIECE = 2**20
+_PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama_cpp_python"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Costs measured on one device hold for no other. `cores`: those this process may use; `memory_gib`: all RAM, rounded."""
+
+    cpu: str
+    cores: int
+    memory_gib: int
+    system: str
+
+    def __str__(self) -> str:
+        cores = f"{self.cores} core{'s' * (self.cores != 1)}"
+        return f"{self.cpu}, {cores}, {self.memory_gib} GiB, {self.system}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits, equal for equal devices."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def this_device() -> Device:
+    """The machine this process runs on."""
+    return Device(
+        _cpu_name(), default_threads(), _memory_gib(), f"{platform.system()} {platform.machine()}".strip()
+    )
+
+
+def engine_version(engine: str) -> str:
+    """Version of the package that runs `engine`; '' where it is not installed."""
+    try:
+        return version(_PACKAGES.get(engine, engine))
+    except PackageNotFoundError:
+        return ""
+
+
+def read_bandwidth(threads: int, size: int = READ_BYTES) -> float:
+    """Bytes per second at which `threads` threads together read `size` bytes of memory: the best of several reads.
+
+    The reads are numpy reductions over pieces of 1 MiB, which release the interpreter's lock.
+    """
+    values = np.ones(size // 4, dtype=np.int32)  # written, so that every page is real
+    share = -(-len(values) // threads)
+
+    def read(thread: int) -> int:
+        mine = values[thread * share : (thread + 1) * share]
+        return max(int(mine[start : start + _PIECE // 4].max()) for start in range(0, len(mine), _PIECE // 4))
+
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(READS):
+            start = perf_counter()
+            list(pool.map(read, range(threads)))
+            best = min(best, perf_counter() - start)
+    return values.nbytes / best
+
+
+def free_share(threads: int, seconds: float = 0.15) -> float:
+    """Share of the processor time that `threads` busy threads of this process get; 1 where no other program runs.
+
+    What is measured beside other programs are their costs too.
+    """
+    piece = bytes(
+        2**20
+    )  # hashed in about a millisecond without the interpreter's lock: threads do not wait for each other
+    end = perf_counter() + seconds
+
+    def spin(_: int) -> None:
+        while perf_counter() < end:
+            hashlib.sha256(piece)
+
+    with ThreadPoolExecutor(threads) as pool:
+        start, used = perf_counter(), process_time()
+        list(pool.map(spin, range(threads)))
+        return min(1.0, (process_time() - used) / (threads * (perf_counter() - start)))
+
+
+@cache
+def is_amd_with_bf16() -> bool:
+    """Whether this is a processor of AMD's with AVX-512 BF16 (Zen 4 and later), as far as Linux tells; False elsewhere."""
+    words = set(" ".join(_cpu_info()).split())
+    return {"AuthenticAMD", "avx512_bf16"} <= words
+
+
+def _cpu_info() -> list[str]:
+    """What Linux says of the processors; nothing elsewhere."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _cpu_name() -> str:
+    """The processor's own name where the system tells it."""
+    for line in _cpu_info():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+            return " ".join(value.split())
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def _memory_gib() -> int:
+    """0 where the system does not say."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
+    except (AttributeError, OSError, ValueError):
+        return 0

@@ -1,0 +1,59 @@
+"""What the decoding loop asks of an engine: feed tokens, get logits, take tokens back. Nothing about sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.errors import InputError
+
+Logits = NDArray[np.float32]
+
+
+class Engine(Protocol):
+    """One model with one KV cache. Not safe for use from two threads."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    block_length: int  # most tokens one `forward` takes
+    n_past: int  # tokens in the KV cache
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append `tokens` (at most `block_length`) to the cache; float32 logits [len(tokens), vocab_size].
+
+        The array is a view of the engine's own buffer, valid until the next call.
+        """
+
+    def rewind(self, n_past: int) -> None:
+        """Forget every token but the first `n_past`."""
+
+    def close(self) -> None:
+        """Free the model."""
+
+
+def check_room(engine: Engine, count: int) -> None:
+    """Raise InputError where `count` more tokens do not fit; engines call it before they compute."""
+    if not 1 <= count <= engine.block_length:
+        raise InputError(f"{engine.name}: {count} tokens in one pass; it takes 1 to {engine.block_length}")
+    if engine.n_past + count > engine.context_length:
+        raise InputError(
+            f"{engine.name}: {engine.n_past} tokens + {count} more exceed the context of {engine.context_length}; "
+            "shorten the prompt or load the bundle with a longer --context"
+        )
+
+
+def check_rewind(engine: Engine, n_past: int) -> None:
+    """Raise ValueError (a bug of the caller) where the cache does not hold `n_past` tokens."""
+    if not 0 <= n_past <= engine.n_past:
+        raise ValueError(f"{engine.name}: cannot rewind to {n_past}; the cache holds {engine.n_past} tokens")
+
+
+def default_threads() -> int:
+    """Processors this process may run on."""
+    import os
+
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

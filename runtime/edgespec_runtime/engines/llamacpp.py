@@ -1,0 +1,288 @@
+"""llama.cpp as an engine: one GGUF file, one sequence, logits of every token fed, rollback by cutting the cache.
+
+Speaks llama-cpp-python's low-level API and nothing above it. Knows no tokenizer and no sampling.
+
+Of two sets of RoPE factors llama.cpp takes one for a whole context: the long ones where the context is longer than the border,
+whatever the text is. So the context is made anew, short or long, where the text asks for the other set. The weights stay.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.core.errors import BundleError, EdgespecError, InputError, MissingExtra
+from edgespec_runtime.engines.block_kernels import VERIFIED, BlockKernels, kernels_for
+from edgespec_runtime.engines.device import is_amd_with_bf16
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.untrusted.gguf_file import read_header
+
+BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
+CONTEXT_STEP = 256  # llama.cpp makes contexts of multiples of it
+FLOAT_TYPES = frozenset({0, 1, 30})  # ggml_type: F32, F16, BF16
+
+_ERROR_LEVEL = 4
+_messages: deque[str] = deque(maxlen=4)
+_library: Any = None
+_lock = threading.Lock()
+
+
+def load_library() -> Any:
+    """llama_cpp with its log silenced (errors are kept for our own messages). Raises MissingExtra where it is absent."""
+    global _library
+    with _lock:
+        if _library is None:
+            try:
+                import llama_cpp
+            except ImportError as error:
+                raise MissingExtra("llama-cpp-python", "llamacpp", "Running a GGUF file") from error
+
+            @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+            def keep_errors(level: int, text: bytes, _: Any) -> None:
+                if level == _ERROR_LEVEL:
+                    _messages.append(text.decode("utf-8", "replace").strip())
+
+            llama_cpp.llama_log_set(keep_errors, ctypes.c_void_p(0))
+            llama_cpp.edgespec_log_callback = keep_errors  # C holds the pointer; Python must not collect it
+            llama_cpp.llama_backend_init()
+            _library = llama_cpp
+    return _library
+
+
+def is_available() -> bool:
+    """Whether llama-cpp-python can be imported here."""
+    try:
+        load_library()
+    except MissingExtra:
+        return False
+    return True
+
+
+class LlamaCppEngine:
+    """One GGUF model and its key/value cache (16 bits).
+
+    `flash_attention=None` chooses by the file: on for quantised weights, where it and what block_kernels adds make a block's
+    logits equal those of single steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why).
+    `threads=None` takes every core this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not
+    exact.
+
+    Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        context_length: int | None = None,
+        threads: int | None = None,
+        flash_attention: bool | None = None,
+    ) -> None:
+        self._lib = lib = load_library()
+        self._model: Any = None
+        self._context: Any = None
+        self._batch: Any = None
+        if not file.is_file():
+            raise InputError(f"{file} is missing; give a GGUF file")
+        header = read_header(file)
+        types = header.types
+        self.float_weights = types <= FLOAT_TYPES
+        self._choose_kernels(types, threads, flash_attention)
+        model_params = lib.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = self._kernels.repacked
+        _messages.clear()
+        self._model = lib.llama_model_load_from_file(os.fsencode(file), model_params)
+        if not self._model:
+            raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
+        try:
+            self._open(file, context_length, header.rope_border)
+        except BaseException:
+            self.close()
+            raise
+
+    def _choose_kernels(
+        self, types: frozenset[int], threads: int | None, flash_attention: bool | None
+    ) -> None:
+        if flash_attention is None:
+            flash_attention = not self.float_weights
+            weights = "quantised" if flash_attention else "float"
+            self.flash_attention_reason = f"{'on' if flash_attention else 'off'}: the weights are {weights}"
+        else:
+            self.flash_attention_reason = "as asked"
+        self.flash_attention = flash_attention
+        self.threads = threads or default_threads()
+        self._kernels: BlockKernels = kernels_for(
+            types,
+            self.threads,
+            exact=flash_attention and not self.float_weights,
+            bf16_keys=is_amd_with_bf16(),
+        )
+
+    def _open(self, file: Path, context_length: int | None, border: int | None) -> None:
+        lib = self._lib
+        self.name = f"llama.cpp {file.name}"
+        trained = int(lib.llama_model_n_ctx_train(self._model))
+        self.context_length = min(context_length or trained, trained)
+        self.block_length = min(BLOCK_LENGTH, self.context_length)
+        if border is not None and border % CONTEXT_STEP:
+            raise BundleError(
+                f"{file} changes its RoPE factors at {border} tokens, and llama.cpp makes contexts of multiples of "
+                f"{CONTEXT_STEP}: it would give short texts the long factors; run the model in ONNX Runtime"
+            )
+        self.rope_border = border if border is not None and border < self.context_length else None
+        params = self._params = lib.llama_context_default_params()
+        params.n_batch = params.n_ubatch = self.block_length
+        params.n_seq_max = 1
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        if self._kernels.key_type is not None:
+            params.type_k = self._kernels.key_type
+        if self._kernels.value_type is not None:
+            params.type_v = self._kernels.value_type
+        params.no_perf = True
+        self._make_context(
+            self.context_length
+        )  # the longest there will be: what memory does not hold is said now
+        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
+        self._tokens = np.ctypeslib.as_array(batch.token, shape=(self.block_length,))
+        self._positions = np.ctypeslib.as_array(batch.pos, shape=(self.block_length,))
+        np.ctypeslib.as_array(batch.logits, shape=(self.block_length,))[:] = 1
+        np.ctypeslib.as_array(batch.n_seq_id, shape=(self.block_length,))[:] = 1
+        for row in range(self.block_length):
+            batch.seq_id[row][0] = 0
+        # As the package declares it, each call builds a pointer object, and numpy a type for its shape: 40 us a pass.
+        function = ctypes.cast(lib.llama_get_logits, ctypes.c_void_p).value or 0
+        self._logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(function)
+        self._steps = np.arange(self.block_length, dtype=np.int32)
+        rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
+        self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
+
+    def _make_context(self, length: int) -> None:
+        """An empty context of `length` tokens in place of the one there is."""
+        lib = self._lib
+        if self._context:
+            lib.llama_free(self._context)
+            self._context = None
+        self._params.n_ctx = length
+        self._context = lib.llama_init_from_model(self._model, self._params)
+        if not self._context:
+            raise EdgespecError(
+                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {_reason()}; give a shorter --context"
+            )
+        self._memory = lib.llama_get_memory(self._context)
+        self._made_for, self._buffer_address, self.n_past = length, 0, 0
+
+    def use_rope(self, *, long: bool) -> None:
+        """Empty the cache; keys have the long RoPE factors from now on, or the short ones."""
+        wanted = self.context_length if long else self.rope_border or self.context_length
+        if wanted == self._made_for and self._context:
+            self.rewind(0)
+        else:
+            self._make_context(wanted)
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append `tokens` (at most `block_length`) to the cache; float32 logits [n, V], valid until the next call.
+
+        Raises InputError where the tokens do not fit into what is left of the context, or lie outside the vocabulary.
+        """
+        count, piece = len(tokens), self._kernels.piece
+        check_room(self, count)
+        if not piece < count <= len(self._joined):
+            return self._decoded(tokens)
+        before = self.n_past
+        try:
+            for start in range(0, count, piece):
+                part = tokens[start : start + piece]
+                self._joined[start : start + len(part)] = self._decoded(part)
+        except EdgespecError:
+            self.rewind(before)
+            raise
+        return self._joined[:count]
+
+    def _decoded(self, tokens: Sequence[int]) -> Logits:
+        """One pass; the logits are llama.cpp's own memory (no copy)."""
+        count = len(tokens)
+        lib, batch = self._lib, self._batch
+        self._tokens[:count] = tokens
+        np.add(self._steps[:count], self.n_past, out=self._positions[:count])
+        batch.n_tokens = count
+        status = lib.llama_decode(self._context, batch)
+        if status != 0:
+            lib.llama_memory_seq_rm(
+                self._memory, 0, self.n_past, -1
+            )  # the cache is as it was before the call
+            bad = [token for token in tokens if not 0 <= token < self.vocab_size]
+            if bad:
+                raise InputError(
+                    f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
+                )
+            raise EdgespecError(
+                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}"
+            )
+        self.n_past += count
+        return self._rows(count)
+
+    def _rows(self, count: int) -> Logits:
+        """The first `count` rows of llama.cpp's output buffer, wrapped anew only where it has moved."""
+        address = self._logits_address(self._context)
+        if address != self._buffer_address:
+            size = (
+                self.block_length * self.vocab_size
+            )  # rows behind `count` need not exist; nobody gets to see them
+            values = (ctypes.c_float * size).from_address(address)
+            self._buffer: Logits = np.ctypeslib.as_array(values).reshape(self.block_length, self.vocab_size)
+            self._buffer_address = address
+        return self._buffer[:count]
+
+    def rewind(self, n_past: int) -> None:
+        """Forget all but the first `n_past` tokens."""
+        check_rewind(self, n_past)
+        if n_past < self.n_past:
+            self._lib.llama_memory_seq_rm(self._memory, 0, n_past, -1)
+            self.n_past = n_past
+
+    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True) -> list[int]:
+        """The file's own tokenizer; the runtime uses the bundle's, and this shows that both agree."""
+        data = text.encode("utf-8")
+        buffer = (self._lib.llama_token * (len(data) + 16))()
+        vocab = self._lib.llama_model_get_vocab(self._model)
+        count = self._lib.llama_tokenize(
+            vocab, data, len(data), buffer, len(buffer), add_special, parse_special
+        )
+        if count < 0:
+            raise EdgespecError(
+                f"llama.cpp cannot tokenize {len(data)} bytes: it wants room for {-count} tokens"
+            )
+        return list(buffer[:count])
+
+    def token_text(self, token: int) -> str | None:
+        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+        vocab = self._lib.llama_model_get_vocab(self._model)
+        none = self._lib.llama_vocab_type(vocab) == self._lib.LLAMA_VOCAB_TYPE_NONE
+        if none or not 0 <= token < self.vocab_size:
+            return None
+        text: bytes = self._lib.llama_vocab_get_text(vocab, token)
+        return text.decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Free the model; a second call does nothing."""
+        if self._batch is not None:
+            self._lib.llama_batch_free(self._batch)
+        if self._context:
+            self._lib.llama_free(self._context)
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._batch = self._context = self._model = None
+
+
+def _reason() -> str:
+    return "; ".join(_messages) or "no reason given"

@@ -1,0 +1,168 @@
+"""ONNX Runtime on a GroupQueryAttention graph whose KV cache is written in place.
+
+One buffer per layer is bound as past and as present (IOBinding), so a pass appends to it without a copy and a rollback is a
+shorter attention mask. Every other tensor is a preallocated buffer bound with the shape of the call.
+
+A graph with two sets of RoPE factors chooses by the length of the attention mask, and reads as many tokens as the mask has ones.
+So a mask longer than the border, with zeros at its end, gives a short beginning of a long text the long factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from edgespec.core.errors import BundleError, EdgespecError
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
+
+ROPE_BORDER = (
+    "edgespec.rope_border"  # metadata of the graph: most tokens of a text with the short RoPE factors
+)
+BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
+
+
+class OnnxRuntimeEngine:
+    """A model folder written by the exporter: `model.onnx`, its data file and `genai_config.json`.
+
+    Args:
+        folder: the model folder.
+        context_length: KV buffer length in tokens; default and upper bound: the model's own.
+        threads: compute threads; default: the processors this process may use.
+        graph: a graph file in the folder to run instead of the one the settings name: same weights, other kernels.
+
+    Raises:
+        BundleError: the folder is not such a model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        context_length: int | None = None,
+        threads: int | None = None,
+        graph: Path | None = None,
+    ) -> None:
+        settings = read_settings(folder)
+        self.vocab_size = settings.vocab_size
+        own_context = settings.context_length
+        filename = settings.filename if graph is None else graph.name
+        if Path(filename).name != filename or not (folder / filename).is_file():
+            raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
+        check_onnx(folder / filename)
+        self.name = f"onnxruntime {folder.name}"
+        self.context_length = min(context_length or own_context, own_context)
+        self.block_length = min(BLOCK_LENGTH, self.context_length)
+        self.n_past = 0
+
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or default_threads()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(
+                str(folder / filename), options, providers=["CPUExecutionProvider"]
+            )
+            self.rope_border = self._rope_border()
+            self._bind(settings)
+        # ONNX Runtime has an exception class for every status, with no base of their own
+        except Exception as error:
+            raise BundleError(
+                f"ONNX Runtime cannot run {folder / filename}: {str(error)[:300]}; "
+                "give a shorter --context where memory is short, else export the model again"
+            ) from error
+
+    def _rope_border(self) -> int | None:
+        """Most tokens of a text with the short RoPE factors; None where no text of this context has others."""
+        told = self._session.get_modelmeta().custom_metadata_map.get(ROPE_BORDER)
+        if told is None:
+            return None
+        if not (told.isascii() and told.isdigit() and len(told) <= 8 and int(told) > 0):
+            raise ValueError(f"its {ROPE_BORDER} is {told[:80]!r}, and a number of tokens is wanted")
+        return int(told) if int(told) < self.context_length else None
+
+    def _bind(self, settings: OnnxSettings) -> None:
+        """Bind every tensor of the graph to memory of this object."""
+        self._binding = self._session.io_binding()
+
+        self._ids = np.zeros(self.block_length, dtype=np.int64)
+        self._mask = np.ones(self.context_length, dtype=np.int64)
+        self._least_mask, self._padded = 0, False  # its length at least; whether it has zeros behind the text
+        self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
+        self._names = (settings.ids, settings.mask, settings.logits)
+        self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
+        self._bound = 0  # tokens of the pass that the ids and the logits are bound for
+        self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
+        kv_shape = (1, settings.kv_heads, self.context_length, settings.head_size)
+        kinds = {value.name: value.type for value in self._session.get_inputs()}
+        shapes = {
+            value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()
+        }
+        _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
+        past_shape = shapes[settings.past_key % 0]
+        _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
+        _check_shape("head_size", settings.head_size, past_shape[-1])
+        self._cache = []
+        names = (
+            (settings.past_key, settings.present_key),
+            (settings.past_value, settings.present_value),
+        )
+        for layer in range(settings.layers):
+            for before, after in names:
+                past, present = before % layer, after % layer
+                dtype = np.float16 if kinds[past] == "tensor(float16)" else np.float32
+                buffer = np.zeros(kv_shape, dtype=dtype)
+                self._cache.append(buffer)  # keeps the memory alive
+                self._binding.bind_input(past, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
+                self._binding.bind_output(present, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
+
+    def _bind_tokens(self, count: int) -> None:
+        ids, mask, logits = self._names
+        bind, addresses = self._binding, self._addresses
+        total, least = self.n_past + count, self._least_mask
+        if total < least:
+            self._mask[:total], self._mask[total:least] = 1, 0
+            self._padded = True
+        elif self._padded:
+            self._mask[:least], self._padded = 1, False
+        bind.bind_input(mask, "cpu", 0, np.int64, (1, max(total, least)), addresses[1])
+        if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
+            bind.bind_input(ids, "cpu", 0, np.int64, (1, count), addresses[0])
+            bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), addresses[2])
+            self._bound = count
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        count = len(tokens)
+        check_room(self, count)
+        self._ids[:count] = tokens
+        self._bind_tokens(count)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise EdgespecError(
+                f"ONNX Runtime failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
+            ) from error
+        self.n_past += count
+        return self._logits[:count]
+
+    def rewind(self, n_past: int) -> None:
+        check_rewind(self, n_past)
+        self.n_past = n_past
+
+    def use_rope(self, *, long: bool) -> None:
+        """Empty the cache; the graph takes its long RoPE factors from now on, or its short ones."""
+        self.n_past = 0
+        self._mask[:], self._padded = 1, False
+        self._least_mask = (self.rope_border or 0) + 1 if long else 0
+
+    def close(self) -> None:
+        del self._binding, self._session
+
+
+def _check_shape(name: str, told: int, seen: int | str | None) -> None:
+    """The settings size the memory that the graph writes to, so both must say the same (a dimension without a number may)."""
+    if isinstance(seen, int) and seen != told:
+        raise ValueError(f"the settings say {name} {told} and the graph has {seen}")

@@ -1,0 +1,149 @@
+"""Static graphs as an engine: the host keeps the KV cache, builds the mask and chooses the graph. Knows no operators.
+
+A pass takes the shortest graph that has room for its tokens; what is left over is filled with token 0 behind them, where no real
+token looks, and what comes of it is dropped. Keys and values of the pass are copied behind those that are in the cache, so a
+rollback is a smaller number.
+
+A graph runs on ONNX Runtime, or on OpenVINO where that is asked for: a program that takes named arrays and returns named arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.static_program import Array, Feeds, Program, open_onnxruntime
+from edgespec_runtime.engines.static_settings import StaticSettings, read_static_settings
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
+
+ONNXRUNTIME, OPENVINO = "onnxruntime", "openvino"
+
+
+class StaticEngine:
+    """A folder written by the static export: `prefill.onnx`, `verify.onnx`, `step.onnx`, their data file and `static.json`.
+
+    Args:
+        folder: the model folder.
+        threads: compute threads; default: the processors this process may use.
+        backend: "onnxruntime" or "openvino".
+        device: OpenVINO's name of what runs the graphs (CPU, NPU, ...).
+        context_length: tokens that it takes; default and upper bound: what the cache holds.
+
+    Raises:
+        BundleError: the folder is not such a model. MissingExtra: OpenVINO is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        threads: int | None = None,
+        backend: str = ONNXRUNTIME,
+        device: str = "CPU",
+        context_length: int | None = None,
+    ) -> None:
+        settings = read_static_settings(folder)
+        self.settings = settings
+        self.name = f"{backend} static {folder.name}"
+        self.vocab_size = settings.vocab_size
+        self.context_length = min(context_length or settings.length, settings.length)
+        self.block_length = min(max(settings.blocks.values()), self.context_length)
+        self.n_past = 0
+        size = (1, settings.kv_heads, settings.length, settings.head_dim)
+        self._past = {name: np.zeros(size, dtype=np.float32) for name in names_of_cache(settings, "past")}
+        self._graphs = sorted(
+            (tokens, name) for name, tokens in settings.blocks.items()
+        )  # the shortest that has room comes first
+        self._masks = {name: _mask(tokens, settings) for name, tokens in settings.blocks.items()}
+        self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
+        open_program = _opener(backend, device)
+        self._programs: dict[str, Program] = {}
+        for tokens, name in self._graphs:
+            path = folder / f"{name}.onnx"
+            check_onnx(path)
+            try:
+                inputs = {**_tokens(tokens), "attention_mask": self._masks[name], **self._past}
+                outputs = _outputs(tokens, settings)
+                self._programs[name] = open_program(path, threads or default_threads(), inputs, outputs)
+            except EdgespecError:
+                raise
+            except Exception as error:  # the engines' exception classes have no base of their own
+                raise BundleError(
+                    f"{backend} cannot run {path}: {str(error)[:300]}; export the model again"
+                ) from error
+
+    def feeds(self, tokens: Sequence[int]) -> tuple[str, Feeds]:
+        """The graph that takes `tokens` next and its inputs, which are views of this engine's own memory."""
+        check_room(self, len(tokens))
+        space, name = next(entry for entry in self._graphs if entry[0] >= len(tokens))
+        ids = np.zeros((1, space), dtype=np.int32)
+        ids[0, : len(tokens)] = tokens
+        positions = np.arange(self.n_past, self.n_past + space, dtype=np.int32)[None]
+        mask, seen = self._masks[name], self._seen[name]
+        if seen < self.n_past:
+            mask[..., seen : self.n_past] = 0.0
+        else:
+            mask[..., self.n_past : seen] = self.settings.masked
+        self._seen[name] = self.n_past
+        positions = np.minimum(positions, self.settings.length - 1)  # of padding at the end of the context
+        return name, {"input_ids": ids, "position_ids": positions, "attention_mask": mask, **self._past}
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        count = len(tokens)
+        name, feeds = self.feeds(tokens)
+        try:
+            results = self._programs[name](feeds)
+        except Exception as error:
+            raise EdgespecError(
+                f"{self.name} failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
+            ) from error
+        end = self.n_past + count
+        for into, source in zip(self._past, names_of_cache(self.settings, "new"), strict=True):
+            self._past[into][:, :, self.n_past : end] = results[source][:, :, :count]
+        self.n_past = end
+        logits: Logits = results["logits"][0, :count]
+        return logits
+
+    def rewind(self, n_past: int) -> None:
+        check_rewind(self, n_past)
+        self.n_past = n_past
+
+    def close(self) -> None:
+        self._programs.clear()
+
+
+def names_of_cache(settings: StaticSettings, kind: str) -> list[str]:
+    """Names of the cache's tensors in the graphs; kind: past (inputs) or new (outputs)."""
+    return [f"{kind}.{layer}.{part}" for layer in range(settings.layers) for part in ("key", "value")]
+
+
+def _mask(tokens: int, settings: StaticSettings) -> Array:
+    """[1, 1, n, length + n]: nothing of the cache, and of the block what comes not later."""
+    mask = np.full((1, 1, tokens, settings.length + tokens), settings.masked, dtype=np.float32)
+    mask[0, 0, :, settings.length :][np.tril_indices(tokens)] = 0.0
+    return mask
+
+
+def _tokens(count: int) -> Feeds:
+    return {name: np.zeros((1, count), dtype=np.int32) for name in ("input_ids", "position_ids")}
+
+
+def _outputs(tokens: int, settings: StaticSettings) -> Feeds:
+    new = (1, settings.kv_heads, tokens, settings.head_dim)
+    return {
+        "logits": np.zeros((1, tokens, settings.vocab_size), dtype=np.float32),
+        **{name: np.zeros(new, dtype=np.float32) for name in names_of_cache(settings, "new")},
+    }
+
+
+def _opener(backend: str, device: str) -> Callable[[Path, int, Feeds, Feeds], Program]:
+    if backend == ONNXRUNTIME:
+        return open_onnxruntime
+    if backend == OPENVINO:
+        from edgespec_runtime.engines.static_openvino import opener
+
+        return opener(device)
+    raise InputError(f"backend {backend!r} is unknown{did_you_mean(backend, (ONNXRUNTIME, OPENVINO))}")

@@ -1,0 +1,1 @@
+"""A bundle, opened once."""

@@ -1,0 +1,252 @@
+"""Open a bundle: check it, load the pair on one engine and the tokenizer both share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.core.errors import BundleError, InputError, did_you_mean
+from edgespec.core.files import read_json
+from edgespec.core.manifest import ROLES, Manifest, open_manifest
+from edgespec.core.options import knob
+from edgespec_runtime.engines.engine import Engine, default_threads
+from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
+from edgespec_runtime.engines.rope_border import across_border
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
+from edgespec_runtime.text.prompts import read_chats
+from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
+
+ONNXRUNTIME = "onnxruntime"
+LLAMACPP = "llama.cpp"
+STATIC = "static"  # graphs of fixed lengths, on ONNX Runtime
+OPENVINO = "openvino"  # the same files, on OpenVINO
+# ONNX precisions with a faster kernel, one that rounds activations; fp32 and fp16 have one kernel only.
+ROUNDED = frozenset({"int4", "int8"})
+WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
+# A model this small gains little from a second thread, and a drafter's waiting threads take the cores from the target's. On ONNX
+# Runtime and two cores, γ = 3, a pair is 2.0x as fast with its drafter on one thread at 13.9M with 0.3M (fp32), 1.7x at 134.8M
+# with 5M (int4): benchmarks/session_threads.py. Larger drafters were not measured.
+ONE_THREAD_BELOW = {"target": 1_000_000, "drafter": 10_000_000}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    engine: str = knob(
+        "", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP, STATIC, OPENVINO)
+    )
+    precision: str = knob(
+        "",
+        "precision of both models: fp32, fp16, int8, int4 (onnxruntime); f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k "
+        "(llama.cpp); fp32, qdq8, qdq16 (static, openvino) (default: the bundle's)",
+    )
+    context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
+    threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
+    flash_attention: bool | None = knob(
+        None,
+        "attention kernel of llama.cpp, whatever the mode (default: on for quantised weights in exact mode, where it makes "
+        "blocks exact)",
+    )
+    mode: str = knob(
+        EXACT,
+        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie",
+        choices=MODES,
+    )
+
+
+@dataclass
+class Pair:
+    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision.
+
+    `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them. `mode` is the one
+    asked for; `exactness` says what came of it.
+    """
+
+    target: CachedEngine
+    draft: CachedEngine | None
+    tokenizer: ChatTokenizer
+    manifest: Manifest
+    engine: str
+    precision: str
+    cost_ratios: dict[str, float]
+    threads: int
+    mode: str = EXACT
+
+    @property
+    def fast_graph(self) -> bool:
+        """Whether the target runs from its graph of the fast mode; False where it has none."""
+        return (
+            self.mode == FAST and self.manifest.fast_graph("target", self.engine, self.precision) is not None
+        )
+
+    @property
+    def flash_attention(self) -> bool | None:
+        """Whether the target runs with flash attention; None where the engine has no such choice."""
+        return getattr(self.target.engine, "flash_attention", None)
+
+    def close(self) -> None:
+        """Free both models."""
+        for model in (self.target, self.draft):
+            if model is not None:
+                model.engine.close()
+
+    def prompts(self) -> list[list[Message]]:
+        """The held-out chats that travel in the bundle."""
+        assert self.manifest.folder is not None
+        return read_chats(self.manifest.folder / "prompts.jsonl")
+
+    def measured_exactness(self) -> Exactness:
+        """The mode, and how far a block's target logits were from those of single steps where the bundle was made."""
+        way = Way(
+            self.mode,
+            self.engine,
+            self.precision,
+            fast_graph=self.fast_graph,
+            flash_attention=self.flash_attention,
+            float_weights=getattr(self.target.engine, "float_weights", False),
+            rope_border=self.target.rope_border,
+        )
+        if self.manifest.folder is None or "verify.json" not in self.manifest.files:
+            return exactness_of(way, {})
+        verification = read_json(self.manifest.folder / "verify.json")
+        return exactness_of(way, verification if isinstance(verification, dict) else {})
+
+    def exactness(self) -> str:
+        """`measured_exactness` in words."""
+        return str(self.measured_exactness())
+
+
+def load_engine(
+    engine: str,
+    path: Path,
+    context: int | None,
+    threads: int | None,
+    flash_attention: bool | None = None,
+    graph: Path | None = None,
+) -> Engine:
+    """One model file or folder on one engine; `graph`: run this graph of an ONNX folder instead of its usual one.
+
+    Raises InputError where flash attention is asked of an engine without that choice.
+    """
+    if engine == LLAMACPP:
+        from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+
+        return across_border(
+            LlamaCppEngine(path, context_length=context, threads=threads, flash_attention=flash_attention)
+        )
+    if flash_attention is not None:
+        raise InputError(
+            f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
+            f"leave it out or give --engine {LLAMACPP}"
+        )
+    if engine in (STATIC, OPENVINO):
+        from edgespec_runtime.engines.static import ONNXRUNTIME as PLAIN
+        from edgespec_runtime.engines.static import StaticEngine
+
+        return StaticEngine(
+            path, threads=threads, backend=OPENVINO if engine == OPENVINO else PLAIN, context_length=context
+        )
+    from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+
+    return across_border(OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph))
+
+
+def load_model(
+    manifest: Manifest, role: str, engine: str, precision: str, options: LoadOptions, threads: int
+) -> Engine:
+    """One model of a bundle in the mode asked for. Raises InputError where its files have no graph for it.
+
+    A drafter with a fast graph runs from it in either mode: q is whatever its logits say, and the rule holds for every q.
+    """
+    path = manifest.model_path(role, engine, precision)
+    if engine == STATIC and options.engine == OPENVINO:
+        engine = OPENVINO
+    flash_attention, graph = options.flash_attention, None
+    if options.mode == FAST and engine == LLAMACPP and flash_attention is None:
+        flash_attention = False
+    if engine == ONNXRUNTIME and (options.mode == FAST or role == "drafter"):
+        graph = manifest.fast_graph(role, engine, precision)
+        if graph is None and options.mode == FAST and precision in ROUNDED:
+            raise InputError(
+                f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
+                f"build the bundle again, or leave --mode at {EXACT}"
+            )
+    return load_engine(engine, path, options.context, threads, flash_attention, graph)
+
+
+def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
+    """Engine and precision: what was asked for, else the bundle's default, else the first the bundle has for that engine."""
+    pairs = manifest.pairs()
+    asked = STATIC if options.engine == OPENVINO else options.engine
+    engine = asked or manifest.default["engine"]
+    offered = [precision for name, precision in pairs if name == engine]
+    if options.precision and not options.engine and options.precision not in offered:
+        engine = next((name for name, precision in pairs if precision == options.precision), engine)
+        offered = [precision for name, precision in pairs if name == engine]
+    if not offered:
+        raise InputError(
+            f"the bundle has no pair for engine {engine!r}{did_you_mean(engine, {name for name, _ in pairs})}"
+        )
+    if options.precision:
+        if options.precision not in offered:
+            raise InputError(
+                f"the bundle has no {options.precision!r} pair for {engine}{did_you_mean(options.precision, offered)}"
+            )
+        return engine, options.precision
+    preferred = manifest.default["precision"]
+    return engine, preferred if preferred in offered else offered[0]
+
+
+def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
+    """The subset of the target's tokens that the drafter knows; None where it knows them all."""
+    name = manifest.drafter.vocabulary
+    if name is None or manifest.folder is None:
+        return None
+    vocabulary, wanted = read_vocabulary(manifest.folder / name), manifest.pair["vocab_size"]
+    if vocabulary.target_vocab_size != wanted:
+        raise BundleError(
+            f"{manifest.folder / name} is of a target with {vocabulary.target_vocab_size} tokens, this pair's has {wanted}; "
+            "fetch or build the bundle again"
+        )
+    return vocabulary
+
+
+def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pair:
+    """Check every file of the bundle against its manifest, then `load_pair`.
+
+    Raises BundleError for a bundle that is incomplete or altered, and what `load_pair` raises.
+    """
+    return load_pair(open_manifest(folder), options, with_draft)
+
+
+def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True) -> Pair:
+    """Load target, drafter (unless told not to) and tokenizer of a bundle whose files were checked.
+
+    Raises InputError for an engine or precision it does not have, MissingExtra where the engine's package is absent.
+    """
+    assert manifest.folder is not None
+    engine, precision = _choose(manifest, options)
+    ratios = manifest.cost_ratios(engine, precision)
+    for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
+        manifest.check_folder(name)
+    vocabulary = _drafters_vocabulary(manifest)
+    threads = options.threads or default_threads()
+
+    def load(role: str) -> CachedEngine:
+        own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW[role] else threads
+        model = load_model(manifest, role, engine, precision, options, own_threads)
+        if role == "drafter" and vocabulary is not None:
+            model = SubsetEngine(model, vocabulary)
+        return CachedEngine(model)
+
+    return Pair(
+        target=load("target"),
+        draft=load("drafter") if with_draft else None,
+        tokenizer=ChatTokenizer(manifest.folder / "tokenizer"),
+        manifest=manifest,
+        engine=engine,
+        precision=precision,
+        cost_ratios=ratios,
+        threads=threads,
+        mode=options.mode,
+    )

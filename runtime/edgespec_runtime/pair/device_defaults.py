@@ -1,0 +1,42 @@
+"""What a bundle made for a device says of chat, generate and bench there: defaults that stand below the flags given.
+
+Engine and precision are the bundle's own default; here are γ and the context. Knows the manifest, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.manifest import open_manifest
+
+LENGTHS = (1, 2, 3, 4, 5, 7)
+"""Draft lengths that bench compares where γ is chosen."""
+
+
+def of_reply(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of chat or generate, with the bundle's device behind them. Raises BundleError for a broken manifest."""
+    return {**_settings(given), **given}
+
+
+def of_bench(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of bench, with the bundle's device behind them: a device's fixed γ alone, else lengths up to its longest.
+
+    Raises BundleError for a broken manifest.
+    """
+    settings = _settings(given)
+    fixed, longest = settings.pop("draft_length", None), settings.get("max_draft_length")
+    if fixed is not None:
+        settings |= {"draft_lengths": [fixed], "choose": False}
+    elif longest is not None:
+        settings["draft_lengths"] = [length for length in LENGTHS if length <= longest]
+    return {**settings, **given}
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """γ and context of the device the bundle was made for; nothing where it was made for none, or where no bundle is named."""
+    if not given.get("bundle"):
+        return {}
+    device = open_manifest(Path(given["bundle"]), hashes=False).device
+    return {key: value for key, value in device.items() if key != "name" and value is not None}

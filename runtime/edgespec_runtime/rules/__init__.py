@@ -1,0 +1,1 @@
+"""Distributions, and which draft tokens stay: pure functions, one table."""

@@ -1,0 +1,181 @@
+"""What an acceptance rule is, and the rules that walk through a block token by token. Pure; knows no engine.
+
+Notation: p = target, q = draft, both warped alike. A rule decides which beginning of a draft stays, and adds one token. The rules
+of other papers: block_verification.py, reproducible.py, lenient.py, cascades.py; all of them by name: rules.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, draw, warp
+
+
+@dataclass
+class Draft:
+    """A proposed continuation.
+
+    tokens: the draft tokens, γ of them.
+    q: the distribution that each token was drawn from. A rule that `mixes` wants one more, for the token behind the draft; it
+        is missing where the drafter has nothing to say there.
+    logits: the drafter's own, unwarped, float32 [V], one for each entry of `q`; only where the rule is `raw`.
+    copied: how many of the tokens no model computed (prompt lookup).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    q: list[Categorical] = field(default_factory=list)
+    logits: list[NDArray[np.float32]] = field(default_factory=list)
+    copied: int = 0
+
+
+class Place:
+    """What a rule sees at one position. p is warped when first asked for.
+
+    raw_p, raw_q: float32 [V], the softmax of the unwarped logits, computed when first asked for.
+    """
+
+    def __init__(
+        self, p_logits: NDArray[np.float32], q_logits: NDArray[np.float32] | None, q: Categorical, how: Warp
+    ) -> None:
+        self.p_logits, self._q_logits, self._how, self.q = p_logits, q_logits, how, q
+        self._p: Categorical | None = None
+
+    @property
+    def q_logits(self) -> NDArray[np.float32]:
+        assert self._q_logits is not None  # the drafter kept them, since the rule is `raw`
+        return self._q_logits
+
+    @property
+    def greedy(self) -> bool:
+        return self._how.temperature == 0.0
+
+    @property  # not cached_property: p is asked for at every draft token, and Python 3.11's takes a lock
+    def p(self) -> Categorical:
+        if self._p is None:
+            self._p = warp(self.p_logits, self._how)
+        return self._p
+
+    @cached_property
+    def raw_p(self) -> NDArray[np.float32]:
+        return softmax(self.p_logits)
+
+    @cached_property
+    def raw_q(self) -> NDArray[np.float32]:
+        return softmax(self.q_logits)
+
+
+def softmax(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 [V]"""
+    probs: NDArray[np.float32] = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    return probs
+
+
+class Rule(ABC):
+    """Which draft tokens stay, and which token follows them.
+
+    Attributes:
+        mixes: the law of every token depends on q, not on p alone. So the drafter speaks at every position, also in a plain step
+            and behind a whole block: otherwise the text would depend on the draft length, which timing chooses.
+        raw: it looks at raw_p and raw_q, so the drafter keeps its logits.
+        draft_greedily: the draft is the drafter's argmax.
+        by_position: every random choice belongs to a position of the text (`PositionNoise`), not to the order of choices.
+    """
+
+    mixes: bool = False
+    raw: bool = False
+    draft_greedily: bool = False
+    by_position: bool = False
+
+    @abstractmethod
+    def verify(
+        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
+    ) -> tuple[int, int]:
+        """Decide one block.
+
+        Args:
+            rows: target logits, float32 [γ + 1 or more, V]; row i follows draft token i − 1, rows behind γ are padding.
+            start: position of the first draft token in the text.
+
+        Returns:
+            (number of draft tokens that stay, the token that follows them).
+        """
+
+
+def happens(chance: float, source: TokenSource) -> bool:
+    """True with this probability; certain outcomes draw no number."""
+    return chance >= 1.0 or (chance > 0.0 and not source.random() >= chance)
+
+
+@dataclass(frozen=True)
+class TokenRule(Rule):
+    """A rule that tests one draft token after another, up to the first rejection.
+
+    accept(place, x): probability in [0, 1] with which x ~ q stays; residual(place): drawn from after a rejection. So the law of a
+    position is π(x) = q(x)·accept(x) + Σ_u q(u)·(1 − accept(u)) · residual(x).
+    """
+
+    accept: Callable[[Place, int], float]
+    residual: Callable[[Place], Categorical]
+    mixes: bool = False
+    raw: bool = False
+    draft_greedily: bool = False
+
+    def verify(
+        self, rows: NDArray[np.float32], draft: Draft, how: Warp, source: TokenSource, start: int
+    ) -> tuple[int, int]:
+        """As `Rule.verify`. Rows after a rejection are never warped."""
+        count = len(draft.tokens)
+        for position, token in enumerate(draft.tokens):
+            place = Place(
+                rows[position], draft.logits[position] if self.raw else None, draft.q[position], how
+            )
+            if not self._stays(place, token, source):
+                return position, source.sample(self.residual(place), start + position)
+        if self.mixes and len(draft.q) > count:
+            # The token behind a whole block has the law π too (cascades, Algorithm 4): drawn from q, and tested like the others.
+            place = Place(rows[count], draft.logits[count] if self.raw else None, draft.q[count], how)
+            token = source.sample(place.q, start + count)
+            stays = self._stays(place, token, source)
+            return count, token if stays else source.sample(self.residual(place), start + count)
+        return count, draw(rows[count], how, source, start + count)
+
+    def _stays(self, place: Place, token: int, source: TokenSource) -> bool:
+        return happens(self.accept(place, token), source)
+
+
+def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
+    """min(1, p/q) at a token drawn from q."""
+    return min(1.0, p.prob(token) / q.prob(token))
+
+
+LOSSLESS = TokenRule(
+    accept=lambda place, token: accept_ratio(place.p, place.q, token),
+    residual=lambda place: place.p.excess(place.q),
+)
+"""min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
+
+
+def unmatched(p: Categorical, q: Categorical) -> Categorical:
+    """norm(p·(1 − q)); p itself where nothing is left of it, or all of p is one token."""
+    if p.certain:
+        return p
+    rest = p.probs * (1 - q.on(p))
+    total = float(rest.sum())
+    return Categorical(p.ids, rest, total) if total > 0 else p
+
+
+MATCHING = TokenRule(
+    accept=lambda place, token: place.p.prob(token),
+    residual=lambda place: unmatched(place.p, place.q),
+)
+"""What engines do that sample from the target and keep a draft token where the sample equals it: α = Σ p·q, the output is p.
+
+After a rejection the sample is p without the draft token x. That x is gone then, so its mean over x, p·(1 − q), is drawn from.
+"""

@@ -1,0 +1,147 @@
+"""Speculative cascades: rules that mix the target with the drafter where the drafter seems good enough. Pure.
+
+Narasimhan et al., Faster Cascades via Speculative Decoding: the block is decoded as if from π = T(q, p) (Algorithm 4),
+    cascades            π = (1 − δ)·q + δ·p, δ in {0, 1}                    (Algorithm 5, Table 3)
+    token-specific      π(v) = q(v)·[v ∈ T] + p(v)·Σ_{u ∉ T} q(u)           (Algorithm 6, Eq. 13 to 16)
+δ and T are decided on the raw distributions, what they mix is warped (appendix C.1). Natural logarithms: entropies are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec_runtime.rules.acceptance import LOSSLESS, Place, Rule, TokenRule, accept_ratio
+from edgespec_runtime.rules.sampling import Categorical
+
+Logits = NDArray[np.float32]
+
+
+def log_total(logits: Logits) -> float:
+    """log Σ exp(logits), summed in float64."""
+    top = logits.max()
+    return float(top) + math.log(np.exp(logits - top).sum(dtype=np.float64))
+
+
+def entropy(logits: Logits) -> float:
+    """H of softmax(logits) in nats. Every term is positive, so nothing cancels where the distribution is nearly certain."""
+    depth = logits.max() - logits
+    weights = np.exp(-depth)
+    total = weights.sum(dtype=np.float64)
+    depth[weights == 0] = 0  # infinite where a drafter does not know the token
+    return float(math.log(total) + (weights * depth).sum(dtype=np.float64) / total)
+
+
+def total_variation(p: Categorical, q: Categorical) -> float:
+    """Σ max(0, p − q)"""
+    return float(np.maximum(p.probs - q.on(p), 0).sum(dtype=np.float64))
+
+
+def discrepancy(place: Place) -> float:
+    """D(q, p) of BiLD on raw distributions: −log p(argmax q) when greedy, else −Σ q log p (appendix F.1; F.5 prints no minus)."""
+    log_p = log_total(place.p_logits)
+    if place.greedy:
+        return log_p - float(place.p_logits[place.q_logits.argmax()])
+    return float((place.raw_q * (log_p - place.p_logits)).sum(dtype=np.float64))
+
+
+def peak_gap(place: Place) -> float:
+    """max p − max q: how much surer the target is."""
+    return float(place.raw_p.max()) - float(place.raw_q.max())
+
+
+def entropy_gap(place: Place) -> float:
+    """H(q) − H(p): how much surer the target is, in nats."""
+    return entropy(place.q_logits) - entropy(place.p_logits)
+
+
+def cascade(defers: Callable[[Place], bool]) -> Rule:
+    """π = p where the rule defers to the target and else q; a draft token is rejected with probability δ·TV(p, q) (Lemma 3)."""
+
+    def accept(place: Place, token: int) -> float:
+        return accept_ratio(place.p, place.q, token) if defers(place) else 1.0
+
+    return TokenRule(
+        accept, LOSSLESS.residual, mixes=True, raw=True
+    )  # it rejects only where it defers: π is p there
+
+
+def chow(a: float) -> Rule:
+    """δ = [max q < 1 − a]"""
+    return cascade(lambda place: bool(place.raw_q.max() < 1 - a))
+
+
+def chow_log(a: float) -> Rule:
+    """δ = [H(q) > a] (Eq. 26)"""
+    return cascade(lambda place: entropy(place.q_logits) > a)
+
+
+def diff(a: float, gap: Callable[[Place], float] = peak_gap) -> Rule:
+    """δ = [max q < max p − a] (Eq. 5), or with entropies δ = [H(p) < H(q) − a] (Eq. 27)."""
+    return cascade(lambda place: gap(place) > a)
+
+
+def opt(a: float, gap: Callable[[Place], float] = peak_gap) -> Rule:
+    """δ = [max q < max p − a·TV(p̃, q̃)], TV of the warped ones (Eq. 10, appendix C.1); or with entropies (Eq. 28)."""
+
+    def defers(place: Place) -> bool:
+        surer = gap(place)
+        if surer <= 0 <= a:  # TV cannot be negative: the target need not be warped
+            return False
+        return surer > a * total_variation(place.p, place.q)
+
+    return cascade(defers)
+
+
+def bild_star(a: float) -> Rule:
+    """δ = [D(q, p) > a]: BiLD's target law by rejection sampling, without its fallback (appendix F.5)."""
+    return cascade(lambda place: discrepancy(place) > a)
+
+
+def token_specific(trusted: Callable[[Place], NDArray[np.bool_]]) -> Rule:
+    """π(v) = q(v)·[v ∈ T] + p(v)·η, η = Σ_{u ∉ T} q(u).
+
+    Args:
+        trusted: T as bool [V], the tokens at which the drafter may speak.
+    """
+
+    def accept(place: Place, token: int) -> float:
+        known = trusted(place)
+        if known[token]:
+            return 1.0  # π(x) >= q(x)
+        return min(1.0, place.p.prob(token) * _deferred(place.q, known) / place.q.prob(token))
+
+    def target(place: Place) -> Categorical:
+        p, q, known = place.p, place.q, trusted(place)
+        share = _deferred(q, known)
+        if share == 0.0:
+            return q
+        if p.ids is None or q.ids is None:
+            return Categorical(None, q.dense(len(known)) * known + p.dense(len(known)) * share)
+        ids = np.union1d(p.ids, q.ids)
+        return Categorical(ids, q.at(ids) * known[ids] + p.at(ids) * share)
+
+    return TokenRule(accept, lambda place: target(place).excess(place.q), mixes=True, raw=True)
+
+
+def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:
+    """η: what q gives to tokens outside T."""
+    return float(q.probs[~(trusted if q.ids is None else trusted[q.ids])].sum(dtype=np.float64))
+
+
+def token_v1(a: float) -> Rule:
+    """T = {q >= max p − a} (Eq. 13)"""
+    return token_specific(lambda place: place.raw_q >= place.raw_p.max() - a)
+
+
+def token_v2(a: float) -> Rule:
+    """T = {p >= max p − a} (Eq. 14)"""
+    return token_specific(lambda place: place.raw_p >= place.raw_p.max() - a)
+
+
+def token_v3(a: float) -> Rule:
+    """T = {p >= (1 − a)·max p} (Eq. 15)"""
+    return token_specific(lambda place: place.raw_p >= place.raw_p.max() * (1 - a))

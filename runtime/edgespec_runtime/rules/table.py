@@ -1,0 +1,231 @@
+"""Every acceptance rule by its name, and its parameters as knobs: `lossless`, `opt:a=0.3`, `lossy:a=0.2,beta=1`.
+
+Knows names, bounds and one help line each. What a rule does: acceptance.py, block_verification.py, reproducible.py, lenient.py,
+cascades.py; rules with a loop of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.options import from_mapping, knob
+from edgespec.core.table import table
+from edgespec_runtime.rules import acceptance, cascades, lenient
+from edgespec_runtime.rules.acceptance import MATCHING, Rule
+from edgespec_runtime.rules.block_verification import BlockRule
+from edgespec_runtime.rules.reproducible import ReproducibleRule
+
+
+@dataclass(frozen=True)
+class NoParameters:
+    pass
+
+
+@dataclass(frozen=True)
+class Lenience:
+    epsilon: float = knob(
+        0.5, "lenience ε, above 0; 1 is lossless, smaller accepts more", at_least=0.0, at_most=1.0
+    )
+
+    def __post_init__(self) -> None:
+        if self.epsilon == 0.0:
+            raise InputError(
+                "epsilon is 0.0; it must be above 0, since it divides: epsilon=0.01 accepts nearly all"
+            )
+
+
+@dataclass(frozen=True)
+class LossyStar:
+    a: float = knob(
+        0.2, "accept 1/(1 − a) times as often; 0 to below 1, 0 is lossless", at_least=0.0, at_most=1.0
+    )
+
+    def __post_init__(self) -> None:
+        if self.a == 1.0:
+            raise InputError("a is 1.0; it must be below 1, since 1 − a divides: a=0.99 accepts nearly all")
+
+
+@dataclass(frozen=True)
+class Lossy(LossyStar):
+    beta: float = knob(1.0, "scale of the residual p/β − q, at least 1 − a", at_least=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 - self.a <= self.beta < math.inf:
+            raise InputError(
+                f"beta is {self.beta} with a = {self.a}; it must be a number of at least 1 - a = {1 - self.a:g}: "
+                "leave it out for beta=1, or take lossy-star, which tunes it"
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    a: float = knob(0.3, "threshold on probabilities, 0 to 1", at_least=0.0, at_most=1.0)
+
+
+@dataclass(frozen=True)
+class Gap:
+    a: float = knob(0.1, "how much surer the target must be; any number")
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.a):
+            raise InputError("a is nan; it must be a number")
+
+
+@dataclass(frozen=True)
+class Nats(Gap):
+    a: float = knob(1.0, "threshold in nats; any number")
+
+
+@dataclass(frozen=True)
+class Discrepancy(Gap):
+    a: float = knob(2.0, "largest discrepancy D of drafter and target that stays, in nats")
+
+
+@dataclass(frozen=True)
+class Bild(Discrepancy):
+    a_f: float = knob(0.4, "the drafter goes on while max q >= 1 − a_f; 0 to 1", at_least=0.0, at_most=1.0)
+    window: int = knob(10, "draft tokens in a row before the target reads them", at_least=1)
+
+
+PRODUCT, MEAN = "product", "mean"
+
+
+@dataclass(frozen=True)
+class SequenceCascade(Share):
+    confidence: str = knob(
+        PRODUCT,
+        "of a reply: product of its tokens' probabilities, or their geometric mean, which does not shrink with length",
+        choices=(PRODUCT, MEAN),
+    )
+
+
+@dataclass(frozen=True)
+class LoopRule:
+    """A rule that is a decoding loop of its own (cascade_loops.py), not a test of one draft token after another."""
+
+    name: str
+    parameters: Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table: what the rule is, its parameters (a dataclass of knobs), and how it is made of them."""
+
+    help: str
+    parameters: type[Any]
+    make: Callable[[Any], Rule | LoopRule]
+
+
+LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
+TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
+
+RULES: dict[str, Kind] = {
+    LOSSLESS: Kind("the target's own distribution", NoParameters, lambda _: acceptance.LOSSLESS),
+    BLOCK: Kind(
+        "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
+        NoParameters,
+        lambda _: BlockRule(),
+    ),
+    REPRODUCIBLE: Kind(
+        "lossless, and a seed gives the same text whatever the draft length, the drafter and the timing",
+        NoParameters,
+        lambda _: ReproducibleRule(),
+    ),
+    "match-greedy": Kind(
+        "lossless, as engines do that draft greedily and keep what a target sample equals",
+        NoParameters,
+        lambda _: dataclasses.replace(MATCHING, draft_greedily=True),
+    ),
+    "match-sampled": Kind(
+        "lossless, as engines do that draft by sampling and keep what a target sample equals",
+        NoParameters,
+        lambda _: MATCHING,
+    ),
+    "lenient-lin": Kind(
+        "accept with min(1, p/(ε q))", Lenience, lambda o: lenient.lenience(lambda p: p / o.epsilon)
+    ),
+    "lenient-sq": Kind(
+        "accept with min(1, p/(ε² q))", Lenience, lambda o: lenient.lenience(lambda p: p / o.epsilon**2)
+    ),
+    "lenient-exp": Kind(
+        "accept with min(1, p^ε/q)", Lenience, lambda o: lenient.lenience(lambda p: p**o.epsilon)
+    ),
+    "lossy": Kind("accept with min(1, p/((1−a) q))", Lossy, lambda o: lenient.lossy(o.a, o.beta)),
+    "lossy-star": Kind(
+        "lossy with β tuned at every rejection, so that the law is known",
+        LossyStar,
+        lambda o: lenient.lossy_star(o.a),
+    ),
+    "chow": Kind("the target decides where max q < 1 − a", Share, lambda o: cascades.chow(o.a)),
+    "chowlog": Kind("the target decides where H(q) > a", Nats, lambda o: cascades.chow_log(o.a)),
+    "diff": Kind("the target decides where max q < max p − a", Gap, lambda o: cascades.diff(o.a)),
+    "difflog": Kind(
+        "the target decides where H(p) < H(q) − a",
+        Nats,
+        lambda o: cascades.diff(o.a, cascades.entropy_gap),
+    ),
+    "opt": Kind("the target decides where max q < max p − a TV(p, q)", Gap, lambda o: cascades.opt(o.a)),
+    "optlog": Kind(
+        "the target decides where H(p) < H(q) − a TV(p, q)",
+        Nats,
+        lambda o: cascades.opt(o.a, cascades.entropy_gap),
+    ),
+    "token-v1": Kind("the drafter keeps tokens with q >= max p − a", Gap, lambda o: cascades.token_v1(o.a)),
+    "token-v2": Kind("the drafter keeps tokens with p >= max p − a", Share, lambda o: cascades.token_v2(o.a)),
+    "token-v3": Kind(
+        "the drafter keeps tokens with p >= (1−a) max p", Share, lambda o: cascades.token_v3(o.a)
+    ),
+    "bild-star": Kind(
+        "the target decides where the discrepancy D(q, p) > a", Discrepancy, lambda o: cascades.bild_star(o.a)
+    ),
+    TOKEN_CASCADE: Kind(
+        "token after token: the drafter writes while max q >= 1 − a, else the target",
+        Share,
+        lambda o: LoopRule(TOKEN_CASCADE, o),
+    ),
+    SEQUENCE_CASCADE: Kind(
+        "the drafter writes the reply; below a confidence of 1 − a the target writes it anew",
+        SequenceCascade,
+        lambda o: LoopRule(SEQUENCE_CASCADE, o),
+    ),
+    BILD: Kind(
+        "the drafter writes while sure; the target reads it and rolls back to the first D(q, p) > a",
+        Bild,
+        lambda o: LoopRule(BILD, o),
+    ),
+}
+
+
+def rule_of(text: str) -> Rule | LoopRule:
+    """The rule of `name` or `name:key=value,...`. Raises InputError: unknown name or key, value out of range."""
+    name, _, rest = text.partition(":")
+    if name not in RULES:
+        raise InputError(f"unknown acceptance rule {name!r}{did_you_mean(name, RULES)}")
+    kind = RULES[name]
+    values: dict[str, str] = {}
+    for word in filter(None, rest.split(",")):
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not equals:
+            known = ", ".join(field.name for field in dataclasses.fields(kind.parameters)) or "none"
+            raise InputError(
+                f"rule {text!r}: {word!r} is no parameter; write name=value ({name} has: {known})"
+            )
+        if key in values:
+            raise InputError(f"rule {text!r}: {key!r} is given twice; leave one out")
+        values[key] = value
+    return kind.make(from_mapping(kind.parameters, values, f"rule {name}"))
+
+
+def describe(*, markdown: bool = False) -> str:
+    """The table of all rules: name, parameters with their defaults, what it does."""
+    rows = []
+    for name, kind in RULES.items():
+        defaults = [f"{field.name}={field.default}" for field in dataclasses.fields(kind.parameters)]
+        rows.append((name, ",".join(defaults), kind.help))
+    return table(("rule", "parameters", "what it does"), rows, markdown=markdown, left=3)

@@ -1,0 +1,296 @@
+"""Requests in OpenAI's words, read into what they ask for. Pure functions from JSON to dataclasses: no sockets, no models.
+
+`null` counts as absent everywhere. A field that is not known is ignored. A known field that would change the answer, and is not
+supported, is refused by its name; its neutral values (`n: 1`, `tools: []`) are fine. Fields beyond OpenAI's are those of vLLM:
+`prompt` as token ids, `return_token_ids`, `return_tokens_as_token_ids`, `top_k`, `min_p`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.text.tokenizer import Message
+
+MAX_LOGPROBS = 256
+MAX_MESSAGES = 4096
+TEMPERATURE = 1.0  # OpenAI's, where a request names none
+SEED_BITS = 31  # of a seed drawn here: every JSON reader holds it exactly
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+PARTS = "\n"  # between the text parts of one message, as in vLLM and llama-server
+_SHOWN = 80  # characters of a value in an error
+
+# Fields that would change the answer and are not supported: the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n", "best_of", "repetition_penalty", "repeat_penalty", "typical_p", "length_penalty"), (1,)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens", "mirostat"), (0,)),
+    **dict.fromkeys(("stop", "suffix", "grammar"), ("", [])),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "allowed_token_ids"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"), ()),
+    **dict.fromkeys(("structured_outputs", "prompt_logprobs", "audio", "web_search_options", "chat_template"), ()),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}  # fmt: skip
+COMPLETIONS_ONLY: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ("logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"), (False,)
+)
+NOT_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
+
+
+class Refused(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        status: the HTTP status that says why.
+        param: the field that is wrong, None where none is.
+        code: OpenAI's word for the reason, where clients look for one.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a request asks for beside its prompt.
+
+    Attributes:
+        sampling: knobs of `DecodingOptions` that shape the distribution.
+        seed: None where the client gave none.
+        max_tokens: longest reply, None where the client gave none.
+        usage: whether a stream ends with the count of tokens.
+        score: how many of the most probable tokens to send with log-probabilities, None for no log-probabilities.
+        echo: whether the text and the log-probabilities begin with the prompt.
+        ids: whether to send the token ids of prompt and reply.
+        as_ids: whether log-probabilities name tokens by id.
+    """
+
+    sampling: Mapping[str, float]
+    seed: int | None
+    max_tokens: int | None
+    stream: bool
+    usage: bool
+    score: int | None = None
+    echo: bool = False
+    ids: bool = False
+    as_ids: bool = False
+
+    def options(self, room: int, usual: int, draft_length: int | None) -> DecodingOptions:
+        """How to decode; where a seed is needed and none was given, with a fresh one and the rule of a reply without a seed.
+
+        Args:
+            room: most tokens that fit behind the prompt.
+            usual: longest reply where the request names none.
+        """
+        how = DecodingOptions(
+            **self.sampling,  # type: ignore[arg-type]
+            max_new_tokens=max(1, min(room, self.max_tokens or usual)),
+            draft_length=draft_length,
+        )
+        if self.seed is not None:
+            return dataclasses.replace(how, seed=self.seed)
+        if how.temperature == 0.0:
+            return how
+        return dataclasses.replace(how, seed=secrets.randbits(SEED_BITS), rule=how.rule_name)
+
+
+class Fields:
+    """The fields of a JSON object that are there: null is absent.
+
+    Every reader raises Refused with the value seen and the value wanted.
+
+    Args:
+        where: the object's place in the request, for errors; '' for the request itself.
+    """
+
+    def __init__(self, value: Any, where: str = "") -> None:
+        if not isinstance(value, dict):
+            raise Refused(
+                400, f"{where or 'the body'} is {_shown(value)}; a JSON object is wanted", where or None
+            )
+        self._values = {name: inner for name, inner in value.items() if inner is not None}
+        self._where = where
+
+    def get(self, name: str) -> Any:
+        """The value as it is, None where it is absent."""
+        return self._values.get(name)
+
+    def path(self, name: str) -> str:
+        return f"{self._where}.{name}" if self._where else name
+
+    def wrong(self, name: str, wanted: str) -> Refused:
+        """The error of a value that is not what is wanted."""
+        seen = f"is {_shown(self._values[name])}" if name in self._values else "is missing"
+        return Refused(400, f"{self.path(name)} {seen}; {wanted}", self.path(name))
+
+    def text(self, name: str) -> str:
+        if not isinstance(self.get(name), str):
+            raise self.wrong(name, "a text is wanted")
+        return str(self._values[name])
+
+    def flag(self, name: str) -> bool:
+        """False where it is absent."""
+        value = self._values.get(name, False)
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false is wanted")
+        return value
+
+    def whole(self, name: str, least: int, most: int) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if not _is_number(value) or not least <= value <= most or value != int(value):
+            raise self.wrong(name, f"a whole number from {least} to {most} is wanted")
+        return int(value)
+
+    def knob(self, name: str) -> float | None:
+        """A number within the bounds that `DecodingOptions` has for it."""
+        value, bounds = self.get(name), _KNOBS[name].metadata
+        if value is None:
+            return None
+        if not _is_number(value) or not bounds["at_least"] <= value <= bounds["at_most"]:
+            raise self.wrong(name, f"a number from {bounds['at_least']:g} to {bounds['at_most']:g} is wanted")
+        return float(value)
+
+    def refuse(self, neutral: Mapping[str, tuple[Any, ...]], why: str) -> None:
+        """Raise Refused for the first field that is there with another value than its neutral ones."""
+        for name, values in neutral.items():
+            if name in self._values and not any(_same(self._values[name], value) for value in values):
+                known = " or ".join(map(_shown, values))
+                raise self.wrong(name, f"{why}: leave it out{f' or give {known}' if known else ''}")
+
+
+_KNOBS = {field.name: field for field in dataclasses.fields(DecodingOptions)}
+
+
+def read_completion(body: dict[str, Any], model: str) -> Request:
+    """A request to /v1/completions, its prompt left out. Raises Refused."""
+    fields = _common(body, model)
+    stream = fields.flag("stream")
+    if stream:
+        fields.refuse(COMPLETIONS_ONLY, "a stream does not have it")
+    flags = {key: fields.flag(name) for key, name in _FLAGS.items()}
+    score = None if fields.get("logprobs") is False else fields.whole("logprobs", 0, MAX_LOGPROBS)
+    return _request(fields, score=score, **flags)
+
+
+_FLAGS = {"echo": "echo", "ids": "return_token_ids", "as_ids": "return_tokens_as_token_ids"}
+
+
+def read_prompt(body: dict[str, Any], vocab_size: int) -> str | list[int]:
+    """The one prompt of a completion: a text, or token ids below `vocab_size`; also as a list that holds it alone."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str | list) for one in prompt):
+        if len(prompt) > 1:
+            raise Refused(400, f"prompt holds {len(prompt)} prompts; send one in a request", "prompt")
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, list) and all(type(token) is int and 0 <= token < vocab_size for token in prompt):
+        return prompt
+    wanted = f"it must be a text or a list of token ids below {vocab_size}"
+    raise Fields(body).wrong("prompt", wanted)
+
+
+def read_chat(body: dict[str, Any], model: str) -> Request:
+    """A request to /v1/chat/completions, its messages left out. Raises Refused."""
+    fields = _common(body, model)
+    fields.refuse(COMPLETIONS_ONLY, "a chat does not have it")
+    return _request(fields)
+
+
+def read_messages(body: dict[str, Any]) -> list[Message]:
+    """The messages of a chat as the chat template takes them: role and text.
+
+    `developer` is the newer name of `system`. Text parts are joined with line breaks. An assistant's message may have no content.
+    Raises Refused naming the message.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not 0 < len(messages) <= MAX_MESSAGES:
+        raise Fields(body).wrong("messages", f"it must be a list of 1 to {MAX_MESSAGES} messages")
+    return [_message(Fields(one, f"messages[{place}]")) for place, one in enumerate(messages)]
+
+
+def _message(fields: Fields) -> Message:
+    role = fields.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        raise fields.wrong("role", f"it must be one of {', '.join(ROLES)}")
+    fields.refuse(NOT_IN_MESSAGES, "it is not supported")
+    content = fields.get("content")
+    if content is None and role == "assistant":
+        content = ""
+    if isinstance(content, list):
+        content = PARTS.join(
+            _part(Fields(part, f"{fields.path('content')}[{place}]")) for place, part in enumerate(content)
+        )
+    if not isinstance(content, str):
+        raise fields.wrong("content", "it must be a text or a list of text parts")
+    return {"role": ROLES[role], "content": content}
+
+
+def _part(fields: Fields) -> str:
+    if fields.get("type") != "text":
+        raise fields.wrong("type", 'only parts of type "text" are supported')
+    return fields.text("text")
+
+
+def _common(body: dict[str, Any], model: str) -> Fields:
+    """The fields of a request to `model`, without any that is not supported."""
+    fields = Fields(body)
+    if fields.get("model") is not None and (asked := fields.text("model")) != model:
+        words = f"there is no model {_shown(asked)}; this is {_shown(model)}"
+        raise Refused(404, words, "model", "model_not_found")
+    fields.refuse(NEUTRAL, "it is not supported")
+    return fields
+
+
+def _request(fields: Fields, **more: Any) -> Request:
+    named = {name: fields.knob(name) for name in ("temperature", "top_p", "min_p")}
+    named["top_k"] = fields.whole("top_k", -1, 2**31 - 1)
+    if named["top_k"] == -1:  # how vLLM spells "all"
+        named["top_k"] = 0
+    sampling = {"temperature": TEMPERATURE} | {
+        name: value for name, value in named.items() if value is not None
+    }
+    options = fields.get("stream_options")
+    return Request(
+        sampling=sampling,
+        seed=fields.whole("seed", 0, 2**63 - 1),
+        max_tokens=_max_tokens(fields),
+        stream=fields.flag("stream"),
+        usage=options is not None and Fields(options, "stream_options").flag("include_usage"),
+        **more,
+    )
+
+
+def _max_tokens(fields: Fields) -> int | None:
+    """The longest reply under either of OpenAI's names; they may not disagree."""
+    newer, older = (fields.whole(name, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens"))
+    if newer is not None and older is not None and newer != older:
+        raise fields.wrong("max_tokens", f"max_completion_tokens is {newer}: give one of them")
+    return older if newer is None else newer
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Equal, and no truth value for a number."""
+    return bool(value == other) and isinstance(value, bool) is isinstance(other, bool)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value as JSON, on one line."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,51 @@
+"""Files of prompts: .jsonl rows with `messages` (ending with the user) or `instruction` (a string). Knows no tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_jsonl
+from edgespec_runtime.text.tokenizer import Message
+
+ROLES = ("system", "user", "assistant")
+MAX_PROMPT_BYTES = 64 * 1024 * 1024
+
+
+def read_chats(path: Path) -> list[list[Message]]:
+    """Every conversation of a file.
+
+    Raises InputError naming file and row: no such file, a row of another shape, a conversation that does not end with the user.
+    """
+    chats = [
+        _messages(row, f"{path}: row {number}")
+        for number, row in enumerate(read_jsonl(path, limit=MAX_PROMPT_BYTES), 1)
+    ]
+    if not chats:
+        raise InputError(f"{path} holds no prompts; give rows with 'messages' or 'instruction'")
+    return chats
+
+
+def _messages(row: dict[str, Any], where: str) -> list[Message]:
+    if isinstance(row.get("instruction"), str):
+        return [{"role": "user", "content": row["instruction"]}]
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InputError(
+            f"{where} has keys {sorted(row)}; it needs 'messages' (a list) or 'instruction' (a string)"
+        )
+    for message in messages:
+        if not (
+            isinstance(message, dict)
+            and message.get("role") in ROLES
+            and isinstance(message.get("content"), str)
+        ):
+            raise InputError(
+                f"{where} has the message {repr(message)[:200]}; it needs a role ({', '.join(ROLES)}) and a content (a string)"
+            )
+    if messages[-1]["role"] != "user":
+        raise InputError(
+            f"{where} ends with the role {messages[-1]['role']!r}; a prompt must end with the user's message"
+        )
+    return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -1,0 +1,165 @@
+"""Text to token ids and back, and the chat template. Works on the tokenizer files of a bundle; no transformers.
+
+The folder may come from a stranger: every file is read with a bound, and the template runs in `safe_template`'s sandbox.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_bounded, read_json
+from edgespec.model_folder.chat_template import chat_template_of
+from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
+from edgespec_runtime.untrusted.template import MAX_TEMPLATE_CHARACTERS, SafeTemplate
+
+MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
+MAX_VOCAB_SIZE = 2**24
+MAX_SPECIAL = 1024
+AGAIN = "fetch or build the bundle again"
+Message = dict[str, str]
+
+
+class ChatTokenizer:
+    """The tokenizer folder of a bundle: tokenizer.json, tokenizer_config.json, chat_template.jinja, generation_config.json.
+
+    Attributes:
+        stop_ids: ids that end a reply (every eos id of the generation config, else the tokenizer's eos token).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
+        try:
+            self._tokenizer = Tokenizer.from_str(data.decode("utf-8"))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # the tokenizers library raises bare Exception, and its panics are none at all
+        except BaseException as error:
+            raise BundleError(f"{path} is not a readable tokenizer: {str(error)[:300]}") from error
+        config = _object(folder / "tokenizer_config.json")
+        template = chat_template_of(folder, config, error=BundleError)
+        if not template:
+            raise InputError(
+                f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json"
+            )
+        if len(template) > MAX_TEMPLATE_CHARACTERS:
+            raise InputError(
+                f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run"
+            )
+        self._special = {
+            name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+        }
+        try:
+            self._template = SafeTemplate(template)
+        except TemplateError as error:
+            raise InputError(f"the chat template in {folder} is not valid Jinja: {error}") from error
+        self.stop_ids = self._stop_ids(folder)
+
+    def _stop_ids(self, folder: Path) -> frozenset[int]:
+        where = folder / "generation_config.json"
+        ids = _object(where).get("eos_token_id") if where.exists() else None
+        if ids is None:
+            ids = (
+                self._tokenizer.token_to_id(self._special["eos_token"])
+                if self._special["eos_token"]
+                else None
+            )
+        found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for token in found:
+            if type(token) is not int or not 0 <= token < MAX_VOCAB_SIZE:
+                raise BundleError(
+                    f"{where} has the eos_token_id {str(token)[:80]!r}; a token id is wanted: {AGAIN}"
+                )
+        return frozenset(token for token in found if self._tokenizer.id_to_token(token) is not None)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands, no special tokens added; special tokens spelt out in it become theirs."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The chat as the target reads it, up to where the reply begins.
+
+        Raises InputError with the template's words where it refuses the messages, BundleError where it passes a bound.
+        """
+        try:
+            return self._template.render(
+                {"messages": list(messages), "add_generation_prompt": True, "tools": None, **self._special}
+            )
+        except TemplateError as error:
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Prompt ids of a chat; the template writes the special tokens, none are added twice, and none come from a message."""
+        safe, hidden = self.hide(messages)
+        return self.encode_hidden(self.render(safe), hidden)
+
+    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """Messages in which special tokens that are spelt out are private-use characters, and what those stand for."""
+        return self._lookalikes.hide(messages)
+
+    def encode_hidden(self, rendered: str, hidden: Mapping[str, str]) -> list[int]:
+        """Ids of a rendering of messages from `hide`, or of a part of it: what was hidden is encoded as plain text."""
+        return self._lookalikes.encode(rendered, hidden)
+
+    @cached_property
+    def _lookalikes(self) -> Lookalikes:
+        rendered = []
+        for chat in PLAIN_CHATS:
+            with suppress(InputError):  # a template may refuse a role
+                rendered.append(self.render(chat))
+        return Lookalikes(self._tokenizer, "".join(rendered))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def stream(self) -> TextStream:
+        return TextStream(self._tokenizer)
+
+
+class TextStream:
+    """Text from ids as they come; holds back bytes that are not yet a whole character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """The text that became certain with these ids."""
+        self._ids.extend(ids)
+        text = "".join(
+            piece for token in ids if (piece := self._stream.step(self._tokenizer, token)) is not None
+        )
+        self._length += len(text)
+        return text
+
+    def finish(self) -> str:
+        """What was held back: an incomplete character comes out as U+FFFD."""
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._length :]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path, error=BundleError, limit=MAX_TOKENIZER_BYTES, strict=True)
+    if not isinstance(value, dict):
+        raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
+    return value
+
+
+def _text(token: Any) -> str:
+    """The text of a special token, which a tokenizer config gives as such or as an object; anything else is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and len(text) <= MAX_SPECIAL else ""

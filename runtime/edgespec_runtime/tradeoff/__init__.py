@@ -1,0 +1,1 @@
+"""Quality against latency for the acceptance rules."""

@@ -1,0 +1,316 @@
+"""What the answers of a trade-off study mean: a summary of every arm, tables, a document. Pure; runs and times nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts, bootstrap, median
+from edgespec.core.table import interval, table
+from edgespec_runtime.bench.report import Interval, Run
+from edgespec_runtime.decoding.speed import dump
+from edgespec_runtime.rules.sampling import Warp
+from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm
+
+SCHEMA = 1
+QUIET = 0.9  # share of the processors that a run must have had for its times to be its own
+EXACT_MATCH, ROUGE_2, AGREEMENT = "exact-match", "rouge-2", "agreement"
+METRICS = (EXACT_MATCH, ROUGE_2, AGREEMENT)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt answered once by one arm; `scores` by metric."""
+
+    arm: str
+    run: Run
+    scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Study:
+    """`about`: title, command, date, device, pair, engine, precision, threads, free_share, block_against_single_steps,
+    options. free_share: of the threads' processor time, before or after the runs, what other programs left."""
+
+    about: dict[str, Any]
+    arms: tuple[Arm, ...]
+    trials: tuple[Trial, ...]
+
+    @property
+    def metrics(self) -> list[str]:
+        return list(dict.fromkeys(self.about["options"]["metric"]))
+
+    @property
+    def temperature(self) -> float:
+        return float(self.about["options"]["temperature"])
+
+    def label(self, metric: str) -> str:
+        """The metric in a heading; agreement is measured in another way where replies are sampled."""
+        return "log p (nats)" if metric == AGREEMENT and self.temperature > 0 else metric
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One arm over all prompts, each interval from resampled prompts.
+
+    Attributes:
+        quality: mean score by metric. behind: it less AR-large's, paired by prompt.
+        latency: decoding seconds per emitted token / those of AR-large on the same prompts; prefill is apart in both.
+        passes: target passes per emitted token, the cost that no machine changes; 0 for the drafter alone.
+        rejection_rate: rejected / tested draft tokens; None where the target tests none.
+        reply_tokens: mean length of a reply.
+    """
+
+    arm: Arm
+    quality: dict[str, Interval]
+    behind: dict[str, Interval]
+    latency: Interval
+    passes: float
+    rejection_rate: float | None
+    reply_tokens: float
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """All repeats of one prompt by one arm: summed counts, mean scores.
+
+    `seconds`: of decoding, all tokens at the median pace of the repeats, so that a hiccup of the machine in one of them is no
+    property of the rule.
+    """
+
+    counts: RawCounts
+    repeats: int
+    seconds: float
+    scores: dict[str, float]
+
+
+def summarise(study: Study) -> list[Summary]:
+    """A summary of every arm, in the order of the study. Every arm must have answered every prompt."""
+    found: dict[str, dict[int, list[Trial]]] = {arm.name: {} for arm in study.arms}
+    for trial in study.trials:
+        found[trial.arm].setdefault(trial.run.prompt, []).append(trial)
+    prompts = sorted(found[LARGE.name])
+    cells = {
+        name: [_cell(answers[prompt], study.metrics) for prompt in prompts] for name, answers in found.items()
+    }
+    large = cells[LARGE.name]
+    return [_summary(arm, cells[arm.name], large, study.metrics) for arm in study.arms]
+
+
+def _cell(trials: Sequence[Trial], metrics: Sequence[str]) -> _Cell:
+    counts = RawCounts()
+    for trial in trials:
+        counts.add(trial.run.counts)
+    scores = {name: _mean([trial.scores[name] for trial in trials]) for name in metrics}
+    pace = median([trial.run.counts.total_seconds / trial.run.counts.emitted for trial in trials])
+    return _Cell(counts, len(trials), pace * counts.emitted, scores)
+
+
+def _summary(arm: Arm, cells: Sequence[_Cell], large: Sequence[_Cell], metrics: Sequence[str]) -> Summary:
+    total = RawCounts()
+    for cell in cells:
+        total.add(cell.counts)
+    pairs = list(zip(cells, large, strict=True))
+    times = [(mine.seconds, mine.counts.emitted, its.seconds, its.counts.emitted) for mine, its in pairs]
+    return Summary(
+        arm=arm,
+        quality={name: bootstrap([cell.scores[name] for cell in cells], _mean) for name in metrics},
+        behind={
+            name: bootstrap([mine.scores[name] - its.scores[name] for mine, its in pairs], _mean)
+            for name in metrics
+        },
+        latency=bootstrap(times, _relative_latency),
+        passes=0.0 if arm == SMALL else total.blocks / total.emitted,
+        rejection_rate=1 - total.acceptance_rate if arm.tests_drafts and sum(total.tested) > 0 else None,
+        reply_tokens=total.emitted / sum(cell.repeats for cell in cells),
+    )
+
+
+def _relative_latency(items: Sequence[tuple[float, int, float, int]]) -> float:
+    """Sums, not a median over prompts: a rule that answers some prompts fast and some slowly costs their mean."""
+    mine, emitted, its, plain = map(sum, zip(*items, strict=True))
+    return float((mine / emitted) / (its / plain))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def points_table(study: Study, summaries: Sequence[Summary], *, markdown: bool = False) -> str:
+    """A row for every arm: quality, latency, target passes, rejections."""
+    quality = [words for name in study.metrics for words in (study.label(name), "less AR-large's [95 %]")]
+    headers = ("", "", *quality, "latency [95 %]")
+    rows = [
+        (
+            s.arm.curve,
+            s.arm.at,
+            *(words for name in study.metrics for words in _quality(s, name)),
+            "1" if s.arm == LARGE else interval(*s.latency),
+            f"{s.passes:.3f}",
+            "" if s.rejection_rate is None else f"{s.rejection_rate:.3f}",
+            f"{s.reply_tokens:.1f}",
+        )
+        for s in summaries
+    ]
+    return table((*headers, "passes", "rejected", "tokens"), rows, markdown=markdown, left=2)
+
+
+def _quality(summary: Summary, metric: str) -> tuple[str, str]:
+    behind = "" if summary.arm == LARGE else interval(*summary.behind[metric], digits=3)
+    return f"{summary.quality[metric][0]:.3f}", behind
+
+
+def curves_of(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
+    """Rules in their order, each with its points by ascending parameter; the end points are left out."""
+    curves: dict[str, list[Summary]] = {}
+    for summary in summaries:
+        if summary.arm not in ENDS:
+            curves.setdefault(summary.arm.curve, []).append(summary)
+    return {name: sorted(points, key=lambda s: s.arm.value or 0.0) for name, points in curves.items()}
+
+
+def frontier(summaries: Sequence[Summary], metric: str) -> list[Summary]:
+    """Points that no other is both as fast and as good as, and better in one of the two; by ascending latency."""
+
+    def beats(one: Summary, other: Summary) -> bool:
+        faster, better = other.latency[0] - one.latency[0], one.quality[metric][0] - other.quality[metric][0]
+        return faster >= 0 and better >= 0 and (faster > 0 or better > 0)
+
+    best = [point for point in summaries if not any(beats(other, point) for other in summaries)]
+    return sorted(best, key=lambda point: point.latency[0])
+
+
+def best_table(study: Study, summaries: Sequence[Summary], metric: str, *, markdown: bool = False) -> str:
+    """For each rule: its fastest point at AR-large's quality, and its best quality in AR-large's time (cascades, Table 2).
+
+    A point has AR-large's quality where the interval of the difference reaches 0. By point estimates, as there, a lossless rule
+    that samples would have it or not by chance.
+    """
+    rows = []
+    for name, points in curves_of(summaries).items():
+        good = [point for point in points if point.behind[metric][2] >= 0]
+        fast = [point for point in points if point.latency[0] <= 1.0]
+        rows.append(
+            (
+                name,
+                _pick(good, lambda s: (-s.latency[0], 0.0), lambda s: f"{1 / s.latency[0]:.2f}x"),
+                _pick(
+                    fast,
+                    lambda s: (s.quality[metric][0], -s.latency[0]),
+                    lambda s: f"{s.quality[metric][0]:.3f}",
+                ),
+            )
+        )
+    headers = ("", f"speed-up, {study.label(metric)} not below", f"best {study.label(metric)} in its time")
+    return table(headers, rows, markdown=markdown)
+
+
+def _pick(
+    points: Sequence[Summary],
+    order: Callable[[Summary], tuple[float, float]],
+    words: Callable[[Summary], str],
+) -> str:
+    if not points:
+        return "none"
+    best = max(points, key=order)
+    return f"{words(best)} ({best.arm.at})" if best.arm.at else words(best)
+
+
+def text(study: Study, summaries: Sequence[Summary], *, markdown: bool = False) -> str:
+    """Setting, all points, and by metric what is best: for the terminal, or a part of a document."""
+    parts = [setting(study), points_table(study, summaries, markdown=markdown)]
+    for metric in study.metrics:
+        names = [" ".join(filter(None, (s.arm.curve, s.arm.at))) for s in frontier(summaries, metric)]
+        parts.append(best_table(study, summaries, metric, markdown=markdown))
+        parts.append(
+            f"Nothing is both faster and higher in {study.label(metric)} than, from fast to slow: {', '.join(names)}."
+        )
+    return "\n\n".join(parts)
+
+
+def setting(study: Study) -> str:
+    """What was run, and whether other programs ran beside it."""
+    about, options = study.about, study.about["options"]
+    prompts, repeats = len({trial.run.prompt for trial in study.trials}), options["repeats"]
+    share = about["free_share"]
+    beside = (
+        f" Other programs ran too and left {share:.0%} of the processors: latencies suffer."
+        if share < QUIET
+        else ""
+    )
+    warped = Warp(**{field.name: options[field.name] for field in fields(Warp) if field.name in options})
+    return (
+        f"{about['pair']}, {about['engine']} {about['precision']}, {_many(about['threads'], 'thread')}: "
+        f"{_many(prompts, 'prompt')}{f' x {repeats}' if repeats > 1 else ''}, up to {options['max_new_tokens']} tokens, "
+        f"γ = {options['draft_length']}, {warped.words()}. "
+        f"Block of tokens against single steps: {about['block_against_single_steps']}.{beside}"
+    )
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def document(studies: Sequence[tuple[Study, Sequence[Summary], str]]) -> str:
+    """A Markdown page of studies, each with its summaries and the link to its picture ('' for none)."""
+    parts = [_HEAD]
+    for study, summaries, picture in studies:
+        title, about = study.about["title"], study.about
+        parts += [f"## {title}", f"    {about['command']}", f"{about['date']}, on {about['device']}."]
+        if picture:
+            parts.append(f"![Quality against latency and rejection rate: {title}]({picture})")
+        parts.append(text(study, summaries, markdown=True))
+    return "\n\n".join(parts) + "\n"
+
+
+_HEAD = """\
+# Quality against latency
+
+Written by `edgespec tradeoff`, never by hand: the commands below measure, and with `--render` the page is written again from
+their JSON files.
+
+A rule that keeps more of the drafter's tokens is faster and further from the target. Each line of a picture is one rule through
+the values of its parameter; AR-large is the target alone, AR-small the drafter alone. All runs of a prompt follow one another, in
+an order of its own for every prompt. Brackets are 95 % bootstrap intervals over prompts; differences from AR-large, the bars
+in the pictures too, compare replies to the same prompts.
+
+- **latency**: decoding seconds per emitted token (prefill apart) / AR-large's. **passes**: target passes per emitted token, the
+  cost that does not depend on the machine. **rejected**: rejected / tested draft tokens. **tokens**: mean length of a reply.
+- **exact-match**: share of replies whose final number is the reference's. **rouge-2**: F1 of word pairs with the reference.
+- **agreement** (greedy): tokens up to the first one that differs from AR-large's reply / tokens of the longer reply. **log p**
+  (sampled): mean log-probability of a reply's tokens under the target at temperature 1, in nats. True samples have AR-large's;
+  a reply with a higher one is sharper than they are, not better.
+- token-cascade, sequence-cascade and bild choose their draft lengths themselves; in the first two the target tests no drafts. A
+  rule without a parameter is one point.
+- **not below**: the interval of the difference from AR-large reaches 0, so a study of few prompts says it of more points.
+  **in its time**: latency at most 1. Both as in Table 2 of Faster Cascades via Speculative Decoding, which compares point
+  estimates."""
+
+
+def as_json(study: Study, summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Everything: raw counts and replies of every run first, what is derived from them after."""
+    return {
+        "schema": SCHEMA,
+        "about": study.about,
+        "arms": [asdict(arm) for arm in study.arms],
+        "runs": [
+            {"arm": t.arm, **vars(t.run), "counts": dump(t.run.counts), "scores": t.scores}
+            for t in study.trials
+        ],
+        "summaries": [asdict(summary) for summary in summaries],
+    }
+
+
+def from_json(found: Any, where: str) -> Study:
+    """The study that `as_json` wrote. Raises InputError for a file of another kind or another schema."""
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA or "arms" not in found:
+        raise InputError(f"{where} is no trade-off study of schema {SCHEMA}; measure it again with --json")
+    trials = []
+    for row in found["runs"]:
+        values = dict(row)
+        arm, scores = values.pop("arm"), values.pop("scores")
+        values |= {"counts": RawCounts(**values["counts"]), "reply": tuple(values["reply"])}
+        trials.append(Trial(arm, Run(**values), scores))
+    return Study(found["about"], tuple(Arm(**arm) for arm in found["arms"]), tuple(trials))

@@ -1,0 +1,317 @@
+"""Quality against latency: what each acceptance rule gives up for its speed, from the target alone to the drafter alone.
+
+Every prompt is answered by the target alone (AR-large), the drafter alone (AR-small) and the pair with every rule at every value
+of its parameter a, one after the other in an order of its own. A larger a leaves more to the drafter.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from edgespec import __version__
+from edgespec.core.errors import InputError
+from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
+from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.progress import progress
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure
+from edgespec_runtime.bench.report import PLAIN, Run
+from edgespec_runtime.decoding.options import DecodingOptions, ReplyOptions, plain
+from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.doctor.quality import common_prefix, exact_match, final_number, rouge_2
+from edgespec_runtime.engines.device import engine_version, free_share, this_device
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.rules.cascades import log_total
+from edgespec_runtime.rules.sampling import Warp
+from edgespec_runtime.text.prompts import read_chats
+from edgespec_runtime.text.tokenizer import Message
+from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm, arms_of
+from edgespec_runtime.tradeoff.report import (
+    AGREEMENT,
+    EXACT_MATCH,
+    METRICS,
+    ROUGE_2,
+    Study,
+    Summary,
+    Trial,
+    as_json,
+    document,
+    from_json,
+    summarise,
+    text,
+)
+
+FURTHEST = 100.0  # of a threshold on probabilities or nats: nothing lies beyond
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Warp, LoadOptions):
+    bundle: str = knob("", help="bundle folder", positional=True)
+    rules: tuple[str, ...] = knob(
+        ("lossless", "lossy", "chow", "opt", "token-v3", "token-cascade"),
+        "acceptance rules, at every value of --alphas; one with its own value (opt:a=0.3) or without a parameter a is one point",
+    )
+    alphas: tuple[float, ...] = knob(
+        (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
+        "values of the rules' parameter a",
+        at_least=-FURTHEST,
+        at_most=FURTHEST,
+    )
+    metric: tuple[str, ...] = knob(
+        (AGREEMENT,),
+        "quality: the final number of maths answers or word pairs against the prompts' 'reference', or agreement with the target",
+        choices=METRICS,
+    )
+    prompts: str = knob(
+        "",
+        "a .jsonl file of prompts ('messages' or 'instruction', and 'reference') (default: the bundle's)",
+    )
+    max_prompts: int = knob(64, "most prompts", at_least=1)
+    max_new_tokens: int = with_default(ReplyOptions, "max_new_tokens", 64)
+    draft_length: int = knob(5, "draft tokens in a block (γ)", at_least=1)
+    seed: int = with_default(ReplyOptions, "seed", 0)
+    repeats: int = knob(
+        1,
+        "runs of every prompt by every rule, each with a seed of its own; the median pace counts",
+        at_least=1,
+    )
+    seconds: float = knob(
+        300.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
+    )
+    title: str = knob("", "heading of the report (default: the prompts' name)")
+    json: str = knob("", "write raw counts and replies of every run, and summaries, to this file")
+    plot: str = knob("", "draw quality against latency and rejection rate into this PNG file")
+    markdown: str = knob("", "write the report to this Markdown file")
+    render: tuple[str, ...] | None = knob(
+        None,
+        "measure nothing: report what these files of --json hold, with a picture for each beside --plot",
+    )
+
+
+OPTIONS = Options
+
+
+@dataclass(frozen=True)
+class Prompt:
+    messages: list[Message]
+    reference: str | None = None
+
+
+def prompts_of(path: Path, metrics: Sequence[str], most: int) -> list[Prompt]:
+    """The first prompts of a file. Raises InputError naming the row whose reference is missing or of no use to a metric."""
+    found = []
+    rows = zip(read_chats(path), read_jsonl(path), strict=True)
+    for number, (messages, row) in enumerate(list(rows)[:most], 1):
+        reference = row.get("reference")
+        if reference is not None and not isinstance(reference, str):
+            raise InputError(f"{path}: row {number} has the reference {reference!r}; it must be a string")
+        wanting = sorted(set(metrics) - {AGREEMENT})
+        if wanting and reference is None:
+            raise InputError(
+                f"{path}: row {number} has no 'reference', and {wanting[0]} compares with it; "
+                f"add it to every row or choose --metric {AGREEMENT}"
+            )
+        if EXACT_MATCH in metrics and reference is not None and final_number(reference) is None:
+            raise InputError(
+                f"{path}: row {number} has the reference {reference!r}, which holds no number; "
+                f"{EXACT_MATCH} compares final numbers: choose --metric {ROUGE_2} or {AGREEMENT}"
+            )
+        found.append(Prompt(messages, reference))
+    return found
+
+
+class Answers:
+    """Runs prompts through all arms and scores the replies."""
+
+    def __init__(self, pair: Pair, arms: Sequence[Arm], options: Options) -> None:
+        assert pair.draft is not None  # the bundle was opened with it
+        self._pair, self._arms, self._options = pair, list(arms), options
+        self._alone = replace(pair, target=pair.draft, draft=None)
+        self._limit = min(model.engine.context_length for model in (pair.target, pair.draft))
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token ids. Raises InputError for a prompt that leaves one of both models no room for a reply."""
+        encoded = [self._pair.tokenizer.encode_chat(prompt.messages) for prompt in prompts]
+        for number, ids in enumerate(encoded, 1):
+            if len(ids) >= self._limit:
+                raise InputError(
+                    f"prompt {number} has {len(ids)} tokens and the shorter context of both models holds {self._limit}; "
+                    "leave it out or load the bundle with a longer --context"
+                )
+        return encoded
+
+    def runs(self, ids: Sequence[int], index: int) -> Iterator[tuple[Arm, Run]]:
+        """Answer one prompt by every arm, as often as asked; every run from empty caches."""
+        for repeat in range(self._options.repeats):
+            for arm in shuffled(self._arms, index * self._options.repeats + repeat):
+                yield arm, self.run(arm, ids, (index, repeat))
+
+    def run(self, arm: Arm, ids: Sequence[int], place: tuple[int, int]) -> Run:
+        """Answer one prompt once. `place`: index of the prompt and of the repeat.
+
+        Every place has a seed of its own: with one seed for all, every first token is drawn with the same random number, prompts
+        are no independent samples, and an interval over them is too narrow. Arms share the seeds.
+        """
+        options = self._options
+        how = DecodingOptions(
+            **{field.name: getattr(options, field.name) for field in fields(Warp)},
+            max_new_tokens=min(options.max_new_tokens, self._limit - len(ids)),
+            seed=options.seed + place[0] * options.repeats + place[1],
+            draft_length=options.draft_length,
+            rule="lossless" if arm in ENDS else arm.name,
+        )
+        if arm in ENDS:
+            return measure(self._alone if arm == SMALL else self._pair, ids, plain(how), PLAIN, place)
+        return measure(self._pair, ids, how, options.draft_length, place)
+
+    def scored(self, prompt: Prompt, ids: Sequence[int], runs: Sequence[tuple[Arm, Run]]) -> list[Trial]:
+        """Score the runs of one prompt; a reply that came out more than once is scored once."""
+        own = next(run.reply for arm, run in runs if arm == LARGE)
+        known: dict[tuple[int, ...], dict[str, float]] = {}
+        for _, run in runs:
+            if run.reply not in known:
+                known[run.reply] = self._scores(prompt, ids, run.reply, own)
+        return [Trial(arm.name, run, known[run.reply]) for arm, run in runs]
+
+    def _scores(
+        self, prompt: Prompt, ids: Sequence[int], reply: tuple[int, ...], own: tuple[int, ...]
+    ) -> dict[str, float]:
+        scores = {}
+        for metric in self._options.metric:
+            if metric != AGREEMENT:
+                score = exact_match if metric == EXACT_MATCH else rouge_2
+                scores[metric] = score(self._pair.tokenizer.decode(reply), prompt.reference or "")
+            elif self._options.temperature == 0:
+                scores[metric] = common_prefix(reply, own)
+            else:
+                scores[metric] = mean_log_probability(self._pair.target, ids, reply)
+        return scores
+
+
+def mean_log_probability(model: CachedEngine, prompt: Sequence[int], reply: Sequence[int]) -> float:
+    """Mean over the reply's tokens of log p, p at temperature 1 with nothing cut off (nats): it is finite for any reply."""
+    model.prefill(prompt[:-1])
+    read = [prompt[-1], *reply[:-1]]
+    size, total = model.engine.block_length, 0.0
+    for start in range(0, len(read), size):
+        for logits, token in zip(
+            model.forward(read[start : start + size]), reply[start : start + size], strict=True
+        ):
+            total += float(logits[token]) - log_total(logits)
+    return total / len(reply)
+
+
+def trials_of(
+    answers: Answers, prompts: Sequence[Prompt], arms: Sequence[Arm], options: Options
+) -> list[Trial]:
+    """Answer and score as many prompts as the time allows, with a progress bar."""
+    encoded = answers.encode(prompts)
+    for arm in (*ENDS, arms[-1]):  # warm-up: first calls of both engines allocate
+        answers.run(arm, encoded[0], (0, 0))
+    trials: list[Trial] = []
+    size = len(arms) * options.repeats
+    with progress("tradeoff", len(prompts) * size, "run") as bar:
+        start = perf_counter()
+        for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
+            runs = []
+            for run in answers.runs(ids, index):
+                runs.append(run)
+                bar.update(1)
+            trials += answers.scored(prompt, ids, runs)
+            done = index + 1
+            affordable = int(options.seconds / ((perf_counter() - start) / done))
+            planned = min(len(prompts), max(LEAST_PROMPTS, affordable, done))
+            bar.total = planned * size
+            if done >= planned:
+                break
+        bar.refresh()
+    return trials
+
+
+def study_of(given: dict[str, Any], options: Options) -> Study:
+    """Measure. Everything that can be refused is refused before a model is loaded."""
+    arms = arms_of(options.rules, options.alphas)
+    wanting = [metric for metric in options.metric if metric != AGREEMENT]
+    if wanting and not options.prompts:
+        raise InputError(
+            f"{wanting[0]} compares replies with references, and the bundle's own prompts have none; "
+            f"give --prompts FILE with a 'reference' in every row, or choose --metric {AGREEMENT}"
+        )
+    prompts = (
+        prompts_of(Path(options.prompts), options.metric, options.max_prompts) if options.prompts else []
+    )
+    pair = open_pair(Path(options.bundle), options)
+    try:
+        prompts = prompts or [Prompt(chat) for chat in pair.prompts()[: options.max_prompts]]
+        share = free_share(pair.threads)
+        trials = trials_of(Answers(pair, arms, options), prompts, arms, options)
+        share = min(share, free_share(pair.threads))
+        words = {name: value for name, value in given.items() if name != "bundle"}
+        about = {
+            "title": options.title or Path(options.prompts or "prompts").stem,
+            "edgespec": __version__,
+            "command": shlex.join(["edgespec", "tradeoff", options.bundle, *as_flags(words)]),
+            "date": time.strftime("%Y-%m-%d"),
+            "device": str(this_device()),
+            "pair": f"{pair.manifest.target.name} with {pair.manifest.drafter.name}",
+            "engine": f"{pair.engine} {engine_version(pair.engine)}".strip(),
+            "precision": pair.precision,
+            "threads": pair.threads,
+            "free_share": round(share, 2),
+            "block_against_single_steps": pair.exactness(),
+            "options": to_mapping(options),
+        }
+        return Study(about, tuple(arms), tuple(trials))
+    finally:
+        pair.close()
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, given)
+    if bool(options.bundle) == bool(options.render):
+        raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
+    if options.plot:
+        from edgespec_runtime.bench.plot import require_matplotlib
+
+        require_matplotlib()
+    if options.render:
+        studies = [from_json(read_json(Path(name)), name) for name in options.render]
+    else:
+        studies = [study_of(given, options)]
+    found = [(study, summarise(study)) for study in studies]
+    for study, summaries in found:
+        print(text(study, summaries), end="\n\n", flush=True)
+    if options.json and not options.render:
+        write_text(Path(options.json), compact_json(as_json(*found[0])))
+        print(f"wrote {options.json}", file=sys.stderr)
+    _write(options, found)
+    return 0
+
+
+def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> None:
+    """Pictures, and the page that links them."""
+    pictures = [""] * len(found)
+    if options.plot:
+        from edgespec_runtime.tradeoff.plot import plot_tradeoff
+
+        for place, (study, summaries) in enumerate(found):
+            picture = Path(options.plot)
+            if options.render and len(found) > 1:
+                picture = picture.with_name(
+                    f"{picture.stem}-{Path(options.render[place]).stem}{picture.suffix}"
+                )
+            plot_tradeoff(picture, study, summaries)
+            pictures[place] = os.path.relpath(picture, Path(options.markdown).parent)
+            print(f"wrote {picture}", file=sys.stderr)
+    if options.markdown:
+        page = document([(*one, picture) for one, picture in zip(found, pictures, strict=True)])
+        write_text(Path(options.markdown), page)
+        print(f"wrote {options.markdown}", file=sys.stderr)

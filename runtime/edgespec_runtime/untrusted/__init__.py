@@ -1,0 +1,1 @@
+"""Files of strangers, checked before anything opens them."""
