@@ -49,7 +49,9 @@ EVALUATION = {
 
 
 def model(name: str, source: str = "someone/tiny@abc", context: int = 256) -> BundleModel:
-    return BundleModel(name, source, {"context_length": context}, 3_000_000, {})
+    role = "drafter" if name.endswith("drafter") else "target"
+    files = {"llama.cpp": {"q8_0": f"{role}/gguf/{role}-q8_0.gguf"}}
+    return BundleModel(name, source, {"context_length": context}, 3_000_000, files)
 
 
 CARD = Card(

@@ -124,12 +124,13 @@ def test_how_many_devices_can_share_the_batches() -> None:
 
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:
+    from edgespec.recipe import schema as knobs
     from edgespec.recipe.schema import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
     pipeline = (REPOSITORY / "edgespec" / "pipeline.py").read_text(encoding="utf-8")
     together = [
-        part.split('"')[1]
+        getattr(knobs, name := part.partition(",")[0].strip().strip('"'), name)
         for part in pipeline.split("self.stage(\n")[1:]
         if "together=True" in part.split("\n        )")[0]
     ]

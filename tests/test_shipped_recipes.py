@@ -147,7 +147,7 @@ def test_adaspecs_numbers() -> None:
     assert (found.distill.select_fraction, found.distill.scale_learning_rate) == (0.4, True)
     assert (found.distill.divergence, found.distill.fixed_fraction) == ("fkl", 1.0)
     assert found.distill.mean == "tokens"
-    assert found.tune.conversations == found.distill.fixed == found.generate.instructions
+    assert (found.tune.conversations,) == (found.distill.fixed,) == found.generate.instructions
     stages = (found.tune, found.reference, found.distill)
     assert len({(stage.steps, stage.batch_size, stage.context, stage.learning_rate) for stage in stages}) == 1
     assert found.distill.learning_rate == 3e-4
@@ -158,7 +158,7 @@ def test_hub_sources_say_configuration_and_split() -> None:
     tuned, held_out = parse_hub(found.tune.conversations), parse_hub(found.evaluate.prompts_file)
     assert (tuned.name, tuned.configuration, tuned.split) == ("openai/gsm8k", "main", "train")
     assert (held_out.name, held_out.configuration, held_out.split) == ("openai/gsm8k", "main", "test")
-    text = parse_hub(found.pretrain.text)
+    text = parse_hub(found.pretrain.text[0])
     assert (text.name, text.configuration, text.field) == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "text")
 
 

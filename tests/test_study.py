@@ -90,7 +90,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 def test_files_are_looked_up_in_the_data_folder() -> None:
     study = read_study("s", values(), target="/models/t", data="/data")
     assert study.recipe.target == "/models/t"
-    assert study.recipe.pretrain.text == "/data/text.jsonl"
+    assert study.recipe.pretrain.text == ("/data/text.jsonl",)
     assert study.arms["fkl"].recipe.distill.fixed == "/data/fixed.jsonl"
     assert study.tasks["sums"].instructions == "/data/seed.jsonl"
     assert study.tasks["other"].instructions == ""
@@ -98,7 +98,7 @@ def test_files_are_looked_up_in_the_data_folder() -> None:
     assert study.arms["fkl-k0.5"].recipe.distill.steps == 6
     assert study.arms["pretrained"].recipe.distill.steps == 0
     away = read_study("s", changed("recipe/pretrain/text", "python-stdlib"), data="/data")
-    assert away.recipe.pretrain.text == "python-stdlib"
+    assert away.recipe.pretrain.text == ("python-stdlib",)
     assert read_study("s", {**dump_study(away), "target": "t"} and dump_study(away)).arms == away.arms
 
 

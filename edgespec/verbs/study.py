@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.find_target import find_target
 from edgespec.core.errors import InputError, MissingExtra, did_you_mean
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, is_empty
@@ -113,7 +114,7 @@ def _make(study: Study, out: Path, results_file: Path, command: str, check: bool
         )
     write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
     write_text(out / "command.txt", command + "\n")
-    runs = Runs(study, out)
+    runs = Runs(study, out, find_target)
     runs.everything()
     raw: dict[tuple[str, int], list[Any]] = {}
     for name in study.arms:
