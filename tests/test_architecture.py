@@ -54,6 +54,7 @@ ROOMS = [
     "edgespec.building",
     "edgespec.hub",
     "edgespec.verbs",
+    "edgespec.api",
     "edgespec.cli",
 ]
 """From the ground up: a room imports only rooms above it in this list, inside functions too."""
