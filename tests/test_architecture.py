@@ -56,6 +56,7 @@ ROOMS = [
     "edgespec.verbs",
     "edgespec.api",
     "edgespec.cli",
+    "edgespec.cli_reference",
 ]
 """From the ground up: a room imports only rooms above it in this list, inside functions too."""
 SEVERAL = {"edgespec.building", "edgespec.verbs", "edgespec.api", "edgespec.cli"}
