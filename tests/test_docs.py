@@ -6,6 +6,7 @@ import io
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,12 +77,24 @@ def test_pages_that_the_code_names_exist() -> None:
     files = [file for folder in PACKAGES for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]
     files += [*(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
     for file in files:
-        if file != Path(__file__) and "engines.py" not in file.name:
+        if file != Path(__file__):
             for name in re.findall(r"\bdocs/([\w-]+\.md)\b", text_of(file)):
                 assert (DOCS / name).exists() or name in THEIRS, f"{file.name} names docs/{name}"
 
 
 THEIRS = {"gguf.md", "SpeculativeDecoding.md"}  # pages of ggml's and onnxruntime-genai's documentation
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_extras_exist(page: Path) -> None:
+    import make
+
+    text = text_of(page)
+    for name in re.findall(r"\b((?:benchmarks|tests)/\w+\.py)\b", text):
+        assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
+    assert set(re.findall(r"python3 make\.py (\w+)", text)) <= set(make.COMMANDS)
+    extras = tomllib.loads(text_of(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install '[^']*\[(\w+)\]'", text)) <= set(extras)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
