@@ -1,6 +1,22 @@
 """edgespec: a tiny, well-aligned drafter for a chat LLM, and a light runtime for the pair.
 
-This room holds the command line and the nouns everyone shares. It needs the standard library and PyYAML only.
+`edgespec.load`, `build`, `export` and `verify` are the public interface (edgespec/api.py); they are imported when first used.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from edgespec.api import Chat, Pair, build, export, load, verify
+
 __version__ = "0.1.0"
+__all__ = ["Chat", "Pair", "build", "export", "load", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
+    from edgespec import api
+
+    return getattr(api, name)

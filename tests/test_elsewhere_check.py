@@ -1,5 +1,5 @@
 """`edgespec elsewhere`: engines chosen, compared and refused. llama.cpp's programs are stood in for: only how they are called is
-tested here (docs/elsewhere.md says what the real ones did).
+tested here (docs/other-engines.md says what the real ones did).
 """
 
 from __future__ import annotations

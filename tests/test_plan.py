@@ -128,7 +128,7 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
     from edgespec.recipe.schema import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
-    pipeline = (REPOSITORY / "edgespec" / "pipeline.py").read_text(encoding="utf-8")
+    pipeline = (REPOSITORY / "edgespec" / "building" / "pipeline.py").read_text(encoding="utf-8")
     together = [
         getattr(knobs, name := part.partition(",")[0].strip().strip('"'), name)
         for part in pipeline.split("self.stage(\n")[1:]
@@ -363,12 +363,12 @@ def test_plan_and_build_read_the_same_recipe() -> None:
     assert isinstance(plan._read_options({**given, "device": "this machine"})[1], Recipe)
 
 
-WALKTHROUGH = (REPOSITORY / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 
-def test_the_walkthrough_shows_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_docs_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
     out = planned(capsys, *PAPER, "--device", "laptop-cpu-x86")
-    shown = [line[4:] for line in WALKTHROUGH.splitlines() if line.startswith("    ")]
+    shown = [line[4:] for line in PAGE.splitlines() if line.startswith("    ")]
     start = shown.index(next(line for line in shown if line.startswith("On 8 x A100")))
     table = shown[start : shown.index(next(line for line in shown if line.startswith("Storage")))]
     printed = out[out.index("On 8 x") :]
@@ -384,16 +384,17 @@ def test_the_walkthrough_shows_what_plan_prints(capsys: pytest.CaptureFixture[st
         out = planned(capsys, *PAPER[:-2], *words, "--device", "laptop-cpu-x86")
         for figure in figures:
             assert figure in out
-            assert figure in WALKTHROUGH
+            assert figure in PAGE
 
 
-def test_the_walkthroughs_plans_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = WALKTHROUGH.replace("\\\n", " ").splitlines()
+def test_the_plans_of_the_docs_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = PAGE.replace("\\\n", " ").splitlines()
     plans = [line.split() for line in commands if line.startswith("    edgespec plan ")]
     assert len(plans) == 3
     for words in plans:
         assert planned(capsys, *words[1:], *(() if "--device" in words else ("--device", "apple-silicon")))
-    small = planned(capsys, *plans[-1][1:], "--device", "apple-silicon")
+    (one_card,) = (words for words in plans if "1xRTX4090" in words)
+    small = planned(capsys, *one_card[1:], "--device", "apple-silicon")
     assert "6.2 days" in small
     assert "47% of it generate" in small
     assert "(!)" not in small

@@ -247,7 +247,7 @@ def finished(place: Path) -> Path:
 
 
 def test_every_arm_and_seed_is_counted(finished: Path, place: Path) -> None:
-    found = json.loads((place / "docs" / "results.json").read_text())
+    found = json.loads((place / "out" / "results.json").read_text())
     cells = {(c["arm"], c["step"], c["task"], c["sampling"], c["draft_length"]): c for c in found["cells"]}
     runs_seen = {(arm, step) for arm, step, *_ in cells}
     assert runs_seen == {("pretrained", 0), ("fkl", 0), ("fkl", 3), ("fkl-k0.5", 0)}
@@ -257,7 +257,7 @@ def test_every_arm_and_seed_is_counted(finished: Path, place: Path) -> None:
     assert found["command"].startswith("edgespec study ")
     assert found["target"]["parameters"] == sum(p.numel() for p in load_model(place / "target").parameters())
     assert {arm["trained_tokens"] for arm in found["arms"].values()} == {0, 6 * 4 * 64}
-    assert len((place / "docs" / "results.json").read_bytes()) < 1_000_000
+    assert len((place / "out" / "results.json").read_bytes()) < 1_000_000
     text = (place / "docs" / "results.md").read_text()
     assert "it helps" in text
     assert (place / "docs" / "results-arms.png").exists()
@@ -335,7 +335,7 @@ def test_drafters_that_do_not_fit_in_memory_together(
 
 
 def test_greedy_expectations_are_what_real_runs_count(place: Path, finished: Path) -> None:
-    found = json.loads((place / "docs" / "results.json").read_text())
+    found = json.loads((place / "out" / "results.json").read_text())
     rows = {row["sampling"]: row for row in found["check"]["rows"]}
     assert set(rows) == {"0", "1/0.9"}
     assert rows["0"]["real"] == pytest.approx(rows["0"]["expected"], abs=1e-5)
@@ -346,16 +346,16 @@ def test_a_second_run_makes_nothing_and_says_the_same(
 ) -> None:
     for name in ("distill", "pretrain", "generate", "sample_texts", "store_responses"):
         monkeypatch.setattr(runs, name, None)
-    before = json.loads((place / "docs" / "results.json").read_text())
+    before = json.loads((place / "out" / "results.json").read_text())
     (place / "docs" / "results.md").unlink()
     assert study_verb.run(given(place)) == 0
-    after = json.loads((place / "docs" / "results.json").read_text())
+    after = json.loads((place / "out" / "results.json").read_text())
     assert {**before, "date": ""} == {**after, "date": ""}
     said = capsys.readouterr().out
     assert "✓ run 6 of 6: fkl-k0.5, seed 1" in said
     assert f"best on τ: {after['best']['arm']}" in said
     (place / "docs" / "results.md").unlink()
-    assert study_verb.run({"results": str(place / "docs" / "results.md"), "render": True}) == 0
+    assert study_verb.run(given(place, render=True)) == 0
     assert (place / "docs" / "results.md").exists()
 
 

@@ -309,7 +309,7 @@ def found() -> dict[str, Any]:
 def test_report_and_plots_come_from_the_json_alone(found: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(compact(found))
     assert json.loads(compact(found)) == json.loads(json.dumps(found))
-    best = write_report(tmp_path / "results.md")
+    best = write_report(tmp_path / "results.md", tmp_path / "results.json")
     assert best["arm"] == "fkl"
     text = (tmp_path / "results.md").read_text()
     assert "never by hand" in text
@@ -319,7 +319,7 @@ def test_report_and_plots_come_from_the_json_alone(found: dict[str, Any], tmp_pa
     assert pictures == ["results-arms.png", "results-steps.png", "results-k.png"]
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
     before = {name: (tmp_path / name).stat().st_size for name in pictures}
-    write_report(tmp_path / "results.md")
+    write_report(tmp_path / "results.md", tmp_path / "results.json")
     assert (tmp_path / "results.md").read_text() == text
     assert before == {name: (tmp_path / name).stat().st_size for name in pictures}
 
@@ -355,7 +355,7 @@ def test_a_tie_is_called_one() -> None:
 def test_results_of_another_schema_are_refused(found: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(compact({**found, "schema": 99}))
     with pytest.raises(InputError, match="schema 99; 1 is read"):
-        write_report(tmp_path / "r.md")
+        write_report(tmp_path / "r.md", tmp_path / "r.json")
 
 
 def test_curves_of_k_hold_arms_that_differ_in_k_alone(found: dict[str, Any], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ class FoundTarget:
 def gguf_target(name: str) -> FoundTarget | None:
     """The target that a GGUF file is, with its model folder (made on first use); None for another kind of target.
 
-    Raises InputError and BundleError as `edgespec_export.gguf_target.model_folder.folder_of` does, MissingExtra without the package gguf.
+    Raises InputError and BundleError as `gguf_target.model_folder.folder_of` does, MissingExtra without the package gguf.
     """
     file = gguf_of(name)
     if file is None:

@@ -140,6 +140,11 @@ def _crew(parallel: str) -> Crew:
     return Crew(processes.rank(), processes.wait)
 
 
+def folder_of(target: str, out: str) -> Path:
+    """Where everything that is made lies."""
+    return Path(out) if out else Path("build") / Path(target).name.removesuffix(".gguf")
+
+
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     if options.dry_run:
@@ -148,7 +153,7 @@ def run(given: dict[str, Any]) -> int:
         print(dry_run(recipe))
         return 0
     check_packages(recipe)
-    out = Path(options.out) if options.out else Path("build") / Path(recipe.target).name.removesuffix(".gguf")
+    out = folder_of(recipe.target, options.out)
     crew = _crew(options.parallel)
     crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))

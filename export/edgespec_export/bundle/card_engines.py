@@ -1,6 +1,6 @@
 """The engines a model card speaks of: the command for each, its acceptance rule, and the α that rule should show.
 
-A table; which rule an engine has was read in its documentation or source (docs/elsewhere.md says where and what was run).
+A table; which rule an engine has was read in its documentation or source (docs/other-engines.md says where and what was run).
 """
 
 from __future__ import annotations

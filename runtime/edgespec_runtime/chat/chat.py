@@ -20,10 +20,11 @@ from edgespec.core.errors import EdgespecError, InputError, did_you_mean
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import check, from_mapping, knob
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
+from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import Interrupt, Lines, dim, harmless, has_colour
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
-from edgespec_runtime.decoding.loop import check_vocabulary, decode
+from edgespec_runtime.decoding.loop import check_vocabulary
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, numbered, plain
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
@@ -110,21 +111,18 @@ class Chat:
             first_token = 0.0
             if not interrupt.requested:
                 one = numbered(options, self._draws)
-                stream = self.pair.tokenizer.stream()
-                blocks = decode(target, draft, prompt, one, self.pair.tokenizer.stop_ids, counts, schedule)
                 try:
-                    with closing(blocks):
-                        for block in blocks:
+                    with closing(pieces(self.pair, prompt, one, counts, schedule)) as said:
+                        for piece in said:
                             first_token = first_token or perf_counter() - start
-                            reply += block.tokens
-                            self._write(stream.feed(block.tokens[: block.accepted]), drafted=True)
-                            self._write(stream.feed(block.tokens[block.accepted :]))
-                            finish = block.finish or finish
+                            reply += piece.tokens
+                            self._write(piece.text, drafted=piece.accepted)
+                            finish = piece.finish or finish
                             if interrupt.requested:
                                 break
                 finally:  # also where an engine fails: what it says about it stands on a line of its own
                     if first_token:
-                        self._write(stream.finish() + "\n")
+                        self._write("\n")
             if reply:
                 self.conversation.add(text, prompt, reply)
                 self.totals.add(counts)

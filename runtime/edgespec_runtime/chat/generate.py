@@ -16,9 +16,10 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.texts import printable_json
 from edgespec_runtime.chat.conversation import keeping_system
+from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import typed
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.decoding.loop import check_prompt, decode
+from edgespec_runtime.decoding.loop import check_prompt
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import dump, metrics_of
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
@@ -73,22 +74,20 @@ def run(given: dict[str, Any]) -> int:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
         schedule = Schedules(pair, lambda text: print(text, file=sys.stderr, flush=True)).of(decoding)
-        counts, stream, finish, pieces = RawCounts(), pair.tokenizer.stream(), "", []
+        counts, said, finish = RawCounts(), "", ""
         try:
-            stop = pair.tokenizer.stop_ids
-            for block in decode(pair.target, pair.draft, prompt, decoding, stop, counts, schedule):
-                finish = block.finish
-                pieces.append(stream.feed(block.tokens))
+            for piece in pieces(pair, prompt, decoding, counts, schedule):
+                said += piece.text
+                finish = piece.finish
                 if not options.json:
-                    print(pieces[-1], end="", flush=True)
+                    print(piece.text, end="", flush=True)
         finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
-            if pieces and not options.json:
-                print(stream.finish(), flush=True)
+            if said and not options.json:
+                print(flush=True)
         if not options.json:
             return 0
-        pieces.append(stream.finish())
         report = {
-            "reply": "".join(pieces),
+            "reply": said,
             "finish": finish,
             "prompt_tokens": len(prompt),
             "engine": pair.engine,

@@ -1,0 +1,51 @@
+"""A reply as pieces of text, each the drafter's or the target's own. Knows no terminal, no chat template, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+from edgespec.core.metrics import RawCounts
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Schedule
+from edgespec_runtime.pair.bundle import Pair
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that left the loop at once.
+
+    Attributes:
+        text: what became certain; '' where a character is not yet whole.
+        tokens: its token ids.
+        accepted: whether these are draft tokens that the target accepted, rather than the target's own.
+        finish: why the reply ended, in its last piece: eos, length, context; '' before.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    accepted: bool
+    finish: str = ""
+
+
+def pieces(
+    pair: Pair, prompt: Sequence[int], options: DecodingOptions, counts: RawCounts, schedule: Schedule
+) -> Generator[Piece, None, None]:
+    """The reply to `prompt` (token ids), piece by piece. `counts` are updated before each piece. Raises as `decode` does.
+
+    The pair can be used again however the generator is left.
+    """
+    stream, stop = pair.tokenizer.stream(), pair.tokenizer.stop_ids
+    draft = pair.draft if options.needs_model else None
+    finish = ""
+    with closing(decode(pair.target, draft, prompt, options, stop, counts, schedule)) as blocks:
+        for block in blocks:
+            drafted, own = block.tokens[: block.accepted], block.tokens[block.accepted :]
+            if drafted:
+                yield Piece(stream.feed(drafted), drafted, True)
+            if own:
+                yield Piece(stream.feed(own), own, False)
+            finish = block.finish
+    yield Piece(stream.finish(), (), False, finish)

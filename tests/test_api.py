@@ -1,0 +1,93 @@
+"""The public Python interface: what it gives is what the verbs and the loop give."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+
+import edgespec
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+
+QUESTION = "What is a list?"
+
+
+def greedy_text(bundle: Path, tokens: int) -> str:
+    """The target's own reply, by the loop alone."""
+    pair = open_pair(bundle, LoadOptions(), with_draft=False)
+    prompt = pair.tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    how = plain(DecodingOptions(max_new_tokens=tokens))
+    blocks = decode(pair.target, None, prompt, how, pair.tokenizer.stop_ids, RawCounts())
+    text = pair.tokenizer.decode([token for block in blocks for token in block.tokens])
+    pair.close()
+    return text
+
+
+def test_pieces_are_the_targets_greedy_reply(bundle: Path) -> None:
+    with edgespec.load(bundle) as pair:
+        pieces = list(pair.generate(QUESTION, max_new_tokens=24, draft_length=3))
+        stats = pair.stats
+    assert "".join(piece.text for piece in pieces) == greedy_text(bundle, 24)
+    assert [bool(piece.finish) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    accepted = sum(len(piece.tokens) for piece in pieces if piece.accepted)
+    assert accepted == sum(stats["counts"]["accepted"]) > 0
+    assert sum(len(piece.tokens) for piece in pieces) == stats["counts"]["emitted"]
+
+
+def test_without_a_drafter_every_token_is_the_targets(bundle: Path) -> None:
+    with edgespec.load(bundle) as pair:
+        pieces = list(pair.generate(QUESTION, draft=False, max_new_tokens=8))
+        assert not any(piece.accepted for piece in pieces)
+        assert "acceptance_rate" not in pair.stats
+
+
+def test_a_chat_remembers_its_turns_also_one_that_was_left(bundle: Path) -> None:
+    with edgespec.load(bundle) as pair:
+        chat = pair.chat("Be brief.")
+        first = "".join(piece.text for piece in chat.send(QUESTION, max_new_tokens=8, draft_length=2))
+        left = chat.send("And a tuple?", max_new_tokens=8, draft_length=2)
+        next(left)
+        left.close()
+        again = list(chat.send("Thanks.", max_new_tokens=4, draft_length=2))
+    assert again[-1].finish
+    assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 3
+    assert chat.messages[1]["content"] == first
+    assert chat.messages[2]["content"] == "And a tuple?"
+
+
+def test_unknown_options_are_refused_by_name(bundle: Path) -> None:
+    with pytest.raises(InputError, match="thread"):
+        edgespec.load(bundle, thread=1)
+    with edgespec.load(bundle) as pair, pytest.raises(InputError, match="temprature"):
+        list(pair.generate(QUESTION, temprature=1.0))
+
+
+def test_export_and_verify_from_python(tmp_path: Path) -> None:
+    from tiny_bundle import disturbed
+    from tiny_models import make_model_folder
+
+    target = make_model_folder(tmp_path / "target")
+    drafter = disturbed(target, tmp_path / "drafter", 0.07)
+    made = edgespec.export(target, drafter, out=tmp_path / "out", precisions=["fp32"], formats=["onnx"])
+    found = edgespec.verify(made, models=[str(target), str(drafter)], acceptance_prompts=0)
+    assert found["broken"] == []
+    with edgespec.load(made) as pair:
+        assert list(pair.generate(QUESTION, max_new_tokens=2, draft_length=1))
+
+
+def test_import_is_instant() -> None:
+    """Nothing but the standard library is loaded until something is used."""
+    program = "import sys, json, edgespec; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, check=True
+    )
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert not loaded & {"numpy", "yaml", "torch", "onnxruntime", "edgespec_runtime", "edgespec_recipes"}
