@@ -122,7 +122,7 @@ def optimum(arguments: list[str]) -> int:
     set_up("optimum", OPTIMUM, "constraints-optimum.txt")
     if arguments:
         return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments)
-    return run(OPTIMUM / SCRIPTS / "python", "tests/optimum_program.py")
+    return run(OPTIMUM / SCRIPTS / "python", "tests/support/optimum_program.py")
 
 
 COMMANDS = {"demo": demo, "test": test, "optimum": optimum}

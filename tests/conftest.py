@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-
-REPOSITORY = Path(__file__).resolve().parent.parent
+from repository import REPOSITORY
 
 
 @pytest.fixture(autouse=True)
