@@ -127,7 +127,7 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
     from edgespec.recipe.schema import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
-    pipeline = (REPOSITORY / "edgespec" / "pipeline.py").read_text(encoding="utf-8")
+    pipeline = (REPOSITORY / "edgespec" / "building" / "pipeline.py").read_text(encoding="utf-8")
     together = [
         part.split('"')[1]
         for part in pipeline.split("self.stage(\n")[1:]

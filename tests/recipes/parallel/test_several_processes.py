@@ -28,6 +28,7 @@ from edgespec.cli import main
 from edgespec.core.folder_lock import held, is_empty
 
 LOSSES, WEIGHTS = 3e-6, 1e-5
+FLIPS = 1e-4  # rounding may turn a reward 1[p > q]: each moves TVD++'s loss by about 1 / (σ V n) = 2e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
 TOGETHER = ("crew", "slow", *processes_program.DISTILLATIONS, "diverging")
 
@@ -112,7 +113,7 @@ def test_same_losses_and_weights_as_one_process(alone: Path, models: Path, toget
     assert len(rows) == len(expected)
     for row, wanted in zip(rows, expected, strict=True):
         assert row.pop("selected", None) == wanted.pop("selected", None)
-        assert row == pytest.approx(wanted, abs=LOSSES)
+        assert row == pytest.approx(wanted, abs=FLIPS if job == "tvd++" else LOSSES)
     weights, wanted_weights, before = (
         load_file(folder / "model.safetensors")
         for folder in (theirs / "model", alone / job / "model", models / "drafter")
