@@ -19,6 +19,8 @@ import yaml
 from repository import REPOSITORY
 from tiny_models import make_model_folder
 
+pytestmark = pytest.mark.training
+
 KILLS = 20
 TRAINED = ("tune", "pretrain", "reference", "distill")
 STAGES = ("tune", "pretrain", "generate", "store", "reference", "distill", "evaluate", "export", "verify")

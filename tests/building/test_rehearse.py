@@ -22,6 +22,8 @@ from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.files import read_json
 from edgespec.core.measured import run_measured
 
+pytestmark = pytest.mark.training
+
 SMALL = {
     "target": "llama-2-7b-chat",
     "shape": "tiny",

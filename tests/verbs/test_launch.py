@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,12 +211,10 @@ def test_fsdp_from_accelerate_alone_is_refused(
 @pytest.mark.parametrize(
     ("name", "extra"), [("launch/cpu-2", ()), ("launch/node-fsdp", ("--parallel", "fsdp"))]
 )
+@pytest.mark.training
 def test_a_build_under_accelerate_launch(name: str, extra: tuple[str, ...], tmp_path: Path) -> None:
     """Both processes train, on CPUs: the FSDP config of a node of GPUs too, with two processes instead of eight."""
-    accelerate = shutil.which("accelerate", path=str(Path(sys.executable).parent)) or shutil.which(
-        "accelerate"
-    )
-    assert accelerate is not None
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     target = make_model_folder(tmp_path / "target")
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Hello", "What is 1 + 1?")]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))

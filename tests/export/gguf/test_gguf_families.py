@@ -22,6 +22,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 
+pytestmark = pytest.mark.llamacpp
+
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8
 GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3

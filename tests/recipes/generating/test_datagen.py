@@ -181,6 +181,7 @@ Path(out, f"counts-{processes.rank()}").write_text(json.dumps([processes.world()
 """
 
 
+@pytest.mark.training
 def test_two_processes_share_the_shards(target: Path, options: GenerateOptions, tmp_path: Path) -> None:
     options = replace(options, prompts=20, shard_size=4)
     launch = [

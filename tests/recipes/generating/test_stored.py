@@ -224,6 +224,7 @@ for turn in range(2):
 """
 
 
+@pytest.mark.training
 def test_two_processes_share_the_shards(store: Path, target: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([PYTHONPATH, SUPPORT])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

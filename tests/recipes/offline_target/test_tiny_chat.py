@@ -17,6 +17,8 @@ from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions
 
 from edgespec.core.files import read_jsonl
 
+pytestmark = pytest.mark.training
+
 SMALL = TinyChatOptions(
     vocab_size=600,
     hidden=64,

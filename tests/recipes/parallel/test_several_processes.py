@@ -27,6 +27,8 @@ from torchrun import torchrun
 from edgespec.cli import main
 from edgespec.core.folder_lock import held, is_empty
 
+pytestmark = pytest.mark.training
+
 LOSSES, WEIGHTS = 3e-6, 1e-5
 FLIPS = 1e-4  # rounding may turn a reward 1[p > q]: each moves TVD++'s loss by about 1 / (σ V n) = 2e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)

@@ -24,6 +24,8 @@ from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
 from edgespec.verbs import study as study_verb
 from edgespec.verbs.study import command_of, shipped_studies
 
+pytestmark = pytest.mark.training
+
 TRAINING = {"batch_size": 4, "context": 64, "warmup_steps": 2, "learning_rate": 3e-3, "save_steps": 3}
 
 

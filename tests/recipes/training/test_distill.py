@@ -19,6 +19,8 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import DistillOptions, Recipe, ReferenceOptions, reference_options
 
+pytestmark = pytest.mark.training
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -18,6 +18,8 @@ from edgespec.core.errors import InputError
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 
+pytestmark = pytest.mark.training
+
 SHAPE = DrafterShape(
     hidden=32,
     layers=1,

@@ -27,6 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import TrainingOptions
 
+pytestmark = pytest.mark.training
+
 STEPS, SAVE_STEPS = 24, 5
 OPTIONS = TrainingOptions(
     steps=STEPS,

@@ -20,6 +20,8 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import TuneOptions
 
+pytestmark = pytest.mark.training
+
 CONTEXT = 64
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torchrun import torchrun
 from whole_batch_program import CASES, ROWS, gradient, rows
 
+pytestmark = pytest.mark.training
+
 CLOSE = 1e-5  # of the gradient's length
 
 

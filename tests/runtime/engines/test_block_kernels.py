@@ -15,6 +15,8 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 
+pytestmark = pytest.mark.llamacpp
+
 TOKENS = np.random.default_rng(0).integers(4, 512, 320).tolist()
 Q4_0, Q8_0, Q4_K, Q6_K = 2, 8, 12, 14  # ggml_type
 CASES = [("q8_0", 2), ("q4_0", 2), ("q4_k_m", 1), ("q5_k_m", 1), ("q6_k", 2)]
