@@ -278,7 +278,7 @@ def test_a_prompt_of_special_tokens_alone(
 ) -> None:
     for text in (SPECIALS[2], "".join(SPECIALS), SPECIALS[0] * 5):
         replies = []
-        for flags in (["--no-draft"], ["--drafter", drafter]):
+        for flags in (["--no-draft"], ["--drafter", drafter, "--draft-length", "3"]):
             assert (
                 main(["generate", str(bundle), text, "--raw", "--json", "--max-new-tokens", "16", *flags])
                 == 0

@@ -13,6 +13,8 @@ from repository import REPOSITORY
 from edgespec.cli import main
 from edgespec.core.metrics import RawCounts
 
+FIXED = ("--draft-length", "3")  # no time goes into measuring the pair
+
 
 def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30"]) == 0
@@ -37,7 +39,17 @@ def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[
 
 
 def test_generate_reads_standard_input(bundle: Path) -> None:
-    command = [sys.executable, "-m", "edgespec", "generate", str(bundle), "--max-new-tokens", "8", "--raw"]
+    command = [
+        sys.executable,
+        "-m",
+        "edgespec",
+        "generate",
+        str(bundle),
+        "--max-new-tokens",
+        "8",
+        "--raw",
+        *FIXED,
+    ]
 
     def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=False)
@@ -57,7 +69,7 @@ def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(bundle: Path
     """In a pipe to generate, as in one to chat."""
     forms = (b"hi\nthere\n", b"hi\r\nthere\r\n", b"\xef\xbb\xbfhi\nthere\n", b"\xef\xbb\xbfhi\r\nthere")
     for verb in ("generate", "chat"):
-        command = [sys.executable, "-m", "edgespec", verb, str(bundle), "--max-new-tokens", "12"]
+        command = [sys.executable, "-m", "edgespec", verb, str(bundle), "--max-new-tokens", "12", *FIXED]
         replies = {
             subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=True).stdout
             for data in forms
