@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from repository import REPOSITORY
 
 PACKAGES = {
     "edgespec": REPOSITORY / "edgespec",
