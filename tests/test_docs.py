@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from repository import REPOSITORY
 
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.cli_reference import reference
@@ -131,7 +131,7 @@ FASTER = {  # what README commands are given besides here, so that a test runs t
 NOT_HERE = {
     "serve",
     "push",
-}  # one never ends, the other needs a hub; tests/test_serve.py and tests/test_publish.py run them
+}  # one never ends, the other needs a hub; tests/runtime/serving/test_serve.py and tests/hub/test_publish.py run them
 
 
 @pytest.fixture(scope="module")

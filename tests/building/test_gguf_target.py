@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from safetensors.numpy import load_file
 from small_build import command, write_data
-from test_from_gguf import weights_of
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
@@ -21,6 +21,8 @@ from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import open_manifest
 from edgespec.recipe.gguf_file import file_in, gguf_of
 from edgespec.recipe.targets import TARGETS, PipFile, find_shape
+
+pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
 SMOL = "smollm2-135m-instruct"
 PACKAGE = PipFile("edgespec-tests-model", "0.1.2", "tests_model/tiny.gguf")  # the real one may be installed
@@ -174,4 +176,7 @@ def test_a_whole_build(made: Path, tmp_path: Path) -> None:
     )
     found = read_json(out / "target" / "stage.json")["counts"]
     assert found["source"] == "GGUF file tiny.gguf"
-    assert weights_of(Path(found["folder"])).keys() == weights_of(made / "source").keys()
+    assert (
+        load_file(Path(found["folder"]) / "model.safetensors").keys()
+        == load_file(made / "source" / "model.safetensors").keys()
+    )

@@ -29,10 +29,10 @@ from edgespec_recipes.generating.self_written import (
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
 from small_build import command, write_data
-from test_several_processes import torchrun
-from test_study import changed
+from study_values import changed
 from tiny_models import SPECIALS, make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
+from torchrun import torchrun
 from transformers import PreTrainedTokenizerFast
 
 from edgespec.cli import main
@@ -42,6 +42,8 @@ from edgespec.planning.estimate import estimate
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions, PretrainOptions, Recipe
 from edgespec.recipe.study_options import read_study
 from edgespec.recipe.targets import shape_of_target
+
+pytestmark = pytest.mark.training
 
 END = SPECIALS[2]
 WORDS = ["red", "green", "blue", "one", "two", "three", "tree", "house", "river", "stone", "bread", "cloud"]

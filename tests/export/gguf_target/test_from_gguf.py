@@ -23,8 +23,8 @@ from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenize
 from edgespec_recipes.models.loading import check_model_folder
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec_runtime.untrusted.gguf_file import read_array, read_header
+from gguf_cases import BOUND, CASES, TOKENS, float_logits
 from safetensors.numpy import load_file
-from test_gguf_families import BOUND, CASES, TOKENS, float_logits
 from tiny_models import make_model_folder, save_tokenizer, torch_logits
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from transformers import PreTrainedTokenizerFast
@@ -35,6 +35,8 @@ from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.targets import find_shape
 from edgespec.stages.own_gguf import own_file
+
+pytestmark = pytest.mark.llamacpp
 
 READ = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 OURS = {name: case for name, case in CASES.items() if case[0] in READ}
