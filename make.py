@@ -131,9 +131,11 @@ def test(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--fast"]
     set_up("test-fast" if fast and not is_set_up("test") else "test")
     code = run(BIN / "ruff", "check", ".") or run(BIN / "ruff", "format", "--check", ".") or run(BIN / "mypy")
-    # Two processes, one thread each: most tests are too small for more threads. A file stays in one process, for its fixtures.
+    # Two processes, one thread each: most tests are too small for more threads. A file stays in one process, for its fixtures;
+    # files go out in their order, so that the long builds come first and no process waits for them at the end.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    options = ["-n", "2", "--dist", "loadgroup", *(["-m", "not llamacpp and not training"] if fast else [])]
+    options = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    options += ["-m", "not llamacpp and not training"] if fast else []
     return code or run(BIN / "python", "-m", "pytest", *options, *arguments)
 
 

@@ -228,6 +228,7 @@ def test_measured_costs_go_before_a_budget(
     assert len(notes) == 2  # what cannot be read is said; what is another machine's is nobody's fault
 
 
+@pytest.mark.llamacpp
 def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     pair = open_pair(both, LoadOptions(engine="llama.cpp"))

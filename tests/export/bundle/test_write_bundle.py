@@ -55,6 +55,7 @@ def write(
     )
 
 
+@pytest.mark.llamacpp
 def test_a_bundle_is_whole_and_runs(made: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     counts = write(out, made)
@@ -151,6 +152,7 @@ def subset(families: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return {"export": root / "export", "target": families["qwen3"], "drafter": root / "drafter"}
 
 
+@pytest.mark.llamacpp
 def test_a_drafter_with_a_vocabulary_of_its_own(subset: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "bundle"
     write(out, subset)

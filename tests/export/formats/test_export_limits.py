@@ -144,6 +144,7 @@ def exported(form: str, model: Path, folder: Path) -> Engine:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.llamacpp
 def test_preflight_and_export_agree(variant: str, tmp_path: Path) -> None:
     """What is let through is what torch computes; what is not stops the export too."""
     family, settings = VARIANTS[variant]

@@ -64,6 +64,7 @@ def greedy(model: PreTrainedModel, prompt: list[int], text: list[int]) -> list[i
 
 
 @pytest.mark.parametrize("name", ["stories260K", "concierge"])
+@pytest.mark.llamacpp
 def test_greedy_text_is_that_of_torch(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -22,8 +22,6 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 
-pytestmark = pytest.mark.llamacpp
-
 GELU_BOUND = 5e-3  # measured: 1e-3 to 2e-3
 
 
@@ -63,6 +61,7 @@ def tokens_difference(file: Path, wanted: np.ndarray, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.llamacpp
 def test_logits_are_those_of_torch(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma: where GELU is not rounded; the next test is about where it is."""
     family, settings = CASES[case]
@@ -75,6 +74,7 @@ def test_logits_are_those_of_torch(case: str, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3 untied"])
+@pytest.mark.llamacpp
 def test_rounded_gelu_is_what_parts_gemma_from_torch(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +93,7 @@ def test_rounded_gelu_is_what_parts_gemma_from_torch(
     assert np.median(rounded) < BOUND / 2
 
 
+@pytest.mark.llamacpp
 def test_long_texts_take_the_long_rope_factors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch goes by the text's length, llama.cpp by the context's: both long here, and short in the case above."""
     folder = make_model_folder(tmp_path / "model", "phi3", **CASES["phi3 longrope"][1])

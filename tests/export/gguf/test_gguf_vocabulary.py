@@ -33,6 +33,7 @@ def original(shared: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", ["tokenizer.model", "tokenizer.json", "both"])
+@pytest.mark.llamacpp
 def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
     """32,000 pieces with byte fallback, from either file: llama.cpp's vectors, and what its converter wrote."""
     folder = sentencepiece_folder(shared, tmp_path / "model", LLAMA2)
@@ -54,6 +55,7 @@ def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
         assert split("Hello", add_special=True)[0] == 1
 
 
+@pytest.mark.llamacpp
 def test_phi_3(shared: Path, tmp_path: Path) -> None:
     """Llama 2's pieces and 67 added tokens that swallow the white space after them."""
     wanted = original(shared, "phi-3")
@@ -83,6 +85,7 @@ def test_phi_3(shared: Path, tmp_path: Path) -> None:
         assert chat == split("<|user|>Hi<|end|>", parse_special=True)
 
 
+@pytest.mark.llamacpp
 def test_gpt_2(shared: Path, tmp_path: Path) -> None:
     wanted = original(shared, "gpt-2")
     merges = [tuple(merge.split(" ")) for merge in wanted["merges"]]
@@ -129,6 +132,7 @@ PRE_TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", PRE_TOKENIZERS)
+@pytest.mark.llamacpp
 def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
     """llama.cpp splits hard texts as the tokenizers library does, in a vocabulary that was trained with that splitting."""
     tokenizer = byte_level_tokenizer(512)
@@ -142,6 +146,7 @@ def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
             assert split(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.llamacpp
 def test_added_tokens(tmp_path: Path) -> None:
     """Control tokens only where special tokens are parsed, user-defined ones everywhere; unused rows are marked."""
     tokenizer = byte_level_tokenizer(512)
@@ -157,6 +162,7 @@ def test_added_tokens(tmp_path: Path) -> None:
         assert 1 not in split("<|im_start|>")
 
 
+@pytest.mark.llamacpp
 def test_marked_spaces_of_added_tokens_become_spaces(shared: Path, tmp_path: Path) -> None:
     """Gemma's runs of spaces are added tokens: llama.cpp looks for them in the raw text."""
     added = {"32000": {"content": "▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁", "special": False}}

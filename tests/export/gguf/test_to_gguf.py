@@ -40,6 +40,7 @@ def llama_logits(file: Path, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.llamacpp
 def test_logits_in_llama_cpp_are_those_of_torch(
     families: dict[str, Path], tmp_path: Path, family: str
 ) -> None:
@@ -81,6 +82,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.llamacpp
 def test_precisions(wide: Path, tmp_path: Path, precision: str) -> None:
     """Weights are as far from the model's as the type rounds, and llama.cpp runs the file."""
     file = tmp_path / "model.gguf"
@@ -105,6 +107,7 @@ def test_precisions(wide: Path, tmp_path: Path, precision: str) -> None:
     assert correlation > 0.7  # random weights in 4 bits leave 0.79
 
 
+@pytest.mark.llamacpp
 def test_rows_that_are_no_whole_blocks(families: dict[str, Path], tmp_path: Path) -> None:
     """Hidden size 64: llama.cpp takes other types for K blocks of 256, and the note names them."""
     result = export_gguf(families["llama"], tmp_path / "model.gguf", "q4_k_m")
@@ -195,6 +198,7 @@ def test_memory_stays_below_the_largest_shard(tmp_path: Path) -> None:
     assert np.abs(last - noise.float().numpy()).max() < 0.03  # a scale of 5 / 127 rounds by half of it
 
 
+@pytest.mark.llamacpp
 def test_a_skipped_permutation_shows(
     families: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +210,7 @@ def test_a_skipped_permutation_shows(
 
 @pytest.mark.parametrize("precision", ["f16", "q8_0"])
 @pytest.mark.parametrize("name", ["concierge", "stories260K"])
+@pytest.mark.llamacpp
 def test_trained_models(shared: Path, tmp_path: Path, name: str, precision: str) -> None:
     folder = shared / "models" / name
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -245,6 +250,7 @@ def sentencepiece_like(complete: bool) -> Tokenizer:
     return tokenizer
 
 
+@pytest.mark.llamacpp
 def test_sentencepiece_from_tokenizer_json(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "model")
     tokenizer = sentencepiece_like(complete=True)
@@ -263,6 +269,7 @@ def test_sentencepiece_from_tokenizer_json(tmp_path: Path) -> None:
     assert not (tmp_path / "other.gguf").exists()
 
 
+@pytest.mark.llamacpp
 def test_sentencepiece_of_a_trained_model(shared: Path, tmp_path: Path) -> None:
     """Scores from tokenizer.model and scores from the merges must split alike, and as Hugging Face does."""
     folder = shared / "models" / "stories260K"

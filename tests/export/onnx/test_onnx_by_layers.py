@@ -89,6 +89,7 @@ def test_weights_in_any_order(exported: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(("name", "weights", "engine"), [("q4_0", 0.2, 0.1), ("int4", 0.2, 1e-4)])
+@pytest.mark.llamacpp
 def test_whole_files_pass(exported: dict[str, Path], name: str, weights: float, engine: float) -> None:
     check = checked(exported, name)
     assert 0.01 < check.weights < weights

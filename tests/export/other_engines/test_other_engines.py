@@ -223,6 +223,7 @@ def test_transformers_takes_the_checkpoint_as_assistant(folder: Path) -> None:
     assert passes == blocks
 
 
+@pytest.mark.llamacpp
 def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
     pair = opened(folder, "llama.cpp", "q8_0")
     files = (folder / "bundle" / role / "gguf" / f"{role}-q8_0.gguf" for role in ("target", "drafter"))

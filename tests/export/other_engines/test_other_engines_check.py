@@ -37,6 +37,7 @@ def program(folder: Path, name: str, body: str) -> Path:
     return path
 
 
+@pytest.mark.llamacpp
 def test_three_engines_agree_with_edgespec(
     both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.
     assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
 
 
+@pytest.mark.llamacpp
 def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, message in (
         (["--engines", "transformers"], "transformers cannot run here: give --target FOLDER"),

@@ -97,6 +97,7 @@ def measured(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return read_json(home / "bench.json"), home
 
 
+@pytest.mark.llamacpp
 def test_every_engine_precision_and_temperature_is_reported(measured: tuple[dict[str, Any], Path]) -> None:
     report, home = measured
     ways = [
@@ -175,6 +176,7 @@ def test_the_schedule_chooses_unless_lengths_are_given(
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.llamacpp
 def test_a_mode_decides_which_kernels_run(
     home: Path, target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mode: str
 ) -> None:
@@ -227,6 +229,7 @@ def test_what_cannot_be_benched_is_refused(
 
 
 @pytest.mark.usefixtures("home")
+@pytest.mark.llamacpp
 def test_a_way_that_does_not_fit_is_left_out_and_named(
     target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_gguf_file_has_the_tensors_of_a_real_export(
 
 @pytest.mark.parametrize("precision", ["q4_0", "q8_0", "f16"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.llamacpp
 def test_llama_cpp_runs_a_file_of_random_weights(
     families: dict[str, Path], tmp_path: Path, family: str, precision: str
 ) -> None:

@@ -41,6 +41,8 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 
+pytestmark = pytest.mark.llamacpp
+
 BORDER, CONTEXT = 256, 320  # llama.cpp has no shorter context
 TEXT = np.random.default_rng(0).integers(4, 512, CONTEXT).tolist()
 PLACES = (0, 100, BORDER - 2, BORDER - 1, BORDER, BORDER + 1, BORDER + 40)

@@ -267,6 +267,7 @@ def test_export_resumes(pair: Path, families: dict[str, Path], tmp_path: Path) -
     assert not list(out.rglob(".*"))
 
 
+@pytest.mark.llamacpp
 def test_concierge_passes(shared: Path, tmp_path: Path) -> None:
     folder = shared / "models" / "concierge"
     export = tmp_path / "export"

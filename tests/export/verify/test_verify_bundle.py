@@ -34,6 +34,7 @@ def copy(both: Path, tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
+@pytest.mark.llamacpp
 def test_a_good_bundle(both: Path, models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     json = tmp_path / "verify.json"
     assert main(["verify", str(both), "--models", models, "--max-new-tokens", "8", "--json", str(json)]) == 0
@@ -67,6 +68,7 @@ def test_a_good_bundle(both: Path, models: str, tmp_path: Path, capsys: pytest.C
     assert [run["cause"] for run in found["acceptance"]] == ["float pair"] * 2 + ["both quantised"] * 2
 
 
+@pytest.mark.llamacpp
 def test_without_the_models_and_without_torch(both: Path, tmp_path: Path) -> None:
     """In a process where torch cannot be imported: what can be known is checked, and the rest is said."""
     program = (
@@ -175,6 +177,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.llamacpp
 def test_a_damaged_bundle(copy: Path, models: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     damage, words = DAMAGES[name]
     damage(copy)

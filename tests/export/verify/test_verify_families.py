@@ -31,6 +31,7 @@ FILES = [
     "case",
     ["gemma2", "gemma3", "gemma3 untied", "phi3", "phi3 tied", "phi3 longrope", "smollm3", "qwen2 yarn"],
 )
+@pytest.mark.llamacpp
 def test_exported_files_pass(case: str, tmp_path: Path) -> None:
     family, settings = CASES[case]
     model = make_model_folder(tmp_path / "model", family, seed=1, **(BLOCKS_OF_32 | settings))

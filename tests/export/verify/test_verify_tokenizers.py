@@ -87,6 +87,7 @@ def root(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.llamacpp
 def test_good_ones_pass(root: Path, whole: bool) -> None:
     checks = check(root, root / "export", whole=whole)
     assert [one.where for one in checks] == ["tokenizer", ONNX, GGUF]

@@ -191,6 +191,7 @@ Path(sys.argv[3] + f"-{processes.rank()}.txt").write_text(found)
 """
 
 
+@pytest.mark.training
 def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "t.jsonl", 150), tmp_path / "cache"
     command = [sys.executable, "-c", PROGRAM, source, str(folder)]

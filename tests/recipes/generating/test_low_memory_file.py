@@ -65,6 +65,7 @@ def answers(out: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["f32.gguf", "onnx", "bundle"])
+@pytest.mark.llamacpp
 def test_a_file_writes_what_torch_would(
     folder: Path, options: GenerateOptions, tmp_path: Path, name: str
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_cut_run_goes_on_with_the_next_shard(
 
 
 @pytest.mark.parametrize("name", ["f32.gguf", "onnx"])
+@pytest.mark.llamacpp
 def test_a_file_stores_what_torch_would(
     folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +162,7 @@ def test_distillation_never_opens_the_targets_weights(
     assert learnt["loss_last"] < learnt["loss_first"]
 
 
+@pytest.mark.llamacpp
 def test_files_of_others_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"'nowhere' is no bundle, no folder with a genai_config.json and no .gguf file"
@@ -175,6 +178,7 @@ def test_files_of_others_are_refused(folder: Path, tmp_path: Path) -> None:
         FileTarget(InferenceOptions(source="file", file=str(tmp_path / "half.gguf")), folder / "slim")
 
 
+@pytest.mark.llamacpp
 def test_a_file_with_other_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "slim", tmp_path / "other")
     tokenizer = json.loads((tmp_path / "other" / "tokenizer.json").read_text())

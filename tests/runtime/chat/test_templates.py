@@ -258,6 +258,7 @@ def reference(llama2: Path, messages: list[dict[str, str]]) -> list[int]:
 
 
 @pytest.mark.parametrize("messages", [ONE, SYSTEM, LONG, MARKS])
+@pytest.mark.llamacpp
 def test_chats_have_the_reference_ids_and_one_bos_a_turn(
     llama2: Path, messages: list[dict[str, str]]
 ) -> None:

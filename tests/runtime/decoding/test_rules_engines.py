@@ -193,6 +193,7 @@ def test_replies_on_onnx_runtime_follow_the_rules_law(name: str, on_onnx: Measur
 
 
 @pytest.mark.parametrize("name", ["match-sampled", "lossy-star", "opt", "token-v3", "token-cascade", "bild"])
+@pytest.mark.llamacpp
 def test_replies_on_llamacpp_follow_the_rules_law(name: str, on_llamacpp: Measured) -> None:
     check(name, on_llamacpp)
 

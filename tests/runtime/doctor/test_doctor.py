@@ -236,6 +236,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("steady")
+@pytest.mark.llamacpp
 def test_a_run_on_both_engines(
     both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +298,7 @@ def test_an_engine_that_is_not_installed_is_left_out_with_a_note(
     assert "pip install" in capsys.readouterr().err
 
 
+@pytest.mark.llamacpp
 def test_the_chosen_attention_kernel_is_the_one_asked_for(both: Path, tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     flags = ["--seconds", "0.3", "--contexts", "16", "--json", str(file), "--engine", "llama.cpp"]

@@ -42,6 +42,7 @@ def fed(engine: LlamaCppEngine, step: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.llamacpp
 def test_blocks_are_exact_with_quantised_weights(files: dict[str, Path], family: str) -> None:
     """DESIGN decision 3: flash attention makes a Q8_0 block equal to single steps, and is the default there."""
     engine = LlamaCppEngine(files[f"{family}-q8_0"], threads=1)
@@ -53,6 +54,7 @@ def test_blocks_are_exact_with_quantised_weights(files: dict[str, Path], family:
     engine.close()
 
 
+@pytest.mark.llamacpp
 def test_blocks_of_float_weights_stay_close(files: dict[str, Path]) -> None:
     engine = LlamaCppEngine(files["llama-f16"], threads=1)
     assert not engine.flash_attention
@@ -63,6 +65,7 @@ def test_blocks_of_float_weights_stay_close(files: dict[str, Path]) -> None:
     assert (single.argmax(1) == block.argmax(1)).all()
 
 
+@pytest.mark.llamacpp
 def test_rewind_forgets(engine: LlamaCppEngine) -> None:
     straight = np.array(engine.forward(TOKENS[:20]))
     engine.rewind(7)
@@ -76,6 +79,7 @@ def test_rewind_forgets(engine: LlamaCppEngine) -> None:
         engine.rewind(21)
 
 
+@pytest.mark.llamacpp
 def test_logits_are_a_view(engine: LlamaCppEngine) -> None:
     first = engine.forward(TOKENS[:3])
     assert first.dtype == np.float32
@@ -83,6 +87,7 @@ def test_logits_are_a_view(engine: LlamaCppEngine) -> None:
     assert not first.flags.owndata
 
 
+@pytest.mark.llamacpp
 def test_the_context_has_an_end(engine: LlamaCppEngine) -> None:
     engine.forward(TOKENS[:60])
     with pytest.raises(InputError, match=r"60 tokens \+ 5 more exceed the context of 64"):
@@ -91,6 +96,7 @@ def test_the_context_has_an_end(engine: LlamaCppEngine) -> None:
     assert engine.forward(TOKENS[:4]).shape == (4, 512)  # the last four fit
 
 
+@pytest.mark.llamacpp
 def test_a_token_outside_the_vocabulary(engine: LlamaCppEngine) -> None:
     before = np.array(engine.forward(TOKENS[:5]))
     with pytest.raises(InputError, match=r"token id 512 is outside the vocabulary of 512"):
@@ -100,6 +106,7 @@ def test_a_token_outside_the_vocabulary(engine: LlamaCppEngine) -> None:
     assert np.array_equal(engine.forward(TOKENS[4:5])[0], before[4])
 
 
+@pytest.mark.llamacpp
 def test_context_is_capped_by_the_model(files: dict[str, Path]) -> None:
     engine = LlamaCppEngine(files["llama-f16"], context_length=10_000)
     assert engine.context_length == 256
@@ -107,6 +114,7 @@ def test_context_is_capped_by_the_model(files: dict[str, Path]) -> None:
     engine.close()  # a second close is harmless
 
 
+@pytest.mark.llamacpp
 def test_bad_files(files: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match=r"is missing"):
         LlamaCppEngine(tmp_path / "none.gguf")
@@ -120,6 +128,7 @@ def test_bad_files(files: dict[str, Path], tmp_path: Path, capfd: pytest.Capture
     assert capfd.readouterr() == ("", "")  # llama.cpp's own log is silent
 
 
+@pytest.mark.llamacpp
 def test_a_step_costs_little_python(files: dict[str, Path]) -> None:
     """Beside llama_decode a step sets arrays and makes one view: well below 0.1 ms."""
     engine = LlamaCppEngine(files["llama-q8_0"], threads=1)

@@ -151,6 +151,7 @@ def test_a_graph_without_levels_is_not_written_again(made: Path, tmp_path: Path)
     assert not (tmp_path / "model" / FAST_GRAPH).exists()
 
 
+@pytest.mark.llamacpp
 def test_precisions_without_a_fast_way_say_so(opened: Callable[..., Pair]) -> None:
     exact, fast = (opened("onnxruntime", "fp32", mode=mode) for mode in (EXACT, FAST))
     assert np.array_equal(logits(exact.target), logits(fast.target))
@@ -170,6 +171,7 @@ def test_precisions_without_a_fast_way_say_so(opened: Callable[..., Pair]) -> No
         (FAST, None, "", FAST),
     ],
 )
+@pytest.mark.llamacpp
 def test_the_kernel_asked_for_by_name_wins_and_a_contradiction_is_said(
     opened: Callable[..., Pair], mode: str, flash_attention: bool | None, says: str, measured: str
 ) -> None:
@@ -208,6 +210,7 @@ def rewrite(folder: Path, name: str, value: Any) -> None:
     write_json(folder / "manifest.json", manifest)
 
 
+@pytest.mark.llamacpp
 def test_a_bundle_of_an_earlier_edgespec_opens(made: Path, tmp_path: Path) -> None:
     old = without_fast_graphs(made, tmp_path / "old")
     pair = open_pair(old, LoadOptions("onnxruntime", "int4", threads=1))

@@ -25,6 +25,7 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(bundle, tmp_path / "bundle"))
 
 
+@pytest.mark.llamacpp
 def test_the_untouched_bundles_open(copy: Path, both: Path) -> None:
     for folder, options in ((copy, OPTIONS), (both, OPTIONS), (both, LLAMACPP)):
         pair = open_pair(folder, options)

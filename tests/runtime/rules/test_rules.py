@@ -99,7 +99,7 @@ def test_the_enumeration_sees_a_decision_on_warped_distributions(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a rule looks at p̃ and q̃ instead of p and q, the law is another one."""
-    monkeypatch.setattr("test_acceptance.Place", WarpedPlace)
+    monkeypatch.setattr("block_laws.Place", WarpedPlace)
     how, wrong = WARPS["T=0.6"], 0
     for target, draft in PAIRS:
         law_of = functools.cache(lambda x, t=target, d=draft: LAWS[text](seen(t(x), d(x), how)))

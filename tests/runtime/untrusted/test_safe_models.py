@@ -190,12 +190,14 @@ KIND = [struct.pack("<I", kind) for kind in range(13)]
         (header("x" * 64, tensors=1), "bytes in a tensor's name"),
     ],
 )
+@pytest.mark.llamacpp
 def test_gguf_headers_that_cannot_be(gguf: Path, data: bytes, words: str) -> None:
     name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
     change(gguf, name, data)
     refused(gguf, words, LLAMACPP)
 
 
+@pytest.mark.llamacpp
 def test_a_gguf_file_whose_tensors_were_cut_off(gguf: Path) -> None:
     name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
     change(gguf, name, (gguf / name).read_bytes()[:-4096])
