@@ -3,6 +3,7 @@
 
     python3 make.py demo     install the pinned packages, build a drafter for tiny-chat, bench the pair
     python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
+    python3 make.py test --fast    the same without compiling llama.cpp, and without the tests that need it or that train
     python3 make.py optimum  make .venv-optimum (about a minute) and check optimum-onnx's graphs there
 
 A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest; with a model folder and a
@@ -68,6 +69,23 @@ def without_amx() -> None:
             os.environ[name] = f"{os.environ.get(name, '')} {flags}".strip()
 
 
+def stamp_of(extra: str, venv: Path) -> Path:
+    """The file that says from what the extra was installed."""
+    return venv / f"edgespec-{extra}.stamp"
+
+
+def wanted(constraints: str) -> str:
+    return hashlib.sha256(
+        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", constraints))
+    ).hexdigest()
+
+
+def is_set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> bool:
+    """Whether the extra was installed from these very files."""
+    stamp = stamp_of(extra, venv)
+    return stamp.exists() and stamp.read_text() == wanted(constraints)
+
+
 def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") -> None:
     """Make an environment and install edgespec with one extra, unless the same files were installed before."""
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
@@ -79,11 +97,7 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
             sys.exit(
                 f"could not make {venv.name}; on Debian and Ubuntu install the package python3-venv first"
             )
-    wanted = hashlib.sha256(
-        b"".join((ROOT / name).read_bytes() for name in ("pyproject.toml", constraints))
-    ).hexdigest()
-    stamp = venv / f"edgespec-{extra}.stamp"
-    if stamp.exists() and stamp.read_text() == wanted:
+    if is_set_up(extra, venv, constraints):
         return
     print(
         f"installing the pinned packages for '{extra}' (about 2 minutes; 'test' compiles llama.cpp: 3-12 more)",
@@ -94,7 +108,7 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
         venv, "--constraint", constraints, "--editable", f".[{extra}]"
     ):
         sys.exit("installation failed; see pip's message above, then run the same command again")
-    stamp.write_text(wanted)
+    stamp_of(extra, venv).write_text(wanted(constraints))
     print(f"packages installed in {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -113,16 +127,21 @@ def demo(arguments: list[str]) -> int:
 
 
 def test(arguments: list[str]) -> int:
-    set_up("test")
+    fast = "--fast" in arguments
+    arguments = [argument for argument in arguments if argument != "--fast"]
+    set_up("test-fast" if fast and not is_set_up("test") else "test")
     code = run(BIN / "ruff", "check", ".") or run(BIN / "ruff", "format", "--check", ".") or run(BIN / "mypy")
-    return code or run(BIN / "python", "-m", "pytest", *arguments)
+    # Two processes, one thread each: most tests are too small for more threads. A file stays in one process, for its fixtures.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = ["-n", "2", "--dist", "loadgroup", *(["-m", "not llamacpp and not training"] if fast else [])]
+    return code or run(BIN / "python", "-m", "pytest", *options, *arguments)
 
 
 def optimum(arguments: list[str]) -> int:
     set_up("optimum", OPTIMUM, "constraints-optimum.txt")
     if arguments:
         return run(OPTIMUM / SCRIPTS / "edgespec", "export-optimum", *arguments)
-    return run(OPTIMUM / SCRIPTS / "python", "tests/optimum_program.py")
+    return run(OPTIMUM / SCRIPTS / "python", "tests/support/optimum_program.py")
 
 
 COMMANDS = {"demo": demo, "test": test, "optimum": optimum}

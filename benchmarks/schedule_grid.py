@@ -27,7 +27,7 @@ from schedule_floor import least_seconds
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from simulated_machine import DEAR, FLAT, MEASURED, SAW, TINY, Machine, Padded, blocks_of, costs_of
 
 MOST, SHARE = 8, 0.02  # longest draft; what a reply may lose

@@ -1,4 +1,4 @@
-"""Prompts with references for the trade-off study of docs/tradeoff.md, from two public sets.
+"""Prompts with references for the trade-off study of docs/trade-offs.md, from two public sets.
 
     python benchmarks/tradeoff_data.py SOURCES OUT
 

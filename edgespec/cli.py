@@ -130,13 +130,8 @@ def _overview() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0].startswith("-"):
-        overview = _overview()
-        overview.parse_args(arguments)
-        overview.print_help()
-        return 0
-    name, *rest = arguments
+def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
+    """A verb's module and its parser. Raises InputError for an unknown verb."""
     if name not in VERBS:
         raise InputError(f"unknown verb {name!r}{did_you_mean(name, VERBS)}")
     verb = VERBS[name]
@@ -148,6 +143,17 @@ def _run(arguments: list[str]) -> int:
         allow_abbrev=False,
     )
     add_flags(parser, module.OPTIONS)
+    return module, parser
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        overview = _overview()
+        overview.parse_args(arguments)
+        overview.print_help()
+        return 0
+    name, *rest = arguments
+    module, parser = parser_of(name)
     code: int = module.run(given(parser.parse_intermixed_args(rest)))
     return code
 

@@ -1,4 +1,4 @@
-"""Fixtures every test shares: a cache folder of its own, and the optional folder of development data."""
+"""Fixtures every test shares, such as a cache folder of its own; and marks for what costs much."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import math
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+COSTLY = {"trained": "training", "trained_command": "training", "small_build": "training"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test of a fixture that trains trains; one with llama.cpp among its parameters runs it."""
+    for item in items:
+        for fixture in set(COSTLY) & set(getattr(item, "fixturenames", ())):
+            item.add_marker(COSTLY[fixture])
+        call = getattr(item, "callspec", None)
+        if call is not None and any("llama.cpp" in str(value) for value in call.params.values()):
+            item.add_marker("llamacpp")
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from repository import REPOSITORY
 
 import edgespec
 from edgespec.core.errors import InputError

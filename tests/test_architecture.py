@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from repository import REPOSITORY
 
 PACKAGES = {
     "edgespec": REPOSITORY / "edgespec",
@@ -19,9 +19,9 @@ PACKAGES = {
 ROOMS = [
     "edgespec.core",
     "edgespec.model_folder",
+    "edgespec_runtime.untrusted",
     "edgespec.recipe",
     "edgespec.stages",
-    "edgespec_runtime.untrusted",
     "edgespec_runtime.engines",
     "edgespec_runtime.text",
     "edgespec_runtime.rules",
@@ -48,6 +48,7 @@ ROOMS = [
     "edgespec_export.npu",
     "edgespec_export.formats",
     "edgespec_export.verify",
+    "edgespec_export.gguf_target",
     "edgespec_export.other_engines",
     "edgespec_export.bundle",
     "edgespec_export.synthetic",
@@ -56,6 +57,7 @@ ROOMS = [
     "edgespec.verbs",
     "edgespec.api",
     "edgespec.cli",
+    "edgespec.cli_reference",
 ]
 """From the ground up: a room imports only rooms above it in this list, inside functions too."""
 SEVERAL = {"edgespec.building", "edgespec.verbs", "edgespec.api", "edgespec.cli"}

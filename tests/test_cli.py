@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY
+from repository import REPOSITORY
 from tiny_models import make_model_folder
 
 from edgespec.cli import VERBS, main

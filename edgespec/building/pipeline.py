@@ -5,10 +5,11 @@ Knows what every stage needs of the ones before it; how a stage does its work is
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.find_target import find_target, gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError
@@ -18,10 +19,16 @@ from edgespec.core.table import duration, table
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
-from edgespec.recipe.schema import reference_options
+from edgespec.recipe.gguf_file import gguf_of
+from edgespec.recipe.schema import SELF, SELF_INSTRUCTIONS, SELF_TEXT, Recipe, reference_options
 from edgespec.stages import sources as sources
 from edgespec.stages.build_data import data_of
 from edgespec.stages.record import Reads
+
+
+def _or(name: str, file: Path) -> str:
+    """A source's name; for `self` the file that the target wrote."""
+    return str(file) if name == SELF else name
 
 
 @dataclass
@@ -48,9 +55,7 @@ class Build(ExportStages):
         """Name, folder and source of a model, found or made in a stage of its own (one process looks)."""
 
         def find(place: Path) -> dict[str, Any]:
-            from edgespec_recipes.offline_target.resolve import resolve_target
-
-            target = resolve_target(name)
+            target = find_target(name)
             return {
                 "name": target.name,
                 "folder": str(target.folder),
@@ -58,8 +63,18 @@ class Build(ExportStages):
                 "licence": target.licence,
             }
 
-        reads = self._model(stage, Path(name)) if Path(name).is_dir() else Reads()
+        file = gguf_of(name)
+        folder = Path(name)
+        reads = (
+            sources.one_file(stage, file)
+            if file
+            else self._model(stage, folder)
+            if folder.is_dir()
+            else Reads()
+        )
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
+        if file and not (Path(found["folder"]) / "config.json").is_file():
+            gguf_target(name)  # the cache was emptied: the file's folder is made again
         if not (Path(found["folder"]) / "config.json").is_file():
             raise InputError(
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
@@ -138,24 +153,28 @@ class Build(ExportStages):
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.training.pretrain import pretrain
 
-        recipe, out, seed = self.recipe, self.out, self.recipe.seed
-        writer = self._model("target", target) | sources.exported(recipe.inference)
+        out, seed = self.out, self.recipe.seed
+        writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        recipe, own = self._self_written(target, writer)
         self.stage(
             "pretrain",
             f"next-token training on plain text, first weights: {recipe.drafter.init}",
-            recipe.pretrain,
+            self.recipe.pretrain,
             lambda place: pretrain(place, target, shape, recipe.drafter, recipe.pretrain, seed),
             reads=self._model("target", target, weights=recipe.drafter.init == "subclone")
             | self._checkpoint()
-            | sources.text("pretrain.text", recipe.pretrain.text),
+            | sources.text("pretrain.text", self.recipe.pretrain.text)
+            | sources.stages(out, *own & {SELF_TEXT}),
             together=True,
         )
         self.stage(
             "generate",
             "the target writes responses",
-            recipe.generate,
+            self.recipe.generate,
             lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
-            reads=writer | sources.conversations("generate.instructions", recipe.generate.instructions),
+            reads=writer
+            | sources.conversations("generate.instructions", self.recipe.generate.instructions)
+            | sources.stages(out, *own & {SELF_INSTRUCTIONS}),
             together=True,
             damaged=datagen.damaged_shards,
         )
@@ -202,6 +221,49 @@ class Build(ExportStages):
             together=True,
         )
         return inputs.drafter, out / "distill" / "model"
+
+    def _self_written(self, target: Path, writer: Reads) -> tuple[Recipe, set[str]]:
+        """The recipe with what the target writes itself as files, and the stages that wrote these."""
+        from edgespec_recipes.generating.self_written import (
+            INSTRUCTIONS,
+            TEXT,
+            write_instructions,
+            write_text,
+        )
+
+        recipe, seed, written = self.recipe, self.recipe.seed, set()
+        if SELF in recipe.pretrain.text:
+            wanted = recipe.pretrain.self_tokens
+            self.stage(
+                SELF_TEXT,
+                f"the target writes {wanted:,} tokens of running text",
+                {"tokens": wanted},
+                lambda place: write_text(
+                    place, target, wanted, self.recipe.generate, seed, self.recipe.inference
+                ),
+                reads=writer,
+                together=True,
+            )
+            text = (_or(name, self.out / SELF_TEXT / TEXT) for name in recipe.pretrain.text)
+            recipe = replace(recipe, pretrain=replace(recipe.pretrain, text=tuple(text)))
+            written.add(SELF_TEXT)
+        asked = recipe.generate.instructions
+        if SELF in asked:
+            count = -(-recipe.generate.prompts // len(asked))
+            self.stage(
+                SELF_INSTRUCTIONS,
+                f"the target writes {count:,} instructions",
+                {"instructions": count},
+                lambda place: write_instructions(
+                    place, target, count, self.recipe.generate, seed, self.recipe.inference
+                ),
+                reads=writer,
+                together=True,
+            )
+            named = tuple(_or(name, self.out / SELF_INSTRUCTIONS / INSTRUCTIONS) for name in asked)
+            recipe = replace(recipe, generate=replace(recipe.generate, instructions=named))
+            written.add(SELF_INSTRUCTIONS)
+        return recipe, written
 
     def _evaluated(self, target: Path, pretrained: Path, drafter: Path, cost_ratio: float) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate

@@ -93,7 +93,7 @@ def pretrain(place: Place, out: Path) -> dict[str, Any]:
     from edgespec_recipes.training.pretrain import pretrain
 
     options = PretrainOptions(
-        text=str(place.data / "text.jsonl"),
+        text=(str(place.data / "text.jsonl"),),
         steps=place.options.pretrain_steps,
         batch_size=1,
         context=place.context,
@@ -128,7 +128,7 @@ def generate(place: Place, out: Path) -> dict[str, Any]:
     from edgespec_recipes.generating.datagen import generate
 
     options = GenerateOptions(
-        instructions=str(place.data / "instructions.jsonl"),
+        instructions=(str(place.data / "instructions.jsonl"),),
         prompts=place.options.responses,
         temperatures=(0.0, 0.7),
         system_prompts=("",),
@@ -170,7 +170,7 @@ def distill(place: Place, out: Path) -> dict[str, Any]:
         target=place.target,
         drafter=place.out / "pretrain" / "model",
         responses=place.out / "generate",
-        text=str(place.data / "text.jsonl"),
+        text=(str(place.data / "text.jsonl"),),
         text_cache=place.out / "pretrain" / "text",
         store=place.out / "store",
         inference=place.inference,

@@ -18,7 +18,12 @@ from edgespec.core.table import count, duration, table
 from edgespec.planning import costs
 from edgespec.recipe.drafter import DrafterShape, derive, describe
 from edgespec.recipe.schema import (
+    DOCUMENT_TOKENS,
+    INSTRUCTION_TOKENS,
     SAMPLINGS,
+    SELF,
+    SELF_INSTRUCTIONS,
+    SELF_TEXT,
     DistillOptions,
     InferenceOptions,
     Recipe,
@@ -143,19 +148,38 @@ def _pretrain(recipe: Recipe, drafter: ModelShape) -> StageCost:
     return _training("pretrain", recipe.pretrain, drafter, masked=False, disk=text)
 
 
-def _generate(recipe: Recipe, target: ModelShape) -> StageCost:
-    options = recipe.generate
-    length = PROMPT_TOKENS + options.max_new_tokens
-    rows = min(options.batch_size, options.prompts)
+@dataclass(frozen=True)
+class Writing:
+    """A stage in which the target writes: so many texts, of so many new tokens each."""
+
+    stage: str
+    texts: int
+    new: int
+
+
+def writings(recipe: Recipe) -> list[Writing]:
+    """The stages in which the target writes, in order. Of its own data every sample is taken to be usable."""
+    generate, pretrain, found = recipe.generate, recipe.pretrain, []
+    if SELF in pretrain.text:
+        found.append(Writing(SELF_TEXT, -(-pretrain.self_tokens // DOCUMENT_TOKENS), DOCUMENT_TOKENS))
+    if SELF in generate.instructions:
+        texts = -(-generate.prompts // len(generate.instructions))
+        found.append(Writing(SELF_INSTRUCTIONS, texts, INSTRUCTION_TOKENS))
+    return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
+
+
+def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
+    length = PROMPT_TOKENS + writing.new
+    rows = min(recipe.generate.batch_size, writing.texts)
     return StageCost(
-        "generate",
-        options.prompts * length,
-        costs.decoding_flops(target, options.prompts, PROMPT_TOKENS, options.max_new_tokens),
+        writing.stage,
+        writing.texts * length,
+        costs.decoding_flops(target, writing.texts, PROMPT_TOKENS, writing.new),
         inference_bytes(recipe.inference, target)
         + costs.cache_bytes(target, rows, length)
         + costs.sampling_bytes(target, rows)
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
-        ROW_BYTES * options.prompts * length,
+        ROW_BYTES * writing.texts * length,
     )
 
 
@@ -284,9 +308,11 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
+    *own, answers = (_written(recipe, writing, target) for writing in writings(recipe))
+    stages += own
     if recipe.pretrain.steps:
         stages.append(_pretrain(recipe, drafter))
-    stages.append(_generate(recipe, target))
+    stages.append(answers)
     if distill.target_side == "stored":
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:

@@ -23,6 +23,7 @@ from edgespec.planning.plan_report import Plan, as_json, text
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import load_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import recipe_file, shipped_recipes
@@ -110,6 +111,7 @@ def make(recipe: Recipe, options: Options) -> Plan:
     stages = tuple(stage_times(recipe, target, drafter, hardware, assumed))
     known = TARGETS.get(recipe.target)
     hub = known.repo is not None if known else is_hub_id(recipe.target) and not Path(recipe.target).is_dir()
+    hub = hub and gguf_of(recipe.target) is None
     machine = hardware if hardware.name == THIS_MACHINE else None
     room, ways = _device(recipe, options.bandwidth_share, target, drafter, machine)
     return Plan(

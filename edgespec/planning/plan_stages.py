@@ -13,11 +13,18 @@ from typing import Any
 
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.estimate import EVALUATED, PROMPT_TOKENS, StageCost, estimate, inference_bytes
+from edgespec.planning.estimate import (
+    EVALUATED,
+    PROMPT_TOKENS,
+    StageCost,
+    estimate,
+    inference_bytes,
+    writings,
+)
 from edgespec.planning.hardware import Hardware
-from edgespec.recipe.schema import Recipe, TrainingOptions
+from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_TEXT, Recipe, TrainingOptions
 
-TOGETHER = ("tune", "pretrain", "generate", "store", "reference", "distill")
+TOGETHER = ("tune", SELF_TEXT, SELF_INSTRUCTIONS, "pretrain", "generate", "store", "reference", "distill")
 """Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 ON_HOST = ("export", "pack")
@@ -99,10 +106,11 @@ def _bytes_in_turn(
 ) -> float:
     """Bytes that one device reads token by token: the weights at every step, and the cache as far as it is filled by then."""
     each = inference_bytes(recipe.inference, target) / target.parameters
-    if stage == "generate":
-        generate = recipe.generate
-        batches = math.ceil(generate.prompts / (generate.batch_size * devices))
-        return batches * _decoding_bytes(target, each, generate.batch_size, generate.max_new_tokens)
+    for writing in writings(recipe):
+        if stage == writing.stage:
+            rows = recipe.generate.batch_size
+            batches = math.ceil(writing.texts / (rows * devices))
+            return batches * _decoding_bytes(target, each, rows, writing.new)
     if stage == "evaluate":
         options = recipe.evaluate
         batches, new = math.ceil(options.prompts / options.batch_size), options.max_new_tokens

@@ -15,9 +15,11 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import shares_blocks
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate, size
 from edgespec.planning.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
 from edgespec.recipe.drafter import derive
+from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, is_hub_id
 
@@ -152,9 +154,15 @@ def check_processes(recipe: Recipe, processes: int) -> None:
 
 
 def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
-    """The room that a target from the hub lacks in the hub's cache."""
+    """The room that a target from the hub lacks in the hub's cache, and one from a GGUF file in edgespec's."""
     repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
-    if repo is None or Path(name).is_dir() or (out / "target" / "stage.json").exists():
+    if Path(name).is_dir() or (out / "target" / "stage.json").exists():
+        return []
+    if gguf_of(name) is not None:  # float weights of it, in edgespec's own cache
+        needed, free = costs.weight_bytes(target), free_disk(cache_folder())
+        what = f"the expanded weights of {name}"
+        return [Shortage("disk", what, needed, free, f"in {cache_folder()}")] if needed > free else []
+    if repo is None:
         return []
     place = hub_cache()
     if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.recipe.data_sources import HUB, parse_hub
+from edgespec.recipe.data_sources import HUB, numbered, parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import load_recipe, resolve
 from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
@@ -63,8 +63,8 @@ def _file_problems(recipe: Recipe) -> list[str]:
     """Sources the recipe will read and that are not there; what a stage that is off would read is left alone."""
     drafter, tune, distill = recipe.drafter, recipe.tune, recipe.distill
     named = {
-        "pretrain.text": recipe.pretrain.text,
-        "generate.instructions": recipe.generate.instructions,
+        **numbered("pretrain.text", recipe.pretrain.text),
+        **numbered("generate.instructions", recipe.generate.instructions),
         "evaluate.prompts_file": recipe.evaluate.prompts_file,
         "tune.conversations": tune.conversations if tune.steps else "",
         "distill.fixed": distill.fixed if distill.fixed_fraction else "",

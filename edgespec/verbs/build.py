@@ -26,6 +26,7 @@ from edgespec.core.options import as_flags, check, from_mapping, knob, to_mappin
 from edgespec.planning.estimate import size
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
+from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, load_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import recipe_file, shipped_recipes
@@ -71,7 +72,7 @@ def check_packages(recipe: Recipe) -> None:
     """Everything the last stage needs is asked for before the first one starts. Raises MissingExtra."""
     wanted = ["torch", "transformers", "accelerate"]
     wanted += ["onnx", "onnxruntime_genai"] if recipe.export.onnx else []
-    wanted += ["gguf"] if recipe.export.gguf else []
+    wanted += ["gguf"] if recipe.export.gguf or gguf_of(recipe.target) else []
     for package in wanted:
         if find_spec(package) is None:
             raise MissingExtra(package, "all", "Building a drafter")
@@ -141,7 +142,7 @@ def _crew(parallel: str) -> Crew:
 
 def folder_of(target: str, out: str) -> Path:
     """Where everything that is made lies."""
-    return Path(out) if out else Path("build") / Path(target).name
+    return Path(out) if out else Path("build") / Path(target).name.removesuffix(".gguf")
 
 
 def run(given: dict[str, Any]) -> int:

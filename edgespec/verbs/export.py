@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.find_target import FoundTarget, gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError, did_you_mean
@@ -27,7 +28,6 @@ from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.read import RECIPE_FILE, load_recipe, resolve
 from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe
-from edgespec.recipe.targets import refuse_gguf
 from edgespec.stages import sources as sources
 from edgespec.stages.build_data import held_out_of
 from edgespec.stages.record import Reads
@@ -37,7 +37,9 @@ from edgespec.verbs.build import check_packages, claim
 @dataclass(frozen=True)
 class Options:
     build: str = knob("", "folder of a build, instead of --target and --drafter", positional=True)
-    target: str = knob("", "model folder of the target (config.json, safetensors, tokenizer)")
+    target: str = knob(
+        "", "model folder of the target (config.json, safetensors, tokenizer), or its GGUF file"
+    )
     drafter: str = knob("", "model folder of the drafter")
     out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
     device: str = knob(
@@ -138,7 +140,6 @@ def check_disk(
 
 def _folder(path: str, what: str) -> Path:
     folder = Path(path).expanduser()
-    refuse_gguf(path)
     if not (folder / "config.json").is_file():
         raise InputError(
             f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout"
@@ -157,11 +158,13 @@ def find_source(options: Options) -> Source:
         )
     if options.build:
         return _source_of_build(Path(options.build).expanduser())
-    target = _folder(options.target, "target")
-    name = target.resolve().name
-    return Source(
-        target, _folder(options.drafter, "drafter"), name, "local folder", Recipe(target=str(target))
-    )
+    drafter = _folder(options.drafter, "drafter")
+    found = gguf_target(options.target)
+    if found is None:
+        target = _folder(options.target, "target")
+        found = FoundTarget(target.resolve().name, target, "local folder", "")
+    recipe = Recipe(target=str(found.folder))
+    return Source(found.folder, drafter, found.name, found.source, recipe, found.licence)
 
 
 def _source_of_build(build: Path) -> Source:

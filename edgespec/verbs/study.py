@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.find_target import find_target
 from edgespec.core.errors import InputError, MissingExtra, did_you_mean
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, is_empty
@@ -21,6 +22,7 @@ from edgespec.recipe.read import load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
 
 STUDY_FILE = "study.resolved.yaml"
+RESULTS_FILE = "results.json"  # in --out: every figure that the report is written from
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Options:
     data: str = knob("", "folder the study's files of text, instructions and prompts lie in")
     out: str = knob("", "folder for everything that is made (default: build/study-STUDY)")
     results: str = knob(
-        "", "write the report to this .md file, plots and .json beside it (default: results.md in --out)"
+        "", "write the report to this .md file and its plots beside it (default: results.md in --out)"
     )
     arms: tuple[str, ...] | None = knob(None, "run these arms only, and the baseline")
     seeds: tuple[int, ...] | None = knob(None, "run these seeds only", at_least=0)
     check: bool = knob(True, "run real speculative decoding with the best arm too")
-    render: bool = knob(False, "run nothing: write the report again from the .json beside it")
+    render: bool = knob(False, "run nothing: write the report again from results.json in --out")
 
 
 OPTIONS = Options
@@ -94,13 +96,13 @@ def run(given: dict[str, Any]) -> int:
                 raise MissingExtra(package, "all", "A study")
         command = command_of(given)
         with held(out, command):
-            _make(study, out, report.with_suffix(".json"), command, options.check)
-    best = write_report(report)
+            _make(study, out, command, options.check)
+    best = write_report(report, out / RESULTS_FILE)
     print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
     return 0
 
 
-def _make(study: Study, out: Path, results_file: Path, command: str, check: bool) -> None:
+def _make(study: Study, out: Path, command: str, check: bool) -> None:
     """Run what is missing and write results.json."""
     import yaml
     from edgespec_recipes.study.numbers import Numbers, results
@@ -113,7 +115,7 @@ def _make(study: Study, out: Path, results_file: Path, command: str, check: bool
         )
     write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
     write_text(out / "command.txt", command + "\n")
-    runs = Runs(study, out)
+    runs = Runs(study, out, find_target)
     runs.everything()
     raw: dict[tuple[str, int], list[Any]] = {}
     for name in study.arms:
@@ -130,16 +132,15 @@ def _make(study: Study, out: Path, results_file: Path, command: str, check: bool
         rows = numbers.check_rows(winner, runs.checked(winner, numbers.gammas[0]))
         checked = {"arm": winner, "rows": rows}
     found = results(numbers, {"command": command, "date": now(), **about}, checked)
-    write_text(results_file, compact_json(found))
+    write_text(out / RESULTS_FILE, compact_json(found))
 
 
-def write_report(report: Path) -> dict[str, Any]:
-    """Write `report` and its plots from the .json beside it; return what that says of the best arm. Raises InputError."""
+def write_report(report: Path, file: Path) -> dict[str, Any]:
+    """Write `report` and its plots from the results in `file`; return what they say of the best arm. Raises InputError."""
     from edgespec_recipes.study.numbers import SCHEMA
     from edgespec_recipes.study.plot import plot_study
     from edgespec_recipes.study.report import Report
 
-    file = report.with_suffix(".json")
     found = read_json(file)
     if found.get("schema") != SCHEMA:
         raise InputError(

@@ -1,6 +1,6 @@
-"""List the targets edgespec knows by name, or show where the ones it made are kept.
+"""List the targets edgespec knows by name, show one, or tell where the ones it made are kept.
 
-Any hub id and any local folder in Hugging Face layout is a target too.
+Any hub id, any local folder in Hugging Face layout and any GGUF file of a known family is a target too.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.table import table
 from edgespec.core.texts import printable_json
-from edgespec.recipe.targets import TARGETS, cache_folder
+from edgespec.recipe.gguf_file import gguf_of
+from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape
 
 
 @dataclass(frozen=True)
 class Options:
     action: str = knob(
         "list",
-        "list: the table; path: the cache folder, or that of one made target",
-        choices=("list", "path"),
+        "list: the table; show: one target, and where it comes from here; path: the cache folder, or that of one made target",
+        choices=("list", "show", "path"),
         positional=True,
     )
-    name: str = knob("", "with path: a target's alias", positional=True)
+    name: str = knob("", "with show: a target by any name; with path: a made target's alias", positional=True)
     json: bool = knob(False, "print JSON")
 
 
@@ -35,16 +36,51 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if options.action == "path":
         print(_path(options.name))
+    elif options.action == "show":
+        print(printable_json(shown(options.name)) if options.json else _lines(shown(options.name)))
     elif options.json:
         print(printable_json([asdict(target) for target in TARGETS.values()]))
     else:
+        from edgespec_runtime.untrusted.gguf_config import READABLE
+
         rows = [
-            (t.alias, t.parameters, t.repo or "made here", t.licence + (" (gated)" if t.gated else ""))
+            (t.alias, t.parameters, _source(t), t.licence + (" (gated)" if t.gated else ""))
             for t in TARGETS.values()
         ]
-        print(table(("target", "parameters", "hub id", "licence"), rows, left=4))
-        print("\nAny hub id and any local folder in Hugging Face layout works too.")
+        print(table(("target", "parameters", "from", "licence"), rows, left=4))
+        families = ", ".join(READABLE)
+        print(
+            f"\nAny hub id, any local folder in Hugging Face layout and any GGUF file ({families}) works too."
+        )
     return 0
+
+
+def _source(target: Target) -> str:
+    """Where a target comes from, in a few words."""
+    hub = target.repo or "made here"
+    return hub if target.package is None else f"{hub}, or pip {target.package.name}=={target.package.version}"
+
+
+def shown(name: str) -> dict[str, Any]:
+    """What is known of one target without a download. Raises InputError for an unknown name, and as `gguf_of` does."""
+    if not name:
+        raise InputError("targets show needs a target: an alias, a hub id, a folder or a GGUF file")
+    target, file, shape = TARGETS.get(name), gguf_of(name), find_shape(name)
+    known: dict[str, Any] = {"target": name}
+    if target is not None:
+        known |= {"from": _source(target), "licence": target.licence + (" (gated)" if target.gated else "")}
+        if target.package is not None and file is None:
+            known["pip"] = f"not installed: {target.package.command}"
+    if file is not None:
+        known["file"] = str(file)
+    if shape is None:
+        return known | {"shape": "not on this machine"}
+    return known | {"parameters": f"{shape.parameters:,}", **asdict(shape)}
+
+
+def _lines(known: dict[str, Any]) -> str:
+    width = max(map(len, known))
+    return "\n".join(f"{key:<{width}}  {value}" for key, value in known.items() if value is not None)
 
 
 def _path(name: str) -> Path:

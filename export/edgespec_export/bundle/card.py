@@ -135,7 +135,7 @@ class Card:
             target=hub_id(self.target.source) or "TARGET",
             precision=self.elsewhere.genai,
             others=tuple(name for name in self.onnx if name != self.elsewhere.genai),
-            gguf=self.gguf,
+            gguf=self._gguf_files(),
             checkpoint=self.elsewhere.checkpoint,
         )
         if self.subset is not None:
@@ -146,6 +146,13 @@ class Card:
         else:
             text = engine_sections(commands, rates_of(self.evaluation))
         return f"## In other engines\n\n{text}"
+
+    def _gguf_files(self) -> tuple[str, str] | None:
+        """The target's and the drafter's file for llama.cpp."""
+        if self.gguf is None:
+            return None
+        target, drafter = (model.files["llama.cpp"][self.gguf] for model in (self.target, self.drafter))
+        return target, drafter
 
     def _files(self) -> str:
         rows = [

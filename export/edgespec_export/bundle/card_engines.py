@@ -1,6 +1,6 @@
 """The engines a model card speaks of: the command for each, its acceptance rule, and the α that rule should show.
 
-A table; which rule an engine has was read in its documentation or source (docs/elsewhere.md says where and what was run).
+A table; which rule an engine has was read in its documentation or source (docs/other-engines.md says where and what was run).
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ class Rates:
 class Commands:
     """What the commands name: the target (a hub id, or TARGET), and which kinds of files the bundle has for a pair.
 
-    `precision` is the ONNX one of the bundle's genai_config.json and `others` those reached by an overlay; `gguf` the GGUF one.
+    `precision` is the ONNX one of the bundle's genai_config.json and `others` those reached by an overlay; `gguf` both
+    GGUF files.
     """
 
     target: str
     precision: str | None
     others: Sequence[str]
-    gguf: str | None
+    gguf: tuple[str, str] | None
     checkpoint: bool
 
 
@@ -110,10 +111,7 @@ def _rate(rates: Rates, name: str) -> str:
 def _entries(commands: Commands) -> list[EngineEntry]:
     found = []
     if commands.gguf:
-        files = " ".join(
-            f"{flag} {role}/gguf/{role}-{commands.gguf}.gguf"
-            for flag, role in (("-m", "target"), ("-md", "drafter"))
-        )
+        files = " ".join(f"{flag} {file}" for flag, file in zip(("-m", "-md"), commands.gguf, strict=True))
         draft = f"--spec-type draft-simple --spec-draft-n-max {DRAFT_LENGTH}"
         found.append(
             EngineEntry(

@@ -25,9 +25,10 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import GENERATION, read_generation_config
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec.stages.stage import versions
 from edgespec_export.bundle.card import Card, CardFile
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
+from edgespec_export.formats.export import ROLES, ExportedFile, drafter_precision, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
@@ -65,7 +66,8 @@ def write_bundle(
     configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
     shapes = {role: ModelShape.from_config(config) for role, config in configs.items()}
     subset = check_same_tokenizer(target_folder, drafter_folder)
-    files = exported_files(export_folder, options)
+    own = own_file(target_folder)
+    files = exported_files(export_folder, options, own)
     if not files:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
     with whole_folder(out) as folder:
@@ -100,7 +102,7 @@ def write_bundle(
                 if role == "target"
             },
         }
-        default = _default(options, streamed, device)
+        default = _default(options, streamed, device, own)
         both = _both(files)
         onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
         gguf = both.get("llama.cpp", []) if subset is None else []
@@ -165,6 +167,8 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
             f"the vocabularies differ: target {target} tokens, drafter {drafter}; make the drafter for this target"
         )
     ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
+    if own_file(target_folder) is not None and _tokens(ours) == _tokens(theirs):
+        return subset  # a GGUF file says what splits its text in other words than a tokenizer.json does
     for part in (
         "model",
         "added_tokens",
@@ -177,6 +181,12 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
                 "tokenizer: make the drafter for this target"
             )
     return subset
+
+
+def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
+    """{text: id} of all tokens."""
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+    return {**tokenizer["model"]["vocab"], **added}
 
 
 def _place(source: Path, destination: Path) -> None:
@@ -233,14 +243,18 @@ def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, d
 
 
 def _default(
-    options: ExportOptions, streamed: dict[tuple[str, str], int], device: Profile | None
+    options: ExportOptions,
+    streamed: dict[tuple[str, str], int],
+    device: Profile | None,
+    own: OwnFile | None,
 ) -> dict[str, str]:
     """What chat runs unless told otherwise, and why: a device's own choice; ONNX Runtime needs no extra; floats while they are
     cheap to read.
     """
     if device is not None:
+        precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
         reason = f"the profile of {device.name}"
-        return {"engine": device.engine, "precision": device.target, "reason": reason}
+        return {"engine": device.engine, "precision": precision, "reason": reason}
     if not options.onnx and not options.gguf:
         return {
             "engine": "static",
@@ -248,7 +262,7 @@ def _default(
             "reason": "the bundle has static graphs only",
         }
     if not options.onnx:
-        precision = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+        precision = drafter_precision(options) if own is None else own.precision
         return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
     size = streamed.get(("target", "onnxruntime/fp32"))
     if size is None or ("int4" in options.onnx and size > FLOAT_LIMIT):

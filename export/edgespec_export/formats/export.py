@@ -3,6 +3,8 @@
 target/onnx-fp32/  target/onnx-int4/  target/gguf/target-f16.gguf  target/gguf/target-q8_0.gguf
 target/static-fp32/  target/static-qdq8/   graphs of fixed lengths for NPUs
 drafter/...        the same
+The GGUF of a target that came as a GGUF file is that file, bit for bit; the drafter beside it has a precision of the recipe, and
+the pair the name of the target's.
 notes.json         what a reader should know about single files
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
 
 ROLES = ("target", "drafter")
@@ -23,12 +26,21 @@ ROLES = ("target", "drafter")
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """One model in one precision; `path` is a folder for ONNX Runtime and static graphs, and a file for llama.cpp."""
+    """One model in one precision; `path` is a folder for ONNX Runtime and static graphs, and a file for llama.cpp.
+
+    `stored`: the file's own precision where it runs beside a target's file of another, whose name the pair has.
+    """
 
     role: str
     engine: str
     precision: str
     path: Path
+    stored: str = ""
+
+    @property
+    def held(self) -> str:
+        """The precision of its weights."""
+        return self.stored or self.precision
 
     @property
     def fast_graph(self) -> Path | None:
@@ -37,15 +49,23 @@ class ExportedFile:
         return graph if self.engine == "onnxruntime" and graph.is_file() else None
 
 
-def exported_files(folder: Path, options: ExportOptions) -> list[ExportedFile]:
-    """Where each file of an export lies, target first, whether or not it is there yet."""
+def drafter_precision(options: ExportOptions) -> str:
+    """Of a drafter beside a target's own file: Q8_0, which changes least at half the size of floats, else the first named."""
+    return "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+
+
+def exported_files(folder: Path, options: ExportOptions, own: OwnFile | None = None) -> list[ExportedFile]:
+    """Where each file of an export lies, target first, whether or not it is there yet. `own`: the target's own GGUF file."""
     found = []
     for role in ROLES:
         place = folder / role
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
+        names = {name: name for name in options.gguf}
+        if own is not None and options.gguf:
+            names = {own.precision: own.precision if role == "target" else drafter_precision(options)}
         found += [
-            ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{name}.gguf")
-            for name in options.gguf
+            ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{held}.gguf", held)
+            for name, held in names.items()
         ]
         found += [ExportedFile(role, "static", name, place / f"static-{name}") for name in options.npu]
     return found
@@ -67,7 +87,8 @@ def export_pair(
     from edgespec_export.onnx.to_onnx import export_onnx
 
     sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    files = exported_files(out, options)
+    own = own_file(target_folder)
+    files = exported_files(out, options, own)
     notes_file = out / "notes.json"
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
@@ -81,8 +102,11 @@ def export_pair(
                 made = export_static(source, file.path, file.precision, options, rows)
             elif file.engine == "onnxruntime":
                 made = export_onnx(source, file.path, file.precision)
+            elif own is not None and file.role == "target":
+                own.copy(file.path)
+                made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}
             else:
-                made = export_gguf(source, file.path, file.precision)
+                made = export_gguf(source, file.path, file.held)
             results[file.path.relative_to(out).as_posix()] = made
             write_json(notes_file, results)
             bar.update(1)

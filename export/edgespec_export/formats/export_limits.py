@@ -8,6 +8,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import own_file
 from edgespec_export.gguf.quantize import K_BLOCK, PRECISIONS
 from edgespec_export.gguf.to_gguf import check_gguf_possible
 from edgespec_export.npu.to_npu import check_exportable
@@ -46,7 +47,7 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
                     f"{name} has rows of {odd[0]}, and ONNX {precision} needs multiples of {BLOCK_SIZE}; leave it out of "
                     "--export.onnx, or choose another width"
                 )
-        for precision in options.gguf:
+        for precision in () if name == "the target" and own_file(target) is not None else options.gguf:
             block = K_BLOCK if PRECISIONS[precision].by_llama_cpp else BLOCK_SIZE
             odd = [size for size in rows if size % block]
             if odd and precision not in ("f32", "f16", "bf16"):
@@ -65,6 +66,6 @@ def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
         check_config(config, folder)
     if options.npu:
         check_exportable(config, folder, min(options.npu_length, shape.context_length))
-    if options.gguf:
+    if options.gguf and own_file(folder) is None:
         check_gguf_possible(folder, config)
     return shape

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.untrusted.gguf_file import Header
 from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
@@ -96,3 +97,23 @@ def quantize_file(source: Path, out: Path, precision: Precision, threads: int = 
     return [
         f"{len(odd)} matrices are {', '.join(kinds)} because their rows are no multiple of {K_BLOCK} ({odd[0].name} ...)"
     ]
+
+
+def precision_of(header: Header) -> str:
+    """A GGUF file's own word for its type, else the type of most of its bytes."""
+    number = header.values.get("general.file_type")
+    name = _word(LlamaFileType(number).name) if number in list(LlamaFileType) else ""
+    if name not in GGUF_TYPES:
+        weights: dict[int, int] = {}
+        for tensor in header.tensors.values():
+            weights[tensor.kind] = weights.get(tensor.kind, 0) + tensor.size
+        name = _word(Kind(max(weights, key=lambda kind: weights[kind])).name)
+    return name
+
+
+def _word(name: str) -> str:
+    return name.removeprefix("ALL_").removeprefix("MOSTLY_").lower()
+
+
+GGUF_TYPES = frozenset(_word(entry.name) for kinds in (LlamaFileType, Kind) for entry in kinds) - {"guessed"}
+"""Names that a file's type may have."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from edgespec.core.files import read_jsonl
 
 ROWS = 16
-"""What docs/npu.md was measured with."""
+"""What docs/devices.md was measured with."""
 
 
 def written_rows(folder: Path, count: int = ROWS) -> list[list[int]]:

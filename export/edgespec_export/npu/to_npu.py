@@ -5,7 +5,7 @@
     static.json                             lengths and names, for the runtime (engine_static reads it)
 
 The three are one function for three lengths; a host pads what it feeds up to the next length. No NPU was at hand: the graphs are
-compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/test_npu.py), and nothing more is claimed.
+compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/export/npu/test_npu.py), and nothing more is claimed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ONNX Runtime on a CPU multiplies neither both fast and exactly. A float16 GroupQueryAttention graph runs there, with a Cast to
 float32 around every MatMul and the rest rounded to float16, so that it is no faster and a block is 4e-3 from single steps.
-MatMulNBits with 8 bits and float activations takes 7 to 15 times as long as fp32 (docs/npu.md has the measurements). So the
+MatMulNBits with 8 bits and float activations takes 7 to 15 times as long as fp32 (docs/devices.md has the measurements). So the
 graphs here widen each matrix in front of its MatMul. The widening is made of constants, and ONNX Runtime does it once, when it
 loads: arithmetic, speed and memory are those of fp32, the file is a half or a quarter of it.
 

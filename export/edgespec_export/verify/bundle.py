@@ -160,6 +160,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
     from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
     from edgespec_export.formats.export import ExportedFile
+    from edgespec_export.gguf.quantize import GGUF_TYPES
     from edgespec_export.verify.file_check import BOUNDS, ENGINES
 
     assert manifest.folder is not None
@@ -170,7 +171,8 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
             for precision, name in table.items():
                 manifest.check_folder(name)
                 path = manifest.folder / name
-                if engine not in ENGINES or precision not in BOUNDS:
+                known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
+                if engine not in ENGINES or not known:
                     skipped.append(f"{role} {engine} {precision}")
                     continue
                 if path.is_file():

@@ -61,6 +61,15 @@ BOUNDS = {
 }
 
 
+# A GGUF file of somebody else's may have any type; the weights are then those of the folder that was made from it.
+ANY_GGUF = Bounds(weights=2e-1, engine=1e-1, block=1e-4)
+
+
+def bounds_of(precision: str) -> Bounds:
+    """The bounds of one precision; of a GGUF type that edgespec does not write, those of its coarsest."""
+    return BOUNDS.get(precision, ANY_GGUF)
+
+
 # Of the fast mode's engine difference. Measured: 5e-3 to 9e-3 on trained weights, up to 6e-2 on random ones (as Q8_0, whose
 # activations are int8 too), and several times this bound where the graph reads the wrong matrices.
 FAST_ENGINE = 1e-1
@@ -85,6 +94,7 @@ class FileCheck:
     engine: str
     precision: str
     checked_with: str
+    stored: str = ""  # the file's own precision
     weights_relative: float | None = 0.0  # None where there was no model to compare with
     worst_weight: str = ""
     largest: float | None = None  # engine against the float model
@@ -210,7 +220,7 @@ def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
 
 def judge(check: FileCheck) -> None:
     """Hold what was measured against the bounds of the file's precision; what breaks one goes to `broken`."""
-    bounds = BOUNDS[check.precision]
+    bounds = bounds_of(check.stored or check.precision)
     measured = {
         "weights": check.weights_relative,
         "engine": check.engine_relative,
@@ -222,7 +232,7 @@ def judge(check: FileCheck) -> None:
         if value is not None and not value <= bound:  # also catches NaN
             where = f" ({check.worst_weight})" if name == "weights" else ""
             check.broken.append(f"{name} difference {value:.2g} above {bound:g}{where}")
-    most = MOST_KL.get(check.precision)
+    most = MOST_KL.get(check.stored or check.precision)
     if most is not None and check.kl is not None and not check.kl <= most:
         check.broken.append(f"KL divergence {check.kl:.2g} above {most:g}")
     if check.fast is not None and not (check.fast.engine_relative or 0.0) <= FAST_ENGINE:

@@ -29,6 +29,7 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
 from edgespec_export.verify.file_check import (
@@ -103,7 +104,7 @@ def verify_pair(
     the tables when a bound is broken (verify.json is written all the same).
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    files = exported_files(export_folder, options)
+    files = exported_files(export_folder, options, own_file(target_folder))
     result = verify_files(files, folders, prompts, trials, target_folder)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
@@ -161,10 +162,13 @@ def _as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[li
 
 def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
     """Measure one file and hold it against the bounds of its precision."""
-    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine)
+    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
+    given = own_file(reference.folder) if file.engine == "llama.cpp" else None
+    if given is not None and not given.is_in(file.path):
+        check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
     weights = _compare_weights(check, _read(file, reference.shape), reference)
     if file.engine == "llama.cpp":
-        check.settings = gguf_settings(file.path, reference.shape)
+        check.settings = gguf_settings(file.path, reference.shape, usual=given is not None)
     own = reference.run(weights) if weights else reference.logits
     threads, context = 1 if reference.shape.parameters < SMALL else None, context_for(reference.shape)
     open_engine = opener(file, threads, context)

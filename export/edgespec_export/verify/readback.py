@@ -79,8 +79,11 @@ def gguf_field(reader: Any, name: str) -> Any:
     return None if field is None else field.contents()
 
 
-def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
-    """Hyperparameters in the file that are not the model's, in words."""
+def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list[str]:
+    """Hyperparameters in the file that are not the model's, in words.
+
+    `usual`: what the file leaves out is right, since llama.cpp takes what is usual then.
+    """
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -101,6 +104,8 @@ def gguf_settings(file: Path, shape: ModelShape) -> list[str]:
     if shape.rope_border is not None:
         wanted["rope.scaling.original_context_length"] = shape.rope_border
     found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
+    if usual:
+        found |= {name: wanted[name] for name, value in found.items() if value is None}
     return [
         f"{name} is {found[name]} instead of {value:g}"
         for name, value in wanted.items()

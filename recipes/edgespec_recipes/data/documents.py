@@ -6,7 +6,8 @@ file. Everything is read as a stream: one document at a time is in memory, and a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,17 +40,31 @@ def text_files(source: str) -> list[Path]:
     return source_files(source, TEXT_FILES)
 
 
-def fingerprint(source: str) -> list[Any]:
+def listed(source: str | Sequence[str]) -> tuple[str, ...]:
+    """One source or several as several."""
+    return (source,) if isinstance(source, str) else tuple(source)
+
+
+def fingerprint(source: str | Sequence[str]) -> list[Any]:
     """What tells one state of a text source from another: every file's name, size and time of change; a hub dataset's name."""
+    first, *more = listed(source)
+    return [_fingerprint(one) for one in (first, *more)] if more else _fingerprint(first)
+
+
+def _fingerprint(source: str) -> list[Any]:
     files = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in text_files(source)]
     return [[source], *files] if source.startswith(HUB) else files
 
 
-def read_documents(source: str) -> Iterator[str]:
-    """Every document of a text source that is not blank, in the order of its files.
+def read_documents(source: str | Sequence[str]) -> Iterator[str]:
+    """Every document of a text source that is not blank, in the order of its files; of several sources one of each in turn.
 
     Raises InputError: no such source, a file that cannot be read, a row without text, no document at all; MissingExtra.
     """
+    if not isinstance(source, str):
+        for turn in zip_longest(*map(read_documents, source)):
+            yield from (document for document in turn if document is not None)
+        return
     empty = True
     for text in _documents(source):
         for piece in _cut(text):

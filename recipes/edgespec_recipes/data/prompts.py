@@ -5,7 +5,9 @@ A source is an instruction set in any form instructions.py knows, or `python-std
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
@@ -19,12 +21,15 @@ Messages = list[dict[str, str]]
 STDLIB_FILES = {"seed": "seed_instructions.jsonl", "heldout": "heldout.jsonl"}
 
 
-def read_prompts(source: str, split: str) -> list[Messages]:
-    """Every conversation of a source, up to its last user turn.
+def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
+    """Every conversation of a source, up to its last user turn; of several sources one of each in turn.
 
     `split` ('seed' or 'heldout') chooses the file where the source is python-stdlib. Raises InputError naming file and row, and
     MissingExtra, as `read_conversations` does.
     """
+    if not isinstance(source, str):
+        parts = [read_prompts(one, split) for one in source]
+        return [found for turn in zip_longest(*parts) for found in turn if found is not None]
     if source == PYTHON_STDLIB:
         from edgespec_recipes.data.corpus import stdlib_corpus
 

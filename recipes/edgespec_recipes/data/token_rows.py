@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.data_sources import HUB
-from edgespec_recipes.data.documents import fingerprint, read_documents
+from edgespec_recipes.data.documents import fingerprint, listed, read_documents
 from edgespec_recipes.data.token_shards import TokenShards, write_tokens
 from edgespec_recipes.parallel import processes
 
@@ -93,7 +93,7 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
     yield from encoded()
 
 
-def _about(source: str, tokenizer: Any) -> dict[str, Any]:
+def _about(source: str | Sequence[str], tokenizer: Any) -> dict[str, Any]:
     """What the tokens of a text depend on."""
     vocabulary = [tokenizer.bos_token_id, tokenizer.eos_token_id, *sorted(tokenizer.get_vocab().items())]
     digest = hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
@@ -119,17 +119,17 @@ class TextBlocks:
         return self.shape[0] * self.shape[1]
 
 
-def tokens_to_read(source: str, wanted: int) -> int | None:
+def tokens_to_read(source: str | Sequence[str], wanted: int) -> int | None:
     """How much of a text a training of `wanted` tokens reads.
 
     All of what is on this disk, so that its rows come from everywhere in it; of what is on the hub, which may be without end, the
     beginning.
     """
-    return wanted if source.startswith(HUB) else None
+    return wanted if any(one.startswith(HUB) for one in listed(source)) else None
 
 
 def text_blocks(
-    source: str, tokenizer: Any, context: int, folder: Path, tokens: int | None = None
+    source: str | Sequence[str], tokenizer: Any, context: int, folder: Path, tokens: int | None = None
 ) -> TextBlocks:
     """The first `tokens` tokens of a text (all of them by default) as blocks of `context`, kept in `folder`.
 
@@ -148,7 +148,7 @@ def text_blocks(
     have = len(shards) if tokens is None else min(tokens, len(shards))
     if have < context:
         raise InputError(
-            f"the text {source!r} has {have} tokens; at least one block of {context} is needed: "
+            f"the text {', '.join(listed(source))!r} has {have} tokens; at least one block of {context} is needed: "
             "give more text or a shorter context"
         )
     return TextBlocks(shards, context, have)

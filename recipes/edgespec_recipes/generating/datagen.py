@@ -57,7 +57,7 @@ def plan_requests(options: GenerateOptions, tokenizer: Any, context_length: int)
             del fitting[place]
         else:
             raise InputError(
-                f"no instruction of {options.instructions} fits: the context is {context_length} tokens and "
+                f"no instruction of {', '.join(options.instructions)} fits: the context is {context_length} tokens and "
                 f"generate.max_new_tokens is {options.max_new_tokens}; lower max_new_tokens or give shorter instructions"
             )
         requests.append(
@@ -187,9 +187,10 @@ class _TorchWriter:
         return sorted(rows, key=lambda row: int(row["id"]))
 
 
-def _writer(
+def writer_of(
     target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, inference: InferenceOptions
 ) -> Writer:
+    """The target where `inference` says it runs. Raises what the source raises."""
     if inference.source == "file":
         from edgespec_recipes.generating.file_target import FileTarget, FileWriter
 
@@ -223,7 +224,7 @@ def generate(
             f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
         )
     tokenizer = load_tokenizer(target_folder)
-    writer = _writer(target_folder, tokenizer, options, seed, inference or InferenceOptions())
+    writer = writer_of(target_folder, tokenizer, options, seed, inference or InferenceOptions())
     requests, left_out = plan_requests(options, tokenizer, writer.context_length)
     shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
     mine = range(processes.rank(), len(shards), world)

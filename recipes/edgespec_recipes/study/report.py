@@ -72,7 +72,7 @@ class Report:
         return (
             f"# Results of the study {given['study']}\n\n"
             "Written by `edgespec study`, never by hand: run the command again to write it anew "
-            "(`--render` writes it from the .json beside it).\n\n"
+            "(`--render` writes it from results.json in --out).\n\n"
             f"    {given['command']}\n\n"
             f"{given['date']}, on {hardware}; {versions}."
         )

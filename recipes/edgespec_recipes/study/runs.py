@@ -84,8 +84,9 @@ def machine() -> dict[str, Any]:
 class Runs:
     """The runs of one study in a folder. `everything` makes what is missing."""
 
-    def __init__(self, study: Study, out: Path) -> None:
-        self.study, self.out = study, out
+    def __init__(self, study: Study, out: Path, resolve: Callable[[str], Any] = resolve_target) -> None:
+        """`resolve`: gives a target's name, folder and source by its name."""
+        self.study, self.out, self.resolve = study, out, resolve
         self.target = Path()
         self.trained: dict[Path, float] = {}  # seconds of every distillation
 
@@ -145,7 +146,7 @@ class Runs:
         named = {"target": base.target}
 
         def find(place: Path) -> dict[str, Any]:
-            found = resolve_target(base.target)
+            found = self.resolve(base.target)
             return {"name": found.name, "folder": str(found.folder), "source": found.source}
 
         self.target = Path(self.stage(out / "target", named, find, base, Reads())["folder"])
@@ -167,7 +168,7 @@ class Runs:
         def answer(place: Path) -> dict[str, Any]:
             file = place / "instructions.jsonl"
             write_jsonl(file, list(interleaved(tasks)))
-            return generate(place, self.target, replace(base.generate, instructions=str(file)), base.seed)
+            return generate(place, self.target, replace(base.generate, instructions=(str(file),)), base.seed)
 
         self.stage(
             out / "responses",

@@ -54,7 +54,7 @@ class DistillInputs:
     target: Path
     drafter: Path
     responses: Path
-    text: str
+    text: str | Sequence[str]
     text_cache: Path
     store: Path | None = None
     reference: Path | None = None

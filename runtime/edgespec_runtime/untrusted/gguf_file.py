@@ -10,6 +10,7 @@ import math
 import mmap
 import stat
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,11 @@ _TYPES = {
     23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
     34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
 }  # fmt: skip
+# Types that no reader knows any more, or not yet, by the number that a file gives: for messages.
+_STRANGE = {
+    4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
 # Largest sensible value of hyperparameters that size what is allocated, or that are divided by; 1 is the smallest.
 _BOUNDS = {
     "block_count": 1_024,
@@ -52,15 +58,33 @@ _BOUNDS = {
 }
 
 
+class TensorAt(NamedTuple):
+    """One tensor: its shape with the longest stride first (as numpy has it), its ggml_type, its first byte and its bytes."""
+
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    size: int
+
+
+class ArrayAt(NamedTuple):
+    """An array of the metadata: its items' type and number, and its first byte."""
+
+    kind: int
+    length: int
+    start: int
+
+
 class Header(NamedTuple):
     """What the header of a GGUF file says.
 
-    values: scalar and string metadata, of an array its length. types: ggml_types of the tensors. tensors: their names.
+    values: scalar and string metadata, of an array its length. tensors and arrays: by name. types: ggml_types of the tensors.
     """
 
     values: dict[str, Any]
     types: frozenset[int]
-    tensors: frozenset[str]
+    tensors: Mapping[str, TensorAt]
+    arrays: Mapping[str, ArrayAt]
 
     @property
     def rope_border(self) -> int | None:
@@ -82,28 +106,44 @@ def check_gguf(path: Path) -> dict[str, Any]:
     return read_header(path).values
 
 
-def read_header(path: Path) -> Header:
-    """The checked header. Raises what `check_gguf` raises."""
+def read_header(path: Path, again: str = AGAIN) -> Header:
+    """The checked header; `again`: the next step that a message ends with. Raises what `check_gguf` raises."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise BundleError(f"{path} is {kind_of(status.st_mode)}; a GGUF file is wanted: {AGAIN}")
+            raise BundleError(f"{path} is {kind_of(status.st_mode)}; a GGUF file is wanted: {again}")
         if status.st_size < 24:
-            raise BundleError(f"{path} has {status.st_size} bytes; a GGUF file has 24 at least: {AGAIN}")
+            raise BundleError(f"{path} has {status.st_size} bytes; a GGUF file has 24 at least: {again}")
         with (
             open(path, "rb") as stream,
             mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
         ):
-            return _Header(path, data).check()
+            return _Header(path, data, again).check()
     except (OSError, RuntimeError) as error:
-        raise BundleError(f"{path} cannot be read ({error}); {AGAIN}") from error
+        raise BundleError(f"{path} cannot be read ({error}); {again}") from error
+
+
+def read_array(path: Path, array: ArrayAt) -> list[Any]:
+    """The items of an array whose place a checked header gave: numbers, or strings (bytes that are no UTF-8 become U+FFFD)."""
+    with open(path, "rb") as stream:
+        stream.seek(array.start)
+        if array.kind != _STRING:
+            code, size = _SCALARS[array.kind], _SIZES[array.kind]
+            return list(struct.unpack(f"<{array.length}{code}", stream.read(array.length * size)))
+        found = []
+        for _ in range(array.length):
+            length = int.from_bytes(stream.read(8), "little")
+            found.append(stream.read(length).decode("utf-8", "replace"))
+        return found
 
 
 class _Header:
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, again: str) -> None:
         self.path = path
         self.data = data
+        self.again = again
         self.at = 0
+        self.arrays: dict[str, ArrayAt] = {}
 
     def check(self) -> Header:
         if (magic := self._bytes(4)) != b"GGUF":
@@ -118,7 +158,8 @@ class _Header:
                 raise self._refuse(f"has the key {key[:80]!r} twice", "each once")
             pairs[key] = self._value(key, self._number(4))
         self._check_pairs(pairs)
-        return Header(pairs, *self._check_tensors(tensors, pairs.get("general.alignment", 32)))
+        found = self._check_tensors(tensors, pairs.get("general.alignment", 32))
+        return Header(pairs, frozenset(tensor.kind for tensor in found.values()), found, self.arrays)
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in _SCALARS:
@@ -129,6 +170,7 @@ class _Header:
             raise self._refuse(f"has a value of type {kind} for {key[:80]!r}", "a type from 0 to 12")
         item = self._number(4)
         count = self._count(8, f"items of {key[:80]!r}", MAX_ITEMS)
+        self.arrays[key] = ArrayAt(item, count, self.at)
         if item == _STRING:
             self._skip_strings(count, key)
         elif item in _SIZES:
@@ -137,7 +179,7 @@ class _Header:
             raise self._refuse(
                 f"has an array of type {item} for {key[:80]!r}", "an array of numbers or strings"
             )
-        return range(count)  # the length is all that anyone asks of an array
+        return range(count)  # the length is what nearly everyone asks of an array
 
     def _skip_strings(self, count: int, key: str) -> None:
         data, at, end = self.data, self.at, len(self.data)
@@ -174,10 +216,9 @@ class _Header:
             if isinstance(tokens, range) and isinstance(other, range) and len(other) != len(tokens):
                 raise self._refuse(f"has {len(other)} {name} for {len(tokens)} tokens", "one for each")
 
-    def _check_tensors(self, count: int, alignment: int) -> tuple[frozenset[int], frozenset[str]]:
-        """ggml_types and names of all tensors."""
-        found: dict[str, tuple[int, int]] = {}
-        kinds = set()
+    def _check_tensors(self, count: int, alignment: int) -> dict[str, TensorAt]:
+        """Every tensor by name, its place counted from the file's beginning."""
+        found: dict[str, TensorAt] = {}
         for _ in range(count):
             name = self._string("a tensor's name", MAX_NAME)
             if name in found:
@@ -188,22 +229,27 @@ class _Header:
             ]
             kind, offset = self._number(4), self._number(8)
             if kind not in _TYPES:
-                raise self._refuse(f"has the tensor {name!r} of type {kind}", f"one of {sorted(_TYPES)}")
+                called = f" ({_STRANGE[kind]})" if kind in _STRANGE else ""
+                raise self._refuse(
+                    f"has the tensor {name!r} of type {kind}{called}", f"one of {sorted(_TYPES)}"
+                )
             block, size = _TYPES[kind]
             if dimensions[0] % block:
                 raise self._refuse(f"has {name!r} in rows of {dimensions[0]}", f"a multiple of {block}")
             if offset % alignment:
                 raise self._refuse(f"has {name!r} at offset {offset}", f"a multiple of {alignment}")
-            found[name] = (offset, math.prod(dimensions) // block * size)
-            kinds.add(kind)
+            found[name] = TensorAt(
+                tuple(reversed(dimensions)), kind, offset, math.prod(dimensions) // block * size
+            )
         start = -(-self.at // alignment) * alignment
-        for name, (offset, size) in found.items():
-            if start + offset + size > len(self.data):
+        for name, tensor in found.items():
+            found[name] = tensor = tensor._replace(start=start + tensor.start)
+            if tensor.start + tensor.size > len(self.data):
                 raise self._refuse(
-                    f"has {name!r} of {size} bytes at {start + offset}",
+                    f"has {name!r} of {tensor.size} bytes at {tensor.start}",
                     f"an end within its {len(self.data)} bytes",
                 )
-        return frozenset(kinds), frozenset(found)
+        return found
 
     def _count(self, width: int, what: str, most: int, least: int = 0) -> int:
         seen = self._number(width)
@@ -234,4 +280,4 @@ class _Header:
         return self.data[start : self.at]
 
     def _refuse(self, seen: str, wanted: str) -> BundleError:
-        return BundleError(f"{self.path} {seen}; {wanted} is wanted: {AGAIN}")
+        return BundleError(f"{self.path} {seen}; {wanted} is wanted: {self.again}")

@@ -1,0 +1,68 @@
+"""The command line as Markdown, from the parsers themselves: docs/cli.md.
+
+    python -m edgespec.cli_reference > docs/cli.md
+
+A section of options that several verbs have (those of a recipe) is printed once, under the last of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from edgespec.cli import VERBS, parser_of
+
+HEAD = (
+    "# Command line\n\n"
+    "Written by `python -m edgespec.cli_reference > docs/cli.md`, never by hand; a test holds it against the parsers.\n"
+    "`edgespec VERB --help` prints the same.\n\n"
+    "Exit codes: 0 done, 1 a check failed, 2 the input cannot be used, 130 interrupted.\n"
+)
+
+
+def reference() -> str:
+    """The page: a table of verbs, then a part for each with its usage and options."""
+    parsers = {name: parser_of(name)[1] for name in VERBS}
+    sections = {name: _sections(parser) for name, parser in parsers.items()}
+    home = {section: name for name, own in sections.items() for section in own.items()}
+    verbs = [f"| [{name}](#{name}) | {_cell(verb.help)} |" for name, verb in VERBS.items()]
+    parts = [HEAD, "\n".join(["| verb | what it does |", "| --- | --- |", *verbs]) + "\n"]
+    for name, parser in parsers.items():
+        own = [action for group in parser._action_groups for action in group._group_actions]
+        parts += [
+            f"## {name}\n",
+            " ".join((parser.description or "").split()) + "\n",
+            f"    {parser.usage}\n",
+        ]
+        parts += [_table([action for action in own if "." not in action.dest and action.dest != "help"])]
+        parts += [
+            f"**{title}**\n\n{table}" for title, table in sections[name].items() if home[title, table] == name
+        ]
+        elsewhere = {home[section] for section in sections[name].items()} - {name}
+        parts += [f"And the sections of options under [{verb}](#{verb}).\n" for verb in sorted(elsewhere)]
+    return "\n".join(parts)
+
+
+def _sections(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Title -> table of each group of dotted options."""
+    groups = [group for group in parser._action_groups if any("." in a.dest for a in group._group_actions)]
+    return {str(group.title): _table(group._group_actions) for group in groups}
+
+
+def _table(actions: list[argparse.Action]) -> str:
+    return "\n".join(["| option | what it is |", "| --- | --- |", *map(_row, actions)]) + "\n"
+
+
+def _row(action: argparse.Action) -> str:
+    named = action.option_strings
+    words = " / ".join(named) or str(action.metavar)
+    takes = f" {action.metavar}" if named and action.nargs != 0 else ""
+    return f"| `{_cell(words + takes)}` | {_cell((action.help or '').replace('%%', '%'))} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

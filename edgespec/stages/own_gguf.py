@@ -1,0 +1,55 @@
+"""A target that came as a GGUF file: the file itself is the pair's GGUF, bit for bit. Which file a model folder was made from.
+
+`from_gguf.json` beside the folder says so: {path, sha256, bytes, precision}. Knows no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import copy_file, read_json, write_json
+from edgespec.stages.record import sha256_of
+
+ABOUT = "from_gguf.json"  # beside the folder and not in it: where the file lies is nothing that a stage reads
+
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """The GGUF file of a target. `precision`: its type in lower case, as q4_1 or q4_k_m."""
+
+    path: Path
+    sha256: str
+    bytes: int
+    precision: str
+
+    def keep(self, folder: Path) -> None:
+        """Note it beside the folder that was made from it, unless that is there already."""
+        if own_file(folder) != self:
+            write_json(folder.with_name(ABOUT), {**asdict(self), "path": str(self.path)})
+
+    def copy(self, out: Path) -> None:
+        """A copy, whole or not at all. Raises InputError where the file is not there any more, or is another now."""
+        if not self.path.is_file() or (seen := sha256_of([self.path])[self.path]) != self.sha256:
+            now = "is gone" if not self.path.is_file() else f"has the sha256 {seen[:12]}"
+            raise InputError(
+                f"the target's file {self.path} {now}, and the one with {self.sha256[:12]} is wanted; give it with --target "
+                "FILE.gguf again"
+            )
+        copy_file(self.path, out)
+
+    def is_in(self, file: Path) -> bool:
+        """Whether another file holds the same bytes."""
+        return sha256_of([file])[file] == self.sha256
+
+
+def own_file(folder: Path) -> OwnFile | None:
+    """The GGUF file that a model folder was made from; None for a folder of another origin."""
+    about = folder.with_name(ABOUT)
+    if folder.name != MODEL or not about.is_file():
+        return None
+    found = read_json(about)
+    return OwnFile(Path(found["path"]), found["sha256"], found["bytes"], found["precision"])

@@ -1,0 +1,1 @@
+"""A GGUF file as a target: its weights, config and tokenizer as a model folder."""

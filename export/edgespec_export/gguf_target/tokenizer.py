@@ -1,0 +1,292 @@
+"""The tokenizer in a GGUF file as the files of a Hugging Face folder. The inverse of gguf_vocabulary.py, with its table of
+pre-tokenizers. What comes out splits text as llama.cpp does with the file; a kind of tokenizer that is not known is refused.
+
+What a GGUF file does not hold, nobody adds: no normalizer (llama.cpp has none), no white space that special tokens swallow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.text.tokenizer import ChatTokenizer
+from edgespec_runtime.untrusted.gguf_config import AGAIN
+from edgespec_runtime.untrusted.gguf_file import Header, read_array
+from gguf.constants import TokenType
+from tokenizers import Tokenizer
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json, write_text
+from edgespec.model_folder.chat_template import TEMPLATE_FILE
+from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS
+from edgespec_export.verify.tokenizer_files import JsonTokenizer
+from edgespec_export.verify.tokenizers import closing_id
+
+_SPACE = "▁"  # SentencePiece's mark of a space
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+# llama.cpp takes a word that is a token whole, and begins a text with bos, for these unless the file says otherwise
+_WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
+LONGEST = 1024  # characters of a token; the longest in use are runs of a hundred or two
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_FOUND_IN_TEXT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN})
+
+
+def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
+    """Write tokenizer.json, tokenizer_config.json, generation_config.json and the chat template, where the file has one.
+
+    A reply ends at the eos and end-of-turn tokens that the file names, and at the token with which its template closes a turn.
+    Raises InputError for a tokenizer that is not known, and for tables that cannot be true.
+    """
+    tables = Tables(file, header)
+    spec = _byte_level(tables) if tables.text("model") == "gpt2" else _sentencepiece(tables)
+    _check(spec, file)
+    write_json(folder / "tokenizer.json", spec)
+    named = {f"{role}_token": tables.tokens[index] for role, index in tables.roles().items()}
+    template = header.values.get("tokenizer.chat_template")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": header.values.get(f"{header.values['general.architecture']}.context_length"),
+        "clean_up_tokenization_spaces": False,
+        **named,
+    }
+    if isinstance(template, str) and template:
+        settings["chat_template"] = template
+        write_text(folder / TEMPLATE_FILE, template)
+    write_json(folder / "tokenizer_config.json", settings)
+    ends = [tables.number(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    stops = [index for index in dict.fromkeys(ends) if index is not None]
+    if stops:
+        write_json(folder / "generation_config.json", {"eos_token_id": stops})
+    if "chat_template" in settings:
+        closing = closing_id(ChatTokenizer(folder), JsonTokenizer(folder / "tokenizer.json"))
+        if closing is not None and closing not in stops:
+            write_json(folder / "generation_config.json", {"eos_token_id": [*stops, closing]})
+
+
+class Tables:
+    """What a file says about its tokenizer. Raises InputError for tables of other types, and texts that are there twice."""
+
+    def __init__(self, file: Path, header: Header) -> None:
+        self.file, self.header = file, header
+        self.model = self.text("model")
+        self.tokens = self.strings("tokens")
+        if len(set(self.tokens)) < len(self.tokens):
+            seen: set[str] = set()
+            twice = next(text for text in self.tokens if text in seen or seen.add(text))  # type: ignore[func-returns-value]
+            raise InputError(f"{file} has the token {twice[:60]!r} twice; {AGAIN}")
+        longest = max(self.tokens, key=len)
+        if len(longest) > LONGEST:
+            raise InputError(
+                f"{file} has a token of {len(longest):,} characters; {LONGEST:,} at most are read: {AGAIN}"
+            )
+        if not all(self.tokens):
+            raise InputError(f"{file} has an empty token ({self.tokens.index('')}); {AGAIN}")
+        self.types = self.numbers("token_type") or [int(TokenType.NORMAL)] * len(self.tokens)
+
+    def text(self, name: str) -> str:
+        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        return seen if isinstance(seen, str) else "none"
+
+    def number(self, name: str) -> int | None:
+        """A token's id, None where the file names none of its tokens."""
+        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        if not isinstance(seen, int) or isinstance(seen, bool):
+            return None
+        return seen if 0 <= seen < len(self.tokens) else None
+
+    def flag(self, name: str, usual: bool) -> bool:
+        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        return seen if isinstance(seen, bool) else usual
+
+    def strings(self, name: str) -> list[str]:
+        return self._array(name, str)
+
+    def numbers(self, name: str) -> list[Any]:
+        return self._array(name, int | float)
+
+    def _array(self, name: str, kind: Any) -> list[Any]:
+        array = self.header.arrays.get(f"tokenizer.ggml.{name}")
+        found = [] if array is None else read_array(self.file, array)
+        if found and not isinstance(found[0], kind):
+            raise InputError(f"{self.file} has tokenizer.ggml.{name} of another type; {AGAIN}")
+        return found
+
+    def roles(self) -> dict[str, int]:
+        """Ids of the special tokens by role."""
+        found = {role: self.number(f"{name}_token_id") for role, name in _ROLES.items()}
+        return {role: index for role, index in found.items() if index is not None}
+
+    def used(self) -> dict[str, int]:
+        """{text: id} of all tokens but those that fill up the table."""
+        return {
+            text: index
+            for index, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind != TokenType.UNUSED
+        }
+
+    def added(self) -> list[dict[str, Any]]:
+        """The tokens that are looked for in the text before it is split; control tokens are special."""
+        return [
+            {
+                "id": index,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kind != TokenType.USER_DEFINED,
+            }
+            for index, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in _FOUND_IN_TEXT
+        ]
+
+    def ends(self, *, bos: bool) -> dict[str, Any] | None:
+        """The post-processor that puts bos before a text and eos behind it, where the file wants these; `bos`: unless it says."""
+        roles = self.roles()
+        wanted = {"bos": self.flag("add_bos_token", bos), "eos": self.flag("add_eos_token", False)}
+        first, last = (
+            [{"SpecialToken": {"id": self.tokens[roles[role]], "type_id": 0}}]
+            if wanted[role] and role in roles
+            else []
+            for role in ("bos", "eos")
+        )
+        if not first and not last:
+            return None
+        text = {"Sequence": {"id": "A", "type_id": 0}}
+        ids = {self.tokens[roles[role]]: roles[role] for role in ("bos", "eos") if wanted[role]}
+        return {
+            "type": "TemplateProcessing",
+            "single": [*first, text, *last],
+            "pair": [*first, text, *last, *first, {"Sequence": {"id": "B", "type_id": 1}}, *last],
+            "special_tokens": {
+                token: {"id": token, "ids": [index], "tokens": [token]} for token, index in ids.items()
+            },
+        }
+
+
+def _spec(tables: Tables, model: Mapping[str, Any], *, bos: bool, **parts: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": tables.added(),
+        "normalizer": None,
+        "pre_tokenizer": None,
+        **parts,
+        "post_processor": tables.ends(bos=bos),
+        "model": {**usual, **model},
+    }
+
+
+def _byte_level(tables: Tables) -> dict[str, Any]:
+    pre = _ALIASES.get(tables.text("pre"), tables.text("pre"))
+    steps = next((steps for steps, name in PRE_TOKENIZERS.items() if name == pre), None)
+    if steps is None:
+        raise InputError(
+            f"{tables.file} splits text with the pre-tokenizer {pre[:40]!r}; {', '.join(PRE_TOKENIZERS.values())} are known: "
+            "give the model's folder or hub id instead"
+        )
+    merges = tables.strings("merges")
+    vocabulary = tables.used()
+    for merge in merges:
+        left, space, right = merge.partition(" ")
+        if not space or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise InputError(f"{tables.file} has the merge {merge[:60]!r} of what are no tokens; {AGAIN}")
+    return _spec(
+        tables,
+        {
+            "ignore_merges": pre in _WHOLE_WORDS,
+            "vocab": vocabulary,
+            "merges": [merge.split(" ", 1) for merge in merges],
+        },
+        bos=pre in _WHOLE_WORDS,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [_step(step) for step in steps]},
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    )
+
+
+def _step(name: str) -> dict[str, Any]:
+    """The pre-tokenizer of a word in PRE_TOKENIZERS."""
+    if name == "single digits":
+        return {"type": "Digits", "individual_digits": True}
+    if name.startswith("split "):
+        pattern = {"Regex": name.removeprefix("split ")}
+        return {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    regex = name == "bytes with regex"
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
+
+
+def _sentencepiece(tables: Tables) -> dict[str, Any]:
+    """llama.cpp joins the neighbours whose text has the best score: in that order a merge for every way to cut every token."""
+    scores = tables.numbers("scores")
+    if tables.model != "llama" or not scores:
+        raise InputError(
+            f"{tables.file} has the tokenizer {tables.model[:40]!r}; byte-level BPE ('gpt2') and SentencePiece ('llama', with "
+            "scores) are read: give the model's folder or hub id instead"
+        )
+    vocabulary = tables.used()
+    prefix = tables.flag("add_space_prefix", True)
+    marks: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    strip: list[dict[str, Any]] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    unknown = tables.number("unknown_token_id")
+    space = {"String": " "}
+    return _spec(
+        tables,
+        {
+            "unk_token": None if unknown is None else tables.tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": TokenType.BYTE in tables.types,
+            "vocab": vocabulary,
+            "merges": merges_of(vocabulary, scores, tables.types),
+        },
+        bos=True,
+        normalizer={
+            "type": "Sequence",
+            "normalizers": [*marks, {"type": "Replace", "pattern": space, "content": _SPACE}],
+        },
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                *strip,
+            ],
+        },
+    )
+
+
+def merges_of(
+    vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[list[str]]:
+    """Every cut of every token into two tokens, tokens of the best score first."""
+    ordered = sorted(vocabulary.items(), key=lambda entry: -scores[entry[1]])
+    return [
+        [text[:cut], text[cut:]]
+        for text, index in ordered
+        if types[index] != TokenType.BYTE
+        for cut in range(1, len(text))
+        if text[:cut] in vocabulary and text[cut:] in vocabulary
+    ]
+
+
+def _check(spec: dict[str, Any], file: Path) -> None:
+    """Whether the tokenizers library takes what was made. Raises InputError."""
+    try:
+        Tokenizer.from_str(json.dumps(spec))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's panics are no Exception
+        raise InputError(f"{file} has a tokenizer that cannot be read: {str(error)[:200]}") from error

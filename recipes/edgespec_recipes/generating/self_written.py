@@ -1,0 +1,319 @@
+"""The target writes the data itself: instructions to answer, and running text to pretrain on. No data set is needed.
+
+Instructions: the chat template up to the user's turn. The target goes on in the user's place, at temperature 1 and top-p 0.95,
+until the turn ends (Xu et al. 2024, "Magpie"). Running text: documents that begin with one ordinary token, drawn uniformly (Liu
+et al. 2023, "LLM-QAT"). Both are filtered by rules that know no language, and nothing is kept twice.
+
+Samples lie in shards that resume, as responses do: shard n depends on the seed and on n alone, so the same seed gives the same
+text for any number of processes. How a shard is sampled is datagen's `Writer`; here it is called in one place.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
+from edgespec.core.progress import progress
+from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
+from edgespec_recipes.data.prompts import render
+from edgespec_recipes.generating.datagen import (
+    Writer,
+    about_file,
+    read_shard,
+    shard_name,
+    write_shard,
+    writer_of,
+)
+from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.parallel import processes
+
+MARK = "edgespec-marks-this-place"
+INSTRUCTIONS, TEXT = "instructions.jsonl", "text.jsonl"
+TOP_P = 0.95
+FEWEST_TOKENS = 4  # of a text that is kept
+NGRAM, DISTINCT = 4, 0.5  # least share of different 4-grams: below it a text goes round in circles
+USABLE = 0.1  # share of samples below which a target counts as one that cannot write
+TRIED = 2  # shards before that is judged
+
+
+@dataclass(frozen=True)
+class UserTurn:
+    """What a chat template writes around a user's message: token ids before it, and the text that closes the turn."""
+
+    before: list[int]
+    closing: str
+
+
+def user_turn(tokenizer: Any) -> UserTurn:
+    """The template rendered with a mark as the user's message, and cut at the mark. Raises InputError where that is gone."""
+    try:
+        text = render(tokenizer, [{"role": "user", "content": MARK}])
+    except TemplateError as error:
+        raise InputError(
+            f"the chat template cannot write a user's turn: {error}; give instructions as a file"
+        ) from error
+    before, found, after = text.partition(MARK)
+    if not found or not before.strip() or not after.strip():
+        raise InputError(
+            "the chat template writes nothing before or behind a user's message, so the target cannot write one; give "
+            "generate.instructions as a file"
+        )
+    ids = tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
+    special = [token for token in specials(tokenizer) if token in after]
+    closing = min(special, key=after.index) if special else after.strip().split("\n")[0]
+    return UserTurn(list(ids), closing)
+
+
+def specials(tokenizer: Any) -> dict[str, int]:
+    """The special tokens by their text, those without a role too."""
+    return {entry.content: index for index, entry in tokenizer.added_tokens_decoder.items() if entry.special}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Of one sample: the text, and why it is left out ('' where it is kept)."""
+
+    text: str
+    reason: str = ""
+
+
+def judge_instruction(tokenizer: Any, turn: UserTurn, ids: Sequence[int]) -> Verdict:
+    """The user's message in a sample. Left out: unfinished, short, repeated, garbled (special tokens, broken characters)."""
+    whole = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    text, closed, _ = whole.partition(turn.closing)
+    if not closed:  # it may end with the end of everything, as templates without a special token at the turn's end have it
+        end = tokenizer.eos_token
+        text, closed, _ = whole.partition(end) if end else (whole, "", "")
+    if not closed:
+        return Verdict(text, "unfinished")
+    return _judged(tokenizer, text.strip())
+
+
+def judge_document(tokenizer: Any, ids: Sequence[int]) -> Verdict:
+    """A document of running text without its end token; a long one is cut and is no worse for it."""
+    ends = set(specials(tokenizer).values())
+    begun = list(dropwhile(ends.__contains__, ids))
+    until = next((place for place, token in enumerate(begun) if token in ends), len(begun))
+    text = tokenizer.decode(begun[:until], clean_up_tokenization_spaces=False)
+    return _judged(tokenizer, text.strip().rstrip("\ufffd"))  # the cut may be within a character
+
+
+def _judged(tokenizer: Any, text: str) -> Verdict:
+    if "\ufffd" in text or any(token in text for token in specials(tokenizer)):
+        return Verdict(text, "garbled")
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < FEWEST_TOKENS:
+        return Verdict(text, "short")
+    grams = [tuple(ids[at : at + NGRAM]) for at in range(len(ids) - NGRAM + 1)]
+    if len(set(grams)) < DISTINCT * len(grams):
+        return Verdict(text, "repeated")
+    return Verdict(text)
+
+
+def _key(text: str) -> str:
+    """What two texts have in common that count as the same: all but case and white space."""
+    return " ".join(text.casefold().split())
+
+
+def write_instructions(
+    out: Path,
+    target_folder: Path,
+    wanted: int,
+    options: GenerateOptions,
+    seed: int,
+    inference: InferenceOptions | None = None,
+) -> dict[str, Any]:
+    """Write `out`/instructions.jsonl: `wanted` user's messages that the target wrote. Returns counts of samples.
+
+    `options`: batch_size and shard_size of the generate stage. Raises InputError for a template without a user's turn, and
+    where too few samples are usable.
+    """
+    tokenizer = load_tokenizer(target_folder)
+    turn = user_turn(tokenizer)
+    how = replace(options, max_new_tokens=INSTRUCTION_TOKENS, top_p=TOP_P, min_p=0.0, temperatures=(1.0,))
+    writer = writer_of(
+        target_folder, tokenizer, how, _seed(seed, "instructions"), inference or InferenceOptions()
+    )
+    job = _Job(
+        out=out,
+        label="target writes instructions",
+        beginnings=lambda number: [turn.before] * how.shard_size,
+        judge=lambda ids: judge_instruction(tokenizer, turn, ids),
+        row=lambda text: {"messages": [{"role": "user", "content": text}]},
+        amount=lambda text: 1,
+        wanted=wanted,
+    )
+    return job.run(writer, out / INSTRUCTIONS)
+
+
+def write_text(
+    out: Path,
+    target_folder: Path,
+    wanted: int,
+    options: GenerateOptions,
+    seed: int,
+    inference: InferenceOptions | None = None,
+) -> dict[str, Any]:
+    """Write `out`/text.jsonl: `wanted` tokens of running text that the target wrote. Counts and errors as above."""
+    tokenizer = load_tokenizer(target_folder)
+    how = replace(options, max_new_tokens=DOCUMENT_TOKENS, top_p=TOP_P, min_p=0.0, temperatures=(1.0,))
+    own = _seed(seed, "text")
+    writer = writer_of(target_folder, tokenizer, how, own, inference or InferenceOptions())
+    special = set(specials(tokenizer).values())
+    ordinary = sorted(token for token in tokenizer.get_vocab().values() if token not in special)
+    begin = tokenizer("a", verbose=False)["input_ids"][:1]
+    start = (
+        begin if begin and begin[0] == tokenizer.bos_token_id else []
+    )  # only where the tokenizer itself puts it there
+
+    def beginnings(number: int) -> list[list[int]]:
+        drawn = random.Random(f"{own} {number}")
+        return [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
+
+    def tokens(text: str) -> int:
+        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    job = _Job(
+        out=out,
+        label="target writes running text",
+        beginnings=beginnings,
+        judge=lambda ids: judge_document(tokenizer, ids),
+        row=lambda text: {"text": text},
+        amount=tokens,
+        wanted=wanted,
+        whole=True,
+    )
+    return job.run(writer, out / TEXT)
+
+
+def _seed(seed: int, purpose: str) -> int:
+    """A seed of its own for every purpose, so that no two stages draw the same numbers."""
+    return int.from_bytes(sha256(f"{seed} {purpose}".encode()).digest()[:4])
+
+
+def sampled(writer: Writer, number: int, beginnings: Sequence[list[int]], bar: Any) -> list[list[int]]:
+    """Token ids that the target writes behind each beginning, in shard `number`: the one place that samples."""
+    first = number * len(beginnings)
+    requests = [Request(first + place, [], ids, 1.0) for place, ids in enumerate(beginnings)]
+    return [row["response_ids"] for row in writer.rows(number, requests, bar)]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One kind of text: how samples begin, what is kept of them, how much of it is wanted.
+
+    `amount`: what a kept text counts; `whole`: its beginning belongs to a text.
+    """
+
+    out: Path
+    label: str
+    beginnings: Callable[[int], list[list[int]]]
+    judge: Callable[[Sequence[int]], Verdict]
+    row: Callable[[str], dict[str, Any]]
+    amount: Callable[[str], int]
+    wanted: int
+    whole: bool = False
+
+    def run(self, writer: Writer, file: Path) -> dict[str, Any]:
+        """Sample shard after shard until enough is kept, and write the file; skip what lies there."""
+        world, rank = processes.world(), processes.rank()
+        known: set[str] = set()
+        texts: list[str] = []
+        left_out: Counter[str] = Counter()
+        samples = tokens = have = written = shards = 0
+        seconds = 0.0
+        with progress(self.label, self.wanted, "kept") as bar:
+            while have < self.wanted:
+                if shards >= TRIED * world and len(texts) < USABLE * samples:
+                    raise InputError(
+                        f"of {samples} samples of the target {len(texts)} are usable ({_told(left_out)}); it does not "
+                        "write its own data: give files"
+                    )
+                path, start = self.out / shard_name(shards + rank), time.monotonic()
+                if not _is_whole(path):
+                    made = self._shard(writer, shards + rank, bar)
+                    write_shard(path, made)
+                    written += sum(len(row["ids"]) for row in made)
+                    seconds += time.monotonic() - start
+                processes.wait()
+                for number in range(shards, shards + world):
+                    for row in read_shard(self.out / shard_name(number)):
+                        samples, tokens = samples + 1, tokens + len(row["ids"])
+                        verdict = self.judge(row["ids"])
+                        reason = verdict.reason or ("twice" if _key(verdict.text) in known else "")
+                        if reason:
+                            left_out[reason] += 1
+                        elif have < self.wanted:
+                            known.add(_key(verdict.text))
+                            texts.append(verdict.text)
+                            have += self.amount(verdict.text)
+                            bar.update(min(have, self.wanted) - int(bar.n))
+                shards += world
+        if not rank:
+            write_jsonl(file, [self.row(text) for text in texts])
+        rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
+        processes.wait()
+        return {
+            "kept": len(texts),
+            "samples": samples,
+            "sampled_tokens": tokens,
+            "left_out": dict(sorted(left_out.items())),
+            "shards": shards,
+            "tokens_per_second": round(float(rate.sum()), 1) or None,
+            "precision": writer.precision.name,
+        }
+
+    def _shard(self, writer: Writer, number: int, bar: Any) -> list[dict[str, Any]]:
+        beginnings = self.beginnings(number)
+        longest = max(map(len, beginnings))
+        if longest >= writer.context_length:
+            raise InputError(
+                f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
+            )
+        found = sampled(writer, number, beginnings, _Samples(bar, number * len(beginnings)))
+        return [
+            {"ids": [*(beginning if self.whole else []), *ids]}
+            for beginning, ids in zip(beginnings, found, strict=True)
+        ]
+
+
+class _Samples:
+    """The writer's bar: its samples are told beside the bar of what is kept."""
+
+    def __init__(self, bar: Any, done: int) -> None:
+        self.bar, self.done, self.rate = bar, done, ""
+
+    def update(self, count: int) -> None:
+        self.done += count
+        self.bar.set_postfix_str(f"{self.done} samples, {self.rate}".rstrip(", "), refresh=False)
+
+    def set_postfix_str(self, text: str, **_: Any) -> None:
+        self.rate = text
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a shard lies there as it was written."""
+    if not about_file(path).exists():
+        return False
+    try:
+        read_shard(path)
+    except InputError:
+        return False
+    return True
+
+
+def _told(left_out: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in left_out.most_common()) or "none left out"

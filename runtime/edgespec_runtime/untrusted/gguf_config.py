@@ -1,0 +1,215 @@
+"""The config.json of the model in a GGUF file, from its checked header. Knows keys and tensor names, no weights and no tokenizer.
+
+The families are those that edgespec's own GGUF writer and Hugging Face compute alike. Everything else a file says about its model
+is refused by name: a key that is not known here may change what the model computes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec_runtime.untrusted.gguf_file import Header, read_header
+
+AGAIN = "fetch the file again"
+TOKENS = "tokenizer.ggml.tokens"
+ROPE_FACTORS = "rope_freqs.weight"
+_LOW, _HIGH = 1.0, 4.0  # turns within the original context between which Llama 3.1 blends
+NOPE_PERIOD = 4  # of SmolLM3: every fourth layer has no RoPE
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A llama.cpp architecture as Hugging Face has it.
+
+    `paired`: llama.cpp rotates neighbouring pairs of q and k where Hugging Face rotates halves. `qkv_bias`: q, k and v always
+    have biases; `any_bias`: the matrices may have them. `head_norms`: q and k are normalised head by head.
+    """
+
+    model_type: str
+    model_class: str
+    paired: bool = False
+    qkv_bias: bool = False
+    any_bias: bool = False
+    head_norms: bool = False
+
+
+READABLE = {
+    "llama": Readable("llama", "LlamaForCausalLM", paired=True, any_bias=True),
+    "qwen2": Readable("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Readable("qwen3", "Qwen3ForCausalLM", head_norms=True),
+    "smollm3": Readable("smollm3", "SmolLM3ForCausalLM", paired=True),
+}
+_READ = frozenset(
+    """
+    block_count context_length embedding_length feed_forward_length vocab_size attention.head_count attention.head_count_kv
+    attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.freq_base rope.dimension_count
+    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.attn_factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    """.split()  # noqa: SIM905
+)
+_SAYS_NOTHING = frozenset(
+    {"rope.scaling.finetuned", "tensor_data_layout"}
+)  # llama.cpp computes the same with any value
+_USUAL: Mapping[str, Any] = {"attention.causal": True}  # values that change nothing; of every other key 0
+
+
+def read_model(file: Path) -> tuple[Header, dict[str, Any]]:
+    """The header of a GGUF file, and the config.json of its model without RoPE factors of its own (`rope_of_factors`).
+
+    Raises BundleError where it is no whole GGUF file, InputError for a model that is not read; each names what was seen.
+    """
+    header = read_header(file, AGAIN)
+    return header, config_of(header, file)
+
+
+def config_of(header: Header, file: Path | str) -> dict[str, Any]:
+    """See `read_model`. In both spellings of RoPE, of transformers 4 and of 5."""
+    architecture = str(header.values.get("general.architecture"))
+    family = READABLE.get(architecture)
+    if family is None:
+        raise InputError(
+            f"{file} is a {architecture[:40]!r} model; of GGUF files {', '.join(READABLE)} are read as a target: give the "
+            "model's folder or hub id instead"
+        )
+    keys = {
+        name.removeprefix(f"{architecture}."): value
+        for name, value in header.values.items()
+        if name.startswith(f"{architecture}.")
+    }
+    _refuse_unknown(keys, architecture, file)
+
+    def number(name: str, default: Any = None, kind: type[Any] = int) -> Any:
+        seen = keys.get(name, default)
+        if type(seen) not in (int, kind) or not 0 < seen < math.inf:
+            told = "one for every layer" if isinstance(seen, range) else f"{seen!r:.40}"
+            wanted = "a whole number" if kind is int else "a number"
+            raise InputError(f"{file} has {architecture}.{name} {told}; {wanted} above 0 is wanted: {AGAIN}")
+        return kind(seen)
+
+    hidden, heads = number("embedding_length"), number("attention.head_count")
+    head_dim = number("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if number(name, head_dim) != head_dim:
+            raise InputError(
+                f"{file} has {architecture}.{name} {keys[name]}; {head_dim}, the size of its heads, is wanted"
+            )
+    tokens = header.values.get(TOKENS)
+    if not isinstance(tokens, range) or not tokens:
+        raise InputError(f"{file} has no {TOKENS}; a target's file has its tokenizer in it: {AGAIN}")
+    context, theta = number("context_length"), number("rope.freq_base", 10000.0, float)
+    layers = number("block_count")
+    rope = _rope(keys, number, context, file)
+    biased = any(name.endswith("attn_q.bias") for name in header.tensors)
+    config: dict[str, Any] = {
+        "architectures": [family.model_class],
+        "model_type": family.model_type,
+        "vocab_size": len(tokens),
+        "hidden_size": hidden,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": number("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon", kind=float)),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "attention_bias": biased,
+        "rope_theta": theta,
+        "rope_parameters": {**rope, "rope_theta": theta},
+    }
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    if family.any_bias:
+        config["mlp_bias"] = any(name.endswith("ffn_gate.bias") for name in header.tensors)
+    if architecture == "smollm3":
+        config["no_rope_layers"] = [int(bool((layer + 1) % NOPE_PERIOD)) for layer in range(layers)]
+    for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        seen = header.values.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(seen, int) and seen < len(tokens):
+            config[f"{role}_token_id"] = seen
+    return config
+
+
+def shortest(value: float) -> float:
+    """The shortest decimal that is this float32: files hold 1e-5 as 9.999999747378752e-06."""
+    packed = struct.pack("<f", value)
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == packed:
+            return short
+    return value
+
+
+def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path | str) -> None:
+    for name, value in keys.items():
+        if name in _READ or name in _SAYS_NOTHING or value == _USUAL.get(name, 0):
+            continue
+        raise InputError(
+            f"{file} has {architecture}.{name[:80]} {value!r:.40}, which this edgespec does not know for a target; give the "
+            "model's folder or hub id instead"
+        )
+
+
+def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path | str) -> dict[str, Any]:
+    """RoPE scaling as transformers names it. YaRN's factor on cos and sin is 1 + 0.1 ln(factor) times what the file says."""
+    kind = keys.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {"rope_type": "default"}
+    factor = number("rope.scaling.factor", 1.0, float)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        scale = 1.0 + 0.1 * math.log(factor) if factor > 1 else 1.0
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": number("rope.scaling.original_context_length", context),
+            "beta_fast": number("rope.scaling.yarn_beta_fast", 32.0, float),
+            "beta_slow": number("rope.scaling.yarn_beta_slow", 1.0, float),
+            "attention_factor": scale * number("rope.scaling.attn_factor", 1.0, float),
+        }
+    raise InputError(f"{file} has RoPE scaling {kind!r:.40}; none, linear and yarn are read from GGUF files")
+
+
+def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: Path | str) -> dict[str, Any]:
+    """The Llama 3.1 scaling whose frequency divisors a file holds as `rope_freqs.weight`: config.json's RoPE entries.
+
+    A file has the divisors only. The borders of the blend are taken to be Meta's, 1 and 4 turns; a blended divisor then says what
+    the original context was. Raises InputError where the divisors are not what such a scaling gives.
+    """
+    theta, size, factor = config["rope_theta"], config["head_dim"], shortest(max(factors))
+    for even, divisor in zip(range(0, size, 2), factors, strict=False):
+        if not 1.0 < divisor < factor:
+            continue
+        share = (1.0 / divisor - 1.0 / factor) / (1.0 - 1.0 / factor)
+        turns = _LOW + share * (_HIGH - _LOW)
+        rope = {
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": _LOW,
+            "high_freq_factor": _HIGH,
+            "original_max_position_embeddings": round(turns * 2 * math.pi * theta ** (even / size)),
+        }
+        wanted = list(_llama3_divisors(rope, theta, size))
+        if len(wanted) == len(factors) and all(
+            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(wanted, factors, strict=True)
+        ):
+            return {"rope_scaling": rope, "rope_parameters": {**rope, "rope_theta": theta}}
+    raise InputError(
+        f"{file} has RoPE factors of its own ({ROPE_FACTORS}) that are not Llama 3.1's; give the model's folder or hub id instead"
+    )
+
+
+def _llama3_divisors(rope: Mapping[str, Any], theta: float, size: int) -> Iterator[float]:
+    """Of every frequency: 1 for short waves, `factor` for long ones, blended between (Llama 3.1)."""
+    for even in range(0, size, 2):
+        turns = rope["original_max_position_embeddings"] * theta ** -(even / size) / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - _LOW) / (_HIGH - _LOW)))
+        yield 1.0 / (share + (1.0 - share) / rope["factor"])

@@ -1,0 +1,208 @@
+"""The rehearsal at a tiny shape: every stage for real in a process of its own, cut and gone on, and what it refuses to start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.synthetic.checkpoint import INDEX, write_checkpoint
+from edgespec_recipes.offline_target.rehearsal_data import write_tokenizer
+from edgespec_runtime.text.tokenizer import ChatTokenizer
+
+from edgespec.building import rehearse
+from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, needed_disk
+from edgespec.core.errors import CheckFailed, EdgespecError, InputError
+from edgespec.core.files import read_json
+from edgespec.core.measured import run_measured
+
+pytestmark = pytest.mark.training
+
+SMALL = {
+    "target": "llama-2-7b-chat",
+    "shape": "tiny",
+    "context": 128,
+    "pretrain_steps": 2,
+    "distill_steps": 2,
+    "responses": 2,
+    "max_new_tokens": 6,
+    "run_context": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rehearsal") / "out"
+    assert rehearse.run({**SMALL, "out": str(out)}) == 0
+    return out
+
+
+def found(out: Path, stage: str) -> dict[str, Any]:
+    counts: dict[str, Any] = read_json(out / stage / "stage.json")["counts"]
+    return counts
+
+
+def test_every_stage_ran_and_was_measured(finished: Path) -> None:
+    names = [name for name, _ in STAGES] + [
+        f"{verb}-{precision}" for verb in TALKS for _, precision in ENGINES
+    ]
+    for name in names:
+        counts = found(finished, name)
+        assert 10 * 2**20 < counts["peak"] < 4 * 2**30
+        assert counts["own"] is None or counts["own"] <= counts["peak"]
+    assert found(finished, "weights")["found"]["bytes"] == 2 * TINY.parameters
+    assert found(finished, "offload")["found"]["on_disk"] == TINY.layers
+    assert found(finished, "generate")["found"]["responses"] == 2
+    assert found(finished, "distill")["found"]["steps"] == 2
+    for check in ("check-gguf", "check-onnx"):
+        assert found(finished, check)["found"]["broken"] == []
+        assert 0 < found(finished, check)["found"]["weights"] < 0.2
+    assert read_json(finished / "bench-int4" / "bench.json")
+    assert "tok" in (finished / "chat-q4_0" / "log.txt").read_text()
+
+
+def test_what_is_done_is_not_done_again(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
+    (out / "gguf" / "stage.json").unlink()
+    before = {file: file.stat().st_mtime_ns for file in out.rglob("stage.json")}
+    assert rehearse.run({**SMALL, "out": str(out)}) == 0
+    assert {file: file.stat().st_mtime_ns for file in before} == before
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("▸")] == ["▸ gguf: the target as GGUF Q4_0"]
+    assert lines[-1].startswith("in all")
+    assert sum(line.startswith("✓") for line in lines) == len(STAGES) + 4 - 1
+    with pytest.raises(CheckFailed, match=r"a peak of .* MiB; 0.1 GiB at most"):
+        rehearse.run({**SMALL, "out": str(out), "memory": 0.1})
+    with pytest.raises(InputError, match=r"holds a rehearsal of something else \(context\)"):
+        rehearse.run({**SMALL, "out": str(out), "context": 64})
+
+
+def test_a_broken_bound_is_the_last_word(finished: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
+    stage = read_json(out / "check-gguf" / "stage.json")
+    stage["counts"]["found"]["broken"] = ["engine 9.0e-01, at most 1e-01"]
+    (out / "check-gguf" / "stage.json").write_text(json.dumps(stage))
+    with pytest.raises(CheckFailed, match=r"check-gguf: engine 9.0e-01, at most 1e-01"):
+        rehearse.run({**SMALL, "out": str(out)})
+
+
+def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
+    shutil.rmtree(out / "store")
+    shutil.rmtree(out / "generate")
+    (out / "generate").mkdir()
+    for name in ("stage.json", "inputs.json"):
+        shutil.copy(finished / "generate" / name, out / "generate" / name)
+    with pytest.raises(
+        EdgespecError, match=r"store ... ended with 1: .*holds no shard.*its output is in .*store/log.txt"
+    ):
+        rehearse.run({**SMALL, "out": str(out)})
+    assert not (out / "store" / "stage.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("free_disk", r"needs .* GiB more on the disk of .*; 1 GiB are free: make room"),
+        ("free_memory", r"needs .* GiB of memory and 1 GiB are free"),
+    ],
+)
+def test_too_little_room_is_said_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, words: str
+) -> None:
+    monkeypatch.setattr(rehearse, "free_disk", lambda _: 2**40)
+    monkeypatch.setattr(rehearse, "free_memory", lambda: 2**40)
+    monkeypatch.setattr(rehearse, what, lambda *_: 2**30)
+    with pytest.raises(InputError, match=words):
+        rehearse.run({"target": "llama-2-7b-chat", "out": str(tmp_path / "out")})
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(InputError, match=r"holds other files and no rehearsal.json"):
+        rehearse.run({**SMALL, "out": str(tmp_path)})
+
+
+def test_what_a_seven_billion_target_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from edgespec.recipe.targets import shape_of_target
+
+    shape = shape_of_target("llama-2-7b-chat")
+    assert 21e9 < needed_disk(shape) < 35e9
+    assert rehearse.run({**SMALL, "out": str(tmp_path / "out"), "plan_only": True}) == 0
+    assert "MiB on the disk" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_of_a_program_is_its_own(tmp_path: Path) -> None:
+    takes = (
+        "import sys, time; text = sys.stdin.read(); x = bytearray(80 * 2**20); x[::4096] = b'1' * len(x[::4096]); "
+        "time.sleep(0.3); print(text)"
+    )
+    usage = run_measured([sys.executable, "-c", takes], tmp_path / "log.txt", "hello")
+    little = run_measured([sys.executable, "-c", "pass"], tmp_path / "log.txt")
+    assert 80 * 2**20 < usage.peak < 200 * 2**20
+    assert little.peak < 60 * 2**20
+    assert usage.own is None or usage.own > 80 * 2**20
+    assert "hello" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(EdgespecError, match=r"ended with 3: no\n? ?/? ?.*its output is in"):
+        run_measured([sys.executable, "-c", "print('no'); raise SystemExit(3)"], tmp_path / "other.txt")
+
+
+def test_random_weights_resume_shard_by_shard(tmp_path: Path) -> None:
+    total = write_checkpoint(TINY, tmp_path / "whole", shard_bytes=2**20)
+    shards = sorted((tmp_path / "whole").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert total == 2 * TINY.parameters == read_json(tmp_path / "whole" / INDEX)["metadata"]["total_size"]
+    cut = shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    kept = (cut / shards[0].name).stat().st_mtime_ns
+    (cut / shards[2].name).unlink()
+    write_checkpoint(TINY, cut, shard_bytes=2**20)
+    assert (cut / shards[2].name).read_bytes() == shards[2].read_bytes()
+    assert (cut / shards[0].name).stat().st_mtime_ns == kept
+    checkpoint = Checkpoint(tmp_path / "whole")
+    gate = np.concatenate(list(checkpoint.pieces("model.layers.1.mlp.gate_proj.weight")))
+    assert gate.std() == pytest.approx(TINY.hidden**-0.5, rel=0.02)
+    other = np.concatenate(list(checkpoint.pieces("model.layers.2.mlp.gate_proj.weight")))
+    assert abs(np.corrcoef(gate.ravel(), other.ravel())[0, 1]) < 0.02
+
+
+def test_the_real_llama_2_tokenizer(shared: Path, tmp_path: Path) -> None:
+    words = write_tokenizer(tmp_path, 32_000, shared / "data" / "tokenizer_llama2")
+    assert words == "tokenizer_llama2, 32000 tokens"
+    tokenizer = ChatTokenizer(tmp_path)
+    assert tokenizer.encode_chat([{"role": "user", "content": "Hello world"}]) == [
+        1,
+        518,
+        25580,
+        29962,
+        15043,
+        3186,
+        518,
+        29914,
+        25580,
+        29962,
+    ]
+    with pytest.raises(InputError, match="has 32000 tokens and the model 1000"):
+        write_tokenizer(tmp_path, 1000, shared / "data" / "tokenizer_llama2")
+
+
+def test_a_stage_that_is_none() -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from edgespec.building.rehearse_stages import main; main(['/nowhere', 'gufg'])",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert "unknown stage 'gufg'" in done.stderr

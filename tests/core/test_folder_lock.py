@@ -1,0 +1,86 @@
+"""One process at a time in a folder: the second one says who holds it, and a killed holder blocks nobody."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+from tiny_models import make_model_folder
+
+from edgespec.cli import main
+from edgespec.core.errors import InputError
+from edgespec.core.folder_lock import LOCK, held, is_empty
+
+HOLDS = "import sys, time; from pathlib import Path; from edgespec.core.folder_lock import held\n" + (
+    "with held(Path(sys.argv[1]), 'edgespec something'): print('held', flush=True); time.sleep(float(sys.argv[2]))"
+)
+
+
+def hold(folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", HOLDS, str(folder), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPOSITORY)
+    assert process.stdout is not None
+    with process.stdout as stream:
+        assert stream.readline() == b"held\n"
+    return process
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = hold(tmp_path / "out", 60)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_the_second_process_says_who_holds_it(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    words = rf"out is in use by process {holder.pid} on .* since \d{{4}}-.* \(edgespec something\); wait for its end"
+    with pytest.raises(InputError, match=words), held(tmp_path / "out", "edgespec other"):
+        pass
+    assert is_empty(tmp_path / "out")
+
+
+def test_a_killed_holder_blocks_nobody(tmp_path: Path, holder: subprocess.Popen[bytes]) -> None:
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "out" / LOCK).exists()
+    with (
+        held(tmp_path / "out", "edgespec other"),
+        pytest.raises(InputError, match=r"\(edgespec other\)"),
+        held(tmp_path / "out", "edgespec third"),
+    ):
+        pass
+    assert not (tmp_path / "out" / LOCK).exists()
+
+
+def test_one_that_waits_gets_it(tmp_path: Path) -> None:
+    process = hold(tmp_path, 1.5)
+    start = time.monotonic()
+    with held(tmp_path, "edgespec other", wait=True):
+        assert time.monotonic() - start > 0.5
+    assert process.wait() == 0
+
+
+def test_every_verb_that_fills_a_folder_holds_it(
+    tmp_path: Path, holder: subprocess.Popen[bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, target = str(tmp_path / "out"), str(make_model_folder(tmp_path / "target"))
+    (tmp_path / "x").mkdir()
+    for words in (
+        ["build-drafter", "--target", target, "--out", out],
+        ["export", "--target", target, "--drafter", target, "--out", out],
+        ["rehearse", "--target", "llama-2-7b-chat", "--shape", "tiny", "--out", out],
+    ):
+        capfd.readouterr()
+        assert main(words) == 2
+        errors = capfd.readouterr().err
+        assert f"is in use by process {holder.pid}" in errors
+        assert len(errors.splitlines()) == 1
+    assert is_empty(tmp_path / "out")

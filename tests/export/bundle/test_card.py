@@ -1,0 +1,218 @@
+"""The model card: front matter that stays front matter, Markdown that strangers cannot break, and the figures it promises."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, hub_id, licence_of, plain, rates_of
+from edgespec_export.other_engines.other_engines import Elsewhere
+from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
+from edgespec_runtime.engines.vocabulary import Vocabulary
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from edgespec.core.manifest import BundleModel
+
+EVIL = (
+    "x\n---\nlicense: mit\n# <script>alert(1)</script> [a](javascript:b) ![i](http://e/t.png) | `rm -rf` *b*"
+)
+MARKDOWN = MarkdownIt("gfm-like", {"linkify": False, "html": True})
+
+
+def setting(drafter: str, temperature: float, gamma: int, first: float) -> dict[str, Any]:
+    names = ("tau", "alpha_teacher_forced", "alpha_match_greedy", "alpha_match_sampled")
+    middle = {name: first - 0.1 * at for at, name in enumerate(names)}
+    return {
+        "drafter": drafter,
+        "temperature": temperature,
+        "top_p": 0.9 if temperature else 1.0,
+        "draft_length": gamma,
+        "metrics": {name: (value, value - 0.01, value + 0.01) for name, value in middle.items()},
+    }
+
+
+EVALUATION = {
+    "prompts": 48,
+    "settings": [
+        setting("pretrained", 0.0, 3, 9.9),
+        setting("distilled", 0.6, 3, 0.85),
+        setting("distilled", 0.6, 5, 0.95),
+        setting("distilled", 0.0, 3, 0.75),
+    ],
+}
+
+
+def model(name: str, source: str = "someone/tiny@abc", context: int = 256) -> BundleModel:
+    role = "drafter" if name.endswith("drafter") else "target"
+    files = {"llama.cpp": {"q8_0": f"{role}/gguf/{role}-q8_0.gguf"}}
+    return BundleModel(name, source, {"context_length": context}, 3_000_000, files)
+
+
+CARD = Card(
+    target=model("tiny"),
+    drafter=model("tiny-drafter", context=128),
+    files=[CardFile("target/onnx-fp32", 3 * 2**20, 2**20)],
+    cost_ratio=0.0218,
+    default={"engine": "onnxruntime", "precision": "fp32", "reason": "it is small"},
+    elsewhere=Elsewhere("fp32", True),
+    onnx=("fp32", "int4"),
+    gguf="q8_0",
+    evaluation=EVALUATION,
+    licence="Apache-2.0",
+)
+
+
+def front_matter(text: str) -> tuple[dict[str, Any], str]:
+    """What a reader of front matter takes: from the first line --- to the next one."""
+    match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    assert match
+    return yaml.safe_load(match.group(1)), text[match.end() :]
+
+
+def row(text: str, first: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| {first} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_what_quantising_cost_is_shown() -> None:
+    base = PairRun(
+        "llama.cpp", "f16", FLOAT_PAIR, "f16", "f16", 0.0, 3, (Trial(10, 30, 30, 20, 30, 20.0),) * 12
+    )
+    trials = (Trial(10, 27, 30, 17, 30, 17.0),) * 12
+    worse = replace(base, precision="q8_0", cause=DRAFTER, drafter="q8_0", trials=trials)
+    text = replace(CARD, acceptance=as_json([base, worse])).text()
+    assert "12 held-out prompts, γ = 3" in text
+    assert row(text, f"llama.cpp q8_0: {DRAFTER}")[1:3] == ["0", "2.70 [2.70, 2.70]"]
+    assert "-0.100 [-0.100, -0.100]" in text
+    assert "The exported files" not in CARD.text()
+
+
+def test_front_matter() -> None:
+    fields, body = front_matter(CARD.text())
+    assert fields == {
+        "library_name": "edgespec",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "base_model": "someone/tiny",
+        "tags": ["speculative-decoding", "draft-model", "onnx", "gguf"],
+    }
+    assert body.startswith("\n# tiny with a drafter\n")
+
+
+@pytest.mark.parametrize("licence", [EVIL, "No: such, 'licence'\x07 {", "#", "- a"])
+def test_strangers_cannot_break_the_front_matter(licence: str) -> None:
+    card = replace(CARD, target=model(EVIL, EVIL), licence=licence)
+    fields, body = front_matter(card.text())
+    assert set(fields) == {"library_name", "pipeline_tag", "license", "license_name", "tags"}
+    assert fields["license"] == "other"
+    assert fields["license_name"] == " ".join(licence.split())[:MAX_TEXT]
+    tokens = MARKDOWN.parse(body)
+    assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", *["h2"] * 5]
+    inside = [child for token in tokens if token.type == "inline" for child in token.children or ()]
+    assert not {child.type for child in inside} & {"link_open", "image", "html_inline"}
+    assert not [token for token in tokens if token.type in ("html_block", "hr")]
+    assert any("<script>" in child.content for child in inside if child.type == "text")  # shown, not run
+
+
+@given(st.text(max_size=300))
+@example(EVIL)
+@example("# heading\n\n    code\n> quote")
+@example("&lt; &#60; \\* $x$ ~~a~~ http://a.b www.a.b a@b.c")
+@example("‮right to left‬ ​zero")
+def test_plain_reads_as_written(text: str) -> None:
+    shown = plain(text)
+    assert len(shown) <= 2 * MAX_TEXT
+    (paragraph,) = [token for token in MARKDOWN.parse(f"a {shown} b") if token.type == "inline"]
+    children = paragraph.children or []
+    assert {child.type for child in children} <= {"text", "text_special"}
+    printable = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    assert " ".join("".join(child.content for child in children).split()).startswith(
+        f"a {printable[: MAX_TEXT - 1]}".rstrip()
+    )
+    cells = [token for token in MARKDOWN.parse(f"| h |\n| - |\n| {shown} |\n") if token.type == "td_open"]
+    assert len(cells) == 1
+
+
+def test_what_each_engine_should_show() -> None:
+    text = CARD.text()
+    lossless, matched = "0.75", "0.65"
+    for name, rate in (
+        ("llama.cpp", matched),
+        ("onnxruntime-genai", lossless),
+        ("transformers", lossless),
+        ("vLLM", lossless),
+        ("SGLang", matched),
+    ):
+        cells = row(text, name)
+        assert cells[2:] == ["0.65", rate], name  # greedy: of the first γ, the same for all
+    assert row(text, "T = 0.6, top-p 0.9, γ = 5")[1:] == [
+        *("0.95 [0.94, 0.96]", "0.85 [0.84, 0.86]", "0.75 [0.74, 0.76]", "0.65 [0.64, 0.66]"),
+    ]
+    assert "9.9" not in text  # the pretrained drafter is not the one in the bundle
+    assert "48 held-out prompts" in text
+    assert "up to 128 tokens" in text
+
+
+def test_builds_that_measured_less() -> None:
+    assert "Nothing: this bundle was made without an evaluation" in replace(CARD, evaluation={}).text()
+    older = {"prompts": 2, "settings": [setting("distilled", t, 3, 0.8) for t in (0.0, 0.6)]}
+    for one in older["settings"]:
+        del one["metrics"]["alpha_match_greedy"], one["metrics"]["alpha_match_sampled"]
+    greedy, sampled = rates_of(older)
+    assert greedy.match_greedy == greedy.match_sampled == greedy.lossless  # at T = 0 all rules are one
+    assert sampled.match_greedy is None
+    assert row(replace(CARD, evaluation=older).text(), "SGLang")[2:] == ["0.70", "not measured"]
+
+
+def test_commands() -> None:
+    text = CARD.text()
+    pair = "-m target/gguf/target-q8_0.gguf -md drafter/gguf/drafter-q8_0.gguf"
+    assert f"    llama-server {pair} --spec-type draft-simple --spec-draft-n-max 3\n" in text
+    assert "    vllm serve someone/tiny --config elsewhere/vllm.yaml\n" in text
+    assert '    drafter = AutoModelForCausalLM.from_pretrained("drafter/checkpoint")\n' in text
+    assert '# int4: config = og.Config(".")' in text
+    local = replace(CARD, target=model("tiny", "local folder")).text()
+    assert "vllm serve TARGET --config" in local
+    assert "base_model" not in local
+    bare = replace(CARD, gguf=None, elsewhere=Elsewhere(), onnx=()).text()
+    assert "no files that another engine reads as a pair" in bare
+    assert "llama-server" not in bare
+    assert "gguf" not in front_matter(bare)[0]["tags"]
+
+
+def test_a_drafter_with_its_own_tokens_is_offered_to_nobody() -> None:
+    text = replace(CARD, subset=Vocabulary(512, np.arange(0, 512, 2)), elsewhere=Elsewhere()).text()
+    assert "knows 256 of the target's 512 tokens" in text
+    assert "do not pair with them there" in text
+    assert "llama-server" not in text
+
+
+def test_licences_and_hub_ids() -> None:
+    assert licence_of("Apache-2.0; trained on this machine") == (
+        "apache-2.0",
+        "Apache-2.0; trained on this machine",
+    )
+    assert licence_of("Llama 2 Community License")[0] == "llama2"
+    assert licence_of("Qwen Research License") == ("other", "Qwen Research License")
+    assert licence_of("see the folder") == licence_of("") == (None, "")
+    assert hub_id("meta-llama/Llama-2-7b-chat-hf@f5db02") == "meta-llama/Llama-2-7b-chat-hf"
+    for source in (
+        "local folder",
+        "made here",
+        "../a/b",
+        "/tmp/a",
+        "a/b/c",
+        "a/b; rm -rf ~",
+        "a/b\n",
+        "-a/b",
+    ):
+        assert hub_id(source) is None, source
+    unknown = replace(CARD, licence="").text()
+    assert "not recorded here" in unknown
+    assert "license" not in front_matter(unknown)[0]

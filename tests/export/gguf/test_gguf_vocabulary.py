@@ -1,0 +1,184 @@
+"""Tokenizers in GGUF files against llama.cpp's own test vectors, and every pre-tokenizer against the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_export.gguf.vocabulary import _GPT_4O, _LLAMA3, _QWEN2, _TEKKEN, read_vocabulary
+from edgespec_export.verify.readback import gguf_field
+from gguf import GGUFReader
+from gguf_tokenizers import LLAMA2, merged, sentencepiece_folder, vectors, written
+from tiny_models import TEXTS, byte_level_tokenizer, save_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
+
+TYPES = {"unknown": 2, "control": 3, "user defined": 4, "unused": 5}
+HARD = [
+    *TEXTS,
+    "HTTPServer's I'LL CamelCaseÄÖü ʼtis x/y//z\n/ \r\n\r\n \t end",
+    "e\u0301 ก็ हिन्दी 中文ABC日本 Ⅷ ½ ١٢٣ 1234567",
+]
+
+
+def original(shared: Path, name: str) -> dict[str, Any]:
+    """What the file that llama.cpp's own converter made says about its tokenizer."""
+    reader = GGUFReader(shared / "data" / "gguf_vocabs" / f"ggml-vocab-{name}.gguf")
+    names = ("tokens", "token_type", "scores", "merges", "bos_token_id", "eos_token_id")
+    return {part: gguf_field(reader, f"tokenizer.ggml.{part}") for part in names}
+
+
+@pytest.mark.parametrize("source", ["tokenizer.model", "tokenizer.json", "both"])
+def test_llama_2(shared: Path, tmp_path: Path, source: str) -> None:
+    """32,000 pieces with byte fallback, from either file: llama.cpp's vectors, and what its converter wrote."""
+    folder = sentencepiece_folder(shared, tmp_path / "model", LLAMA2)
+    wanted = original(shared, "llama-spm")
+    if source != "tokenizer.model":
+        merged(wanted["tokens"], wanted["scores"]).save(str(folder / "tokenizer.json"))
+    if source == "tokenizer.json":
+        (folder / "tokenizer.model").unlink()
+    vocabulary = read_vocabulary(folder, {"vocab_size": 32000})
+    assert vocabulary.tokens == wanted["tokens"]
+    assert vocabulary.types == wanted["token_type"]
+    assert (vocabulary.add_bos, vocabulary.add_eos, vocabulary.add_space_prefix) == (True, False, True)
+    assert vocabulary.special_ids == {"bos": 1, "eos": 2, "unk": 0}
+    if source != "tokenizer.json":  # merges give ranks, in the same order
+        assert vocabulary.scores == pytest.approx(wanted["scores"])
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        for text, ids in vectors(shared, "llama-spm"):
+            assert split(text) == ids, text
+        assert split("Hello", add_special=True)[0] == 1
+
+
+def test_phi_3(shared: Path, tmp_path: Path) -> None:
+    """Llama 2's pieces and 67 added tokens that swallow the white space after them."""
+    wanted = original(shared, "phi-3")
+    texts = wanted["tokens"]
+    added = {
+        str(index): {
+            "content": texts[index],
+            "special": wanted["token_type"][index] == TYPES["control"],
+            "rstrip": texts[index] not in ("<unk>", "<s>", "<|endoftext|>"),
+        }
+        for index in (0, 1, 2, *range(32000, len(texts)))
+        if not texts[index].startswith("[PAD")
+    }
+    settings = {**LLAMA2, "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
+    folder = sentencepiece_folder(shared, tmp_path / "model", settings)
+    vocabulary = read_vocabulary(folder, {"vocab_size": len(texts)})
+    assert vocabulary.tokens == texts
+    assert vocabulary.types[1:32011] == wanted["token_type"][1:32011]
+    assert vocabulary.types[0] == TYPES["unknown"]  # "control" there; llama.cpp treats both alike
+    assert set(vocabulary.types[32011:]) == {TYPES["unused"]}  # an older converter wrote "unknown"
+    assert vocabulary.special_ids["eos"] == wanted["eos_token_id"] == 32000
+    assert vocabulary.strips_right
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        for text, ids in vectors(shared, "phi-3"):
+            assert split(text) == ids, text
+        chat = split("<|user|>\n \nHi<|end|>", parse_special=True)
+        assert chat == split("<|user|>Hi<|end|>", parse_special=True)
+
+
+def test_gpt_2(shared: Path, tmp_path: Path) -> None:
+    wanted = original(shared, "gpt-2")
+    merges = [tuple(merge.split(" ")) for merge in wanted["merges"]]
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(wanted["tokens"])}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    save_plain(tokenizer, tmp_path, {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"})
+    vocabulary = read_vocabulary(tmp_path, {"vocab_size": 50257})
+    assert vocabulary.pre == "gpt-2"
+    assert vocabulary.tokens == wanted["tokens"]
+    assert vocabulary.merges == wanted["merges"]
+    assert vocabulary.special_ids == {"bos": 50256, "eos": 50256}
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        for text, ids in vectors(shared, "gpt-2"):
+            assert split(text) == ids == tokenizer.encode(text).ids, text
+        assert split("a<|endoftext|>", parse_special=True)[-1] == 50256
+
+
+def save_plain(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def split_at(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+PRE_TOKENIZERS = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+    "qwen2": lambda: split_at(_QWEN2),
+    "llama-bpe": lambda: split_at(_LLAMA3),
+    "tekken": lambda: split_at(_TEKKEN),
+    "gpt-4o": lambda: split_at(_GPT_4O),
+}
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_pre_tokenizers(shared: Path, tmp_path: Path, name: str) -> None:
+    """llama.cpp splits hard texts as the tokenizers library does, in a vocabulary that was trained with that splitting."""
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[name]()
+    save_tokenizer(tmp_path, tokenizer)
+    vocabulary = read_vocabulary(tmp_path, {"vocab_size": 512})
+    assert vocabulary.pre == name
+    texts = HARD + [text for vector in ("qwen2", "llama-bpe") for text, _ in vectors(shared, vector)]
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        for text in texts:
+            assert split(text) == tokenizer.encode(text, add_special_tokens=False).ids, text
+
+
+def test_added_tokens(tmp_path: Path) -> None:
+    """Control tokens only where special tokens are parsed, user-defined ones everywhere; unused rows are marked."""
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.add_tokens([AddedToken("<think>", special=False)])
+    save_tokenizer(tmp_path, tokenizer)
+    vocabulary = read_vocabulary(tmp_path, {"vocab_size": 520})
+    assert (vocabulary.tokens[512], vocabulary.types[512]) == ("<think>", TYPES["user defined"])
+    assert (vocabulary.tokens[1], vocabulary.types[1]) == ("<|im_start|>", TYPES["control"])
+    assert (vocabulary.tokens[519], vocabulary.types[519]) == ("[PAD519]", TYPES["unused"])
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        assert split("<think><|im_start|>", parse_special=True) == [512, 1]
+        assert split("<think>a") == tokenizer.encode("<think>a").ids
+        assert 1 not in split("<|im_start|>")
+
+
+def test_marked_spaces_of_added_tokens_become_spaces(shared: Path, tmp_path: Path) -> None:
+    """Gemma's runs of spaces are added tokens: llama.cpp looks for them in the raw text."""
+    added = {"32000": {"content": "▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁", "special": False}}
+    folder = sentencepiece_folder(shared, tmp_path / "model", {**LLAMA2, "added_tokens_decoder": added})
+    vocabulary = read_vocabulary(folder, {"vocab_size": 32001})
+    with written(vocabulary, tmp_path / "vocabulary.gguf") as split:
+        assert 32000 in split("a" + " " * 20 + "b")
+
+
+def test_what_is_refused(shared: Path, tmp_path: Path) -> None:
+    folder = sentencepiece_folder(shared, tmp_path / "model", LLAMA2)
+    with pytest.raises(InputError, match="token id 100, but the model's vocabulary ends at 99"):
+        read_vocabulary(folder, {"vocab_size": 100})
+    (folder / "tokenizer.model").write_bytes(b"\xff\xff\xff\xff")
+    with pytest.raises(InputError, match="no SentencePiece model"):
+        read_vocabulary(folder, {"vocab_size": 32000})
+    tokenizer = byte_level_tokenizer(512)
+    tokenizer.pre_tokenizer = split_at(_QWEN2.replace("{N}", "{N}{1,2}"))
+    save_tokenizer(folder, tokenizer)
+    with pytest.raises(InputError, match=r"none of those matched to llama\.cpp .*qwen2"):
+        read_vocabulary(folder, {"vocab_size": 512})
+    spec = json.loads(byte_level_tokenizer(512).to_str())
+    write_json(folder / "tokenizer.json", spec | {"model": {"type": "Unigram", "vocab": []}})
+    with pytest.raises(InputError, match="Unigram tokenizer"):
+        read_vocabulary(folder, {"vocab_size": 512})

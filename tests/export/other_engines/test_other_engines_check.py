@@ -1,0 +1,225 @@
+"""`edgespec elsewhere`: engines chosen, compared and refused. llama.cpp's programs are stood in for: only how they are called is
+tested here (docs/other-engines.md says what the real ones did).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from edgespec_export.other_engines.check import HEADERS, Ours, same_text
+from edgespec_export.other_engines.engines import Answer, until_stop
+from edgespec_export.other_engines.llamacpp import (
+    LlamaServer,
+    LlamaSpeculativeSimple,
+    pair_arguments,
+    program_of,
+)
+from tiny_models import make_model_folder
+
+from edgespec.cli import main
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.manifest import describe_files, open_manifest, write_manifest
+from edgespec.core.metrics import RawCounts
+
+STOPS = frozenset({2})
+
+
+def program(folder: Path, name: str, body: str) -> Path:
+    """An executable of that name that runs a Python body."""
+    path = folder / name
+    path.write_text(f"#!{sys.executable}\n{textwrap.dedent(body)}")
+    path.chmod(0o755)
+    return path
+
+
+def test_three_engines_agree_with_edgespec(
+    both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = tmp_path / "counts.json"
+    target = both.parent / "target"
+    command = [
+        "elsewhere",
+        str(both),
+        "--target",
+        str(target),
+        "--max-new-tokens",
+        "12",
+        "--json",
+        str(counts),
+    ]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == [
+        *("onnxruntime-genai", "llama-cpp-python", "transformers"),
+    ]
+    assert shown.count("1/1") == 3
+    found = {one["name"]: one for one in json.loads(counts.read_text())}
+    genai, transformers = found["onnxruntime-genai"], found["transformers"]
+    blocks = [one["counts"]["blocks"] for one in genai["ours"]]
+    assert (
+        [one["passes"] for one in genai["answers"]]
+        == [one["passes"] for one in transformers["answers"]]
+        == blocks
+    )
+    assert all(one["tokens"] for one in genai["answers"])
+
+
+def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_model_folder(tmp_path / "other", seed=9, context=128)
+    command = [
+        "elsewhere",
+        str(both),
+        "--engines",
+        "transformers",
+        "--target",
+        str(other),
+        "--max-new-tokens",
+        "8",
+    ]
+    assert main(command) == 1
+    assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
+
+
+def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
+        (["--engines", "transformers"], "transformers cannot run here: give --target FOLDER"),
+        (["--engines", "llama.cpp"], "llama.cpp cannot run here: give --llama-binary PATH"),
+        (["--engines", "mlx"], "mlx"),
+        (
+            ["--engines", "llama.cpp", "--llama-binary", str(tmp_path / "no")],
+            "is not there; give the path of",
+        ),
+        (["--engines", "llama.cpp", "--llama-binary", sys.executable], "is neither llama-server nor"),
+    ):
+        assert main(["elsewhere", str(both), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    bare = shutil.copytree(both, tmp_path / "bare")
+    (bare / "genai_config.json").unlink()
+    manifest = open_manifest(both)
+    files = describe_files(bare)
+    write_manifest(bare, type(manifest)(**{**manifest.__dict__, "files": files, "folder": None}))
+    assert main(["elsewhere", str(bare), "--engines", "onnxruntime-genai"]) == 2
+    assert "the bundle has no genai_config.json" in capsys.readouterr().err
+
+
+SIMPLE = """
+    import json, pathlib, sys
+    here = pathlib.Path(__file__).parent
+    runs = here / "runs.json"
+    seen = json.loads(runs.read_text()) if runs.exists() else []
+    arguments = sys.argv[1:]
+    prompt = pathlib.Path(arguments[arguments.index("-bf") + 1]).read_bytes().decode()
+    runs.write_text(json.dumps([*seen, {"arguments": arguments, "prompt": prompt}]))
+    print(prompt + "a reply")
+    if len(seen) % 2:  # every other run loses its log, as the real one does
+        for line in ("n_draft   = 3", "n_predict = 9", "n_drafted = 12", "n_accept  = 5", "accept    = 41.7%"):
+            print("0.00.183.971 I " + line, file=sys.stderr)
+"""
+
+
+def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
+    path = program(tmp_path, "llama-speculative-simple", SIMPLE)
+    target, drafter = tmp_path / "t.gguf", tmp_path / "d.gguf"
+    assert program_of(path) == "llama-speculative-simple"
+    with LlamaSpeculativeSimple(path, target, drafter, "q8_0", 256) as engine:
+        answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", 24)
+    assert answer == Answer(None, "<|im_start|>user\\n\nHello\na reply\n", 4, 12, 5)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert len(runs) == 2  # the first one's counts were lost
+    arguments = runs[1]["arguments"]
+    assert runs[1]["prompt"] == "<|im_start|>user\\n\nHello\n"  # its last newline too, and no escape read
+    assert "--no-escape" in arguments
+    for flag, value in (
+        *(("-m", str(target)), ("-md", str(drafter)), ("--spec-type", "draft-simple")),
+        *(("--spec-draft-n-max", "3"), ("--temp", "0"), ("--top-k", "0"), ("-n", "24"), ("-c", "256")),
+    ):
+        assert arguments[arguments.index(flag) + 1] == value
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "import sys; sys.exit('unknown model architecture')",
+            "ended with code 1: unknown model architecture",
+        ),
+        ("print('a reply')", "printed no counts in 40 runs"),
+    ],
+)
+def test_a_program_that_fails(tmp_path: Path, body: str, message: str) -> None:
+    path = program(tmp_path, "llama-speculative-simple", body)
+    with (
+        LlamaSpeculativeSimple(path, tmp_path, tmp_path, "q8_0", 64) as engine,
+        pytest.raises(EdgespecError, match=message),
+    ):
+        engine.answer([1], "Hello", 4)
+
+
+SERVER = """
+    import http.server, json, pathlib, sys
+    here = pathlib.Path(__file__).parent
+    arguments = sys.argv[1:]
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def say(self, value, code=200):
+            data = json.dumps(value).encode()
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        def do_GET(self):
+            self.say({"status": "ok"})
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            (here / "seen.json").write_text(json.dumps({"path": self.path, "body": body, "arguments": arguments}))
+            self.say({"tokens": [7, 8, 2], "timings": {"predicted_n": 3, "draft_n": 6, "draft_n_accepted": 1}})
+        def log_message(self, *_):
+            pass
+    port = int(arguments[arguments.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def test_how_llama_server_is_called(tmp_path: Path) -> None:
+    path = program(tmp_path, "llama-server", SERVER)
+    engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", "q8_0", 256, STOPS)
+    with engine:
+        answer = engine.answer([1, 5], "Hello", 24)
+        process = engine._process
+        assert process is not None
+        assert process.poll() is None
+    assert process.poll() is not None  # stopped with the object
+    assert answer == Answer((7, 8), None, 2, 6, 1)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["path"] == "/completion"
+    assert seen["body"] == {
+        **{"prompt": [1, 5], "n_predict": 24, "cache_prompt": False, "return_tokens": True},
+        **{"temperature": 0.0, "seed": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    }
+    common = pair_arguments(tmp_path / "t.gguf", tmp_path / "d.gguf", 256)
+    assert seen["arguments"][: len(common)] == common
+    assert seen["arguments"][seen["arguments"].index("--host") + 1] == "127.0.0.1"
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    path = program(tmp_path, "llama-server", "import sys; sys.exit('failed to load the model')")
+    engine = LlamaServer(path, tmp_path, tmp_path, "q8_0", 64, STOPS)
+    with pytest.raises(EdgespecError, match=r"was not ready.*failed to load the model"):
+        engine.__enter__()
+
+
+def test_equal_texts() -> None:
+    ours = Ours((5, 6), "Hello you", RawCounts())
+    assert same_text(ours, Answer((5, 6), None, 2))
+    assert not same_text(ours, Answer((5, 6, 7), None, 2))
+    assert same_text(ours, Answer(None, "\n<|user|>Hi\nHello you, and more\n", 2))
+    assert not same_text(ours, Answer(None, "Hello", 2))
+    assert until_stop([5, 6, 2, 7, 2], STOPS) == (5, 6)
+    assert until_stop([5], STOPS) == (5,)
+    assert len(HEADERS) == 10
+    with pytest.raises(InputError, match="neither"):
+        program_of(Path(__file__))

@@ -1,0 +1,394 @@
+"""Estimates against torch: FLOPs as it counts them, memory as it is allocated, files as they are written."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from edgespec_recipes.data.mixing import TARGET
+from edgespec_recipes.generating import stored, top_k
+from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
+from edgespec_recipes.losses import head_loss
+from edgespec_recipes.models.packing import packing_of
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.pretrain import next_token_losses
+from repository import PYTHONPATH
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from edgespec.cli import main
+from edgespec.core.errors import InputError
+from edgespec.planning import costs
+from edgespec.planning.estimate import (
+    LOGITS,
+    PROMPT_TOKENS,
+    STORED_AT_ONCE,
+    StageCost,
+    dry_run,
+    dry_run_table,
+    estimate,
+    size,
+    stored_position_bytes,
+    summary,
+)
+from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.targets import shape_of_target
+
+WIDE = DrafterShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied
+PLAIN = DrafterShape(64, 2, 4, 4, 16, 160, 512, False, 512)
+LONG = DrafterShape(64, 3, 4, 2, 32, 160, 512, True, 1024)  # attention above the FFN in memory
+SHAPES = [WIDE, PLAIN, LONG]
+
+
+def llama(shape: DrafterShape, attention: str = "eager") -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**shape.llama_config(), attn_implementation=attention))
+
+
+def counted(run: Callable[[], Any]) -> int:
+    """FLOPs of the products in `run`; torch's counter does not know the one in place."""
+
+    def in_place(_: Any, one: Any, other: Any, **__: Any) -> int:
+        return 2 * one[0] * one[1] * other[1]
+
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+class Meter(TorchDispatchMode):
+    """`peak`: the most bytes that tensors made in the body held at once, those of `models`' weights left out."""
+
+    def __init__(self, *models: Any) -> None:
+        super().__init__()
+        self.own = {
+            weight.untyped_storage()._cdata
+            for model in models
+            for weight in (*model.parameters(), *model.buffers())
+        }
+        self.held: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor):
+                self._hold(tensor.untyped_storage())
+        return result
+
+    def _hold(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self.own or key in self.held or not storage.nbytes():
+            return
+        self.held[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self.held.pop(key, 0)
+
+
+def packed(rows: int, context: int) -> dict[str, torch.Tensor]:
+    return {
+        "position_ids": torch.arange(context).expand(rows, context),
+        "attention_mask": torch.ones(rows, 1, context, context, dtype=torch.bool).tril(),
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flops_are_those_torch_counts(shape: DrafterShape) -> None:
+    model, ids = llama(shape), torch.randint(0, shape.vocab_size, (3, 128))
+
+    def learn() -> None:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+    forward = counted(lambda: model.eval()(input_ids=ids, use_cache=False))
+    assert forward == pytest.approx(costs.forward_flops(shape, ids.numel(), 128), rel=1e-3)
+    assert counted(learn) == pytest.approx(costs.training_flops(shape, ids.numel(), 128), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_flops_of_other_families(family: str, families: dict[str, Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(families[family], attn_implementation="eager")
+    shape = shape_of_target(str(families[family]))
+    ids = torch.randint(0, shape.vocab_size, (2, 64))
+    assert model.num_parameters() == shape.parameters
+    flops = counted(lambda: model(input_ids=ids, use_cache=False))
+    assert flops == pytest.approx(costs.forward_flops(shape, ids.numel(), 64), rel=1e-3)
+
+
+def test_flops_of_decoding_and_bytes_of_its_cache() -> None:
+    model, rows, prompt, new = llama(PLAIN).eval(), 3, 20, 15
+    prompts = [[5] * prompt] * rows
+
+    def answer() -> None:
+        sample_responses(
+            model,
+            prompts,
+            [1.0] * rows,
+            top_p=1.0,
+            max_new_tokens=new + 1,  # the last one is drawn from the pass before
+            generator=torch.Generator().manual_seed(0),
+            stops=[],
+        )
+
+    assert counted(answer) == pytest.approx(costs.decoding_flops(PLAIN, rows, prompt, new), rel=5e-3)
+    decoder = BatchDecoder(model)
+    for _ in range(20):
+        decoder.forward(torch.zeros(rows, 1, dtype=torch.long))
+    buffers = {
+        part.untyped_storage()._cdata: part.untyped_storage().nbytes()
+        for layer in decoder.cache.layers
+        for part in layer._room
+    }
+    most = costs.cache_bytes(PLAIN, rows, 20)
+    assert most / 2 <= sum(buffers.values()) <= most
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bytes_of_weights_gradients_and_optimizer_are_exact(shape: DrafterShape) -> None:
+    model = llama(shape)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    weights = [parameter.nbytes for parameter in model.parameters()]
+    gradients = [parameter.grad.nbytes for parameter in model.parameters()]
+    moments = [state[name].nbytes for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert sum(weights) == costs.weight_bytes(shape)
+    assert sum(weights + gradients + moments) == costs.training_bytes(shape)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    assert file.tell() == pytest.approx(costs.checkpoint_bytes(shape), rel=0.05)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("masked", [True, False])
+def test_bytes_of_activations_are_those_allocated(shape: DrafterShape, masked: bool) -> None:
+    rows, context = 4, 256
+    model, ids = llama(shape, "sdpa").model, torch.randint(0, shape.vocab_size, (rows, context))
+    inputs = packed(rows, context) if masked else {}
+    with Meter(model) as learning:
+        kept = model(input_ids=ids, use_cache=False, **inputs)
+    saved = costs.saved_activation_bytes(shape, ids.numel(), context, masked=masked)
+    assert learning.peak == pytest.approx(saved, rel=0.04)
+    del kept
+    with torch.no_grad(), Meter(model) as passing:
+        model(input_ids=ids, use_cache=False, **inputs)
+    estimated = costs.passing_activation_bytes(shape, ids.numel(), context)
+    assert (0.9 if masked else 0.6) * estimated < passing.peak < 1.05 * estimated
+
+
+def stage(name: str, recipe: Recipe, target: DrafterShape, drafter: DrafterShape) -> StageCost:
+    return next(cost for cost in estimate(recipe, target, drafter) if cost.stage == name)
+
+
+ROOMY = replace(PLAIN, vocab_size=4096)
+
+
+def beside(shape: DrafterShape) -> int:
+    """Weights and AdamW's moments, which are there before a step begins."""
+    return costs.training_bytes(shape) - costs.weight_bytes(shape)
+
+
+def test_a_step_of_pretraining_fits_its_estimate() -> None:
+    recipe = resolve({"target": "x", "pretrain": {"steps": 1, "batch_size": 8, "context": 128}}, {})
+    model, ids = llama(ROOMY, "sdpa"), torch.randint(0, ROOMY.vocab_size, (8, 128))
+    with Meter(model) as meter:
+        next(next_token_losses(model, [{"input_ids": ids}])).backward()
+    most = stage("pretrain", recipe, WIDE, ROOMY).memory - beside(ROOMY)
+    assert 0.4 * most < meter.peak < most  # cross-entropy holds fewer logits than the estimate allows for
+
+
+def test_a_step_of_distillation_fits_its_estimate() -> None:
+    recipe = distillation(divergence="jsd", batch_size=8, context=128)
+    target, draft = (llama(replace(shape, vocab_size=4096), "sdpa") for shape in (WIDE, PLAIN))
+    objective = Objective(target.requires_grad_(False), recipe.distill, stops=[], seed=0)
+    with Meter(draft, target) as meter:
+        next(objective(draft, [all_compared(8, 128, 4096)])).backward()
+    most = stage("distill", recipe, replace(WIDE, vocab_size=4096), ROOMY).memory
+    most -= beside(ROOMY) + costs.weight_bytes(replace(WIDE, vocab_size=4096))
+    assert 0.8 * most < meter.peak < most
+
+
+def distillation(**options: Any) -> Recipe:
+    """One step on responses alone."""
+    values = {"steps": 1, "batch_size": 4, "context": 128, "watch_steps": 0, "text_fraction": 0.0}
+    return resolve({"target": "x", "distill": {**values, **options}}, {})
+
+
+def all_compared(rows: int, context: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    compared = torch.ones(rows, context, dtype=torch.bool)
+    compared[:, -1] = False
+    return {
+        "input_ids": torch.randint(0, vocabulary, (rows, context)),
+        "position_ids": torch.arange(context).repeat(rows, 1),
+        "document_ids": torch.zeros(rows, context, dtype=torch.long),
+        "compared": compared,
+        "room": torch.zeros(rows, context, dtype=torch.bool),
+        "kind": torch.full((rows,), TARGET),
+        "row_id": torch.arange(rows),
+        "slot": torch.arange(rows),
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"divergence": "fkl"},
+        {"divergence": "tvd++", "tvdpp_scope": "batch"},
+        {"divergence": "tvd++", "tvdpp_scope": "sequence", "micro_batch_size": 1},
+        {"divergence": "tvd++", "tvdpp_scope": "token"},
+        {"divergence": "tvd++", "select_fraction": 0.4},
+        {"divergence": "fkl", "select_fraction": 0.4, "micro_batch_size": 2},
+        {"labels": "hard", "divergence": "fkl"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
+    recipe = distillation(**options)
+    target, draft, reference = llama(WIDE).eval(), llama(PLAIN), llama(PLAIN).eval()
+    selects = recipe.distill.select_fraction < 1
+    objective = Objective(
+        target.requires_grad_(False),
+        recipe.distill,
+        stops=[],
+        seed=0,
+        reference=reference.requires_grad_(False) if selects else None,
+    )
+    packing_of(
+        {"target": target, "drafter": draft, "reference": reference}
+    )  # as the stage does, before it trains
+    rows, micro = all_compared(4, 128, 512), recipe.distill.micro_batch_size or 4
+    batches = [{name: values[at : at + micro] for name, values in rows.items()} for at in range(0, 4, micro)]
+
+    def step() -> None:
+        for loss in objective(draft, batches):
+            loss.backward()
+
+    flops = counted(step)
+    cost = stage("distill", recipe, WIDE, PLAIN)
+    assert flops <= cost.flops * 1.001  # at most
+    assert flops >= cost.flops * (0.8 if selects else 0.97)  # the tokens that are not selected cost less
+
+
+def test_what_the_rooms_use_is_what_is_counted() -> None:
+    assert head_loss.CHUNK == LOGITS
+    assert stored.PASS_TOKENS == STORED_AT_ONCE
+    for vocabulary in (512, 2**16, 2**16 + 1):
+        shape = replace(WIDE, vocab_size=vocabulary)
+        assert top_k.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)
+
+
+def names(values: dict[str, Any]) -> list[str]:
+    return [cost.stage for cost in estimate(resolve({"target": "x", **values}, {}), WIDE, PLAIN)]
+
+
+def test_stages_are_there_when_they_are_on() -> None:
+    assert names({}) == ["pretrain", "generate", "distill", "evaluate", "export", "pack"]
+    assert names({"tune": {"steps": 1, "conversations": "a"}})[0] == "tune"
+    assert names({"distill": {"target_side": "stored"}})[2] == "store"
+    assert names({"distill": {"select_fraction": 0.5}})[2] == "reference"
+    assert names({"target": "tiny-chat"})[0] == "target tiny-chat, once"
+    assert names({"pretrain": {"steps": 0}, "distill": {"steps": 0}}) == [
+        "generate",
+        "evaluate",
+        "export",
+        "pack",
+    ]
+
+
+def test_what_costs_more() -> None:
+    def distil(**options: Any) -> StageCost:
+        return stage("distill", resolve({"target": "x", "distill": options}, {}), WIDE, PLAIN)
+
+    plain = distil(divergence="fkl")
+    assert distil(divergence="fkl", target_side="stored").flops < plain.flops
+    assert distil(divergence="fkl", student_fraction=0.5).flops > plain.flops
+    assert distil(divergence="fkl", select_fraction=0.5).flops > plain.flops
+    assert distil(divergence="fkl", select_fraction=0.5).memory > plain.memory
+    assert distil(divergence="fkl", keep_steps=100).disk == plain.disk + 10 * costs.weight_bytes(PLAIN)
+    smaller = distil(divergence="fkl", micro_batch_size=5)
+    assert (smaller.flops, smaller.memory < plain.memory) == (plain.flops, True)
+    whole = distil(divergence="tvd++", batch_size=40)
+    split = [distil(divergence="tvd++", batch_size=40, micro_batch_size=size) for size in (20, 5)]
+    assert whole.flops < split[0].flops < split[1].flops < 1.5 * whole.flops  # the drafter looks ahead
+    recipe = resolve({"target": "x", "distill": {"divergence": "tvd++", "micro_batch_size": 5}}, {})
+    costs_of = {cost.stage: cost for cost in estimate(recipe, WIDE, PLAIN, processes=8)}
+    assert costs_of["distill"].flops == whole.flops  # eight processes of five rows look at nothing ahead
+
+
+def test_the_table_sums_up_and_takes_a_rate() -> None:
+    recipe = resolve({"target": "x"}, {})
+    stages = estimate(recipe, WIDE, PLAIN)
+    lines = dry_run_table(recipe, WIDE, PLAIN, rate=1e12).splitlines()
+    total = next(line.split() for line in lines if line.startswith("in all"))
+    flops = sum(cost.flops for cost in stages)
+    assert total[3] == f"{flops:.2e}"
+    assert f"{flops:.1e} FLOPs" in summary(stages)
+    assert "time" in lines[0]
+    assert "time" not in dry_run_table(recipe, WIDE, PLAIN).splitlines()[0]
+    assert [size(2**10), size(3 * 2**19), size(2.5 * 2**40)] == ["1 KiB", "1.5 MiB", "2.5 TiB"]
+
+
+def test_direct_alignment_at_its_own_size() -> None:
+    """6 N tokens, the rule of thumb: N without the embedding rows that are only looked up, attention on top."""
+    target = shape_of_target("llama-2-7b-chat")
+    drafter = derive(target, DrafterOptions(layers=4, hidden=1024))
+    tokens = 590_663 * 496 * 2048
+    assert tokens == pytest.approx(600e9, rel=1e-5)
+    rule = 6 * (drafter.parameters - drafter.embedding_parameters) * tokens
+    attention = costs.training_flops(drafter, tokens, 2048) / rule - 1
+    assert 0.15 < attention < 0.25  # 12 · L · hidden · context against 6 N
+
+
+def test_dry_run_makes_nothing_and_needs_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
+        "from edgespec.cli import main\n"
+        "for words in (['--target', 'tiny-chat'], ['--target', 'llama-2-7b-chat', '--recipe', 'paper-llama-2-7b-chat']):\n"
+        "    assert main(['build-drafter', '--dry-run', *words]) == 0\n"
+    )
+    environment = {"PYTHONPATH": PYTHONPATH, "EDGESPEC_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("in all") == 2
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_dry_run_where_the_target_is_not_known_here(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["build-drafter", "--target", "nobody/nothing-7b", "--dry-run"]) == 2
+    assert "hf download nobody/nothing-7b config.json" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"drafter\.checkpoint"):
+        dry_run(resolve({"target": "tiny-chat", "drafter": {"init": "checkpoint", "checkpoint": "gone"}}, {}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_checkpoint_and_a_teacher(families: dict[str, Path]) -> None:
+    values = {
+        "target": str(families["qwen2"]),
+        "tune": {"steps": 5, "conversations": "a.jsonl", "teacher": str(families["qwen3"])},
+        "drafter": {"init": "checkpoint", "checkpoint": str(families["llama"])},
+    }
+    text = dry_run(resolve(values, {}))
+    assert "tune" in text
+    assert f"{shape_of_target(str(families['llama'])).parameters:,}" in text
+    assert PROMPT_TOKENS == 128
+    assert "prompts of 128 tokens" in text

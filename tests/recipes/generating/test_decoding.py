@@ -1,0 +1,90 @@
+"""Batched decoding and sampling against one row at a time, without a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from edgespec_recipes.generating.decoding import BatchDecoder, left_pad, logits_at, sample_responses
+from edgespec_recipes.losses.distributions import draw, warp
+from small_llama import PROMPTS, greedy, small_llama
+from torch import Tensor
+
+
+def plain_warp(logits: Tensor, temperature: float, top_p: float) -> Tensor:
+    """One row, sorted whole, in float64."""
+    p = torch.softmax(logits.double() / temperature, -1)
+    kept, mass = torch.zeros_like(p), 0.0
+    for token in p.argsort(descending=True).tolist():
+        if mass >= top_p:
+            break
+        kept[token] = p[token]
+        mass += float(p[token])
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("spread", [0.1, 4.0], ids=["nucleus-beyond-the-first-guess", "small-nucleus"])
+def test_warp_against_a_sorted_row(spread: float) -> None:
+    logits = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * spread
+    heat = torch.tensor([0.0, 0.3, 0.7, 1.0, 1.5])
+    warped = warp(logits, heat, 0.9)
+    assert torch.equal(warped[0], torch.nn.functional.one_hot(logits[0].argmax(), 700).float())
+    for row in range(1, 5):
+        wanted = plain_warp(logits[row], float(heat[row]), 0.9)
+        torch.testing.assert_close(warped[row].double(), wanted, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(warp(logits, 1.0), torch.softmax(logits, -1))
+
+
+def test_draw_follows_the_distribution_and_never_gives_the_impossible() -> None:
+    p = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0])
+    many = 40_000
+    found = draw(p.expand(many, 6), torch.Generator().manual_seed(0)).bincount(minlength=6) / many
+    assert not found[p == 0].any()
+    torch.testing.assert_close(found, p, atol=0.015, rtol=0)  # six standard deviations
+
+
+def test_batched_greedy_equals_one_row_at_a_time() -> None:
+    model = small_llama(0)
+    free = [greedy(model, prompt, 24, []) for prompt in PROMPTS]
+    stops = [
+        free[0][3],
+        free[2][8],
+        free[3][1],
+    ]  # rows end at different times, so the batch shrinks on the way
+    answers = sample_responses(
+        model,
+        PROMPTS,
+        [0.0] * len(PROMPTS),
+        top_p=0.9,
+        max_new_tokens=24,
+        generator=torch.Generator().manual_seed(0),
+        stops=stops,
+    )
+    assert answers == [greedy(model, prompt, 24, stops) for prompt in PROMPTS]
+    assert len({len(answer) for answer in answers}) > 2
+
+
+def test_slots_taken_back_leave_no_trace() -> None:
+    model = small_llama(1)
+    decoder = BatchDecoder(model)
+    decoder.forward(*left_pad(PROMPTS[:3]))
+    decoder.forward(torch.tensor([[1, 2, 3]] * 3))
+    decoder.take_back(torch.tensor([0, 2, 3]))
+    decoder.select(torch.tensor([2, 0, 1]))
+    logits = decoder.forward(torch.tensor([[4, 5]] * 3))
+    texts = [[*PROMPTS[2], 4, 5], [*PROMPTS[0], 1, 2, 3, 4, 5], [*PROMPTS[1], 1, 4, 5]]
+    assert decoder.lengths.tolist() == [len(text) for text in texts]
+    with torch.inference_mode():
+        for row, text in enumerate(texts):
+            torch.testing.assert_close(
+                logits[row], model(torch.tensor([text])).logits[0, -2:], atol=1e-4, rtol=1e-4
+            )
+
+
+def test_logits_at_equals_picking_from_all_logits() -> None:
+    model = small_llama(2)
+    tokens = torch.randint(0, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+    keep = torch.rand(3, 9, generator=torch.Generator().manual_seed(1)) < 0.4
+    with torch.inference_mode():
+        found = logits_at(model, keep, input_ids=tokens)
+        torch.testing.assert_close(found, model(tokens).logits[keep])
+        assert model(tokens).logits.shape == (3, 9, 60)  # the hook is gone

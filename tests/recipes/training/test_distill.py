@@ -1,0 +1,168 @@
+"""The distill stage: that it learns in every way of mixing, that it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.training import objective
+from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
+from tiny_models import make_model_folder
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import DistillOptions, Recipe, ReferenceOptions, reference_options
+
+pytestmark = pytest.mark.training
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target, a drafter, responses of the target's vocabulary and some text."""
+    place = tmp_path_factory.mktemp("distil")
+    (place / "responses").mkdir()
+    generator = np.random.default_rng(0)
+    rows = [
+        {
+            "id": n,
+            "prompt_ids": generator.integers(4, 500, 6).tolist(),
+            "response_ids": generator.integers(4, 500, 10).tolist(),
+        }
+        for n in range(24)
+    ]
+    write_shard(place / "responses" / "shard-00000.jsonl", rows)
+    (place / "text.txt").write_text(Path(__file__).read_text())
+    chats = [{"instruction": f"Count to {n}.", "output": " ".join(map(str, range(n)))} for n in range(1, 20)]
+    (place / "fixed.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return {
+        "target": make_model_folder(place / "target"),
+        "drafter": make_model_folder(place / "drafter", seed=1, layers=1, hidden=32),
+        "responses": place / "responses",
+        "text": place / "text.txt",
+        "fixed": place / "fixed.jsonl",
+    }
+
+
+OPTIONS = DistillOptions(
+    divergence="tvd++",
+    tvdpp_estimator="sampled",
+    steps=8,
+    batch_size=3,
+    context=64,
+    learning_rate=1e-3,
+    warmup_steps=2,
+    save_steps=3,
+)
+
+
+def inputs(out: Path, pair: dict[str, Path], **more: Path) -> DistillInputs:
+    return DistillInputs(
+        target=pair["target"],
+        drafter=pair["drafter"],
+        responses=pair["responses"],
+        text=str(pair["text"]),
+        text_cache=out / "text",
+        **more,
+    )
+
+
+def run(out: Path, pair: dict[str, Path], options: DistillOptions, **more: Path) -> dict[str, Any]:
+    return distill(out, inputs(out, pair, **more), options, seed=0)
+
+
+def log_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+
+
+LONGER = replace(OPTIONS, steps=40, learning_rate=3e-3, save_steps=100, watch_steps=10, watch_rows=1)
+MIXES: dict[str, dict[str, Any]] = {
+    "fkl": {"divergence": "fkl"},
+    "tvd": {"divergence": "tvd"},
+    "hard": {"divergence": "fkl", "labels": "hard"},
+    "student": {"divergence": "fkl", "student_fraction": 0.5, "student_max_new_tokens": 8},
+    "fixed": {"divergence": "rkl", "fixed_fraction": 0.5},
+    "stored": {"divergence": "jsd", "target_side": "stored"},
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
+    options = replace(LONGER, **MIXES[mix])
+    more: dict[str, Path] = {}
+    if mix == "fixed":
+        options = replace(options, fixed=str(pair["fixed"]))
+    if mix == "stored":
+        more["store"] = tmp_path / "store"
+        store_responses(tmp_path / "store", inputs(tmp_path, pair), options)
+    counts = run(tmp_path, pair, options, **more)
+    assert counts["loss_last"] < 0.9 * counts["loss_first"]
+    assert counts["steps"] == 40
+    assert sum(counts["shares"].values()) == pytest.approx(1)
+    assert not (tmp_path / "checkpoints").exists()
+    assert load_model(tmp_path / "model").config.vocab_size == 512
+    alphas = [row["alpha"] for row in log_of(tmp_path) if "alpha" in row]
+    assert len(alphas) == 4
+    assert 0 < alphas[-1] <= 1
+
+
+def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) -> None:
+    """AdaSPEC whole: the reference is distilled first, the drafter learns from k of the tokens at k times the rate."""
+    chosen = replace(LONGER, divergence="tvd", select_fraction=0.4)
+    short = ReferenceOptions(steps=20, batch_size=3, context=64, learning_rate=3e-3)
+    reference = reference_options(Recipe("x", distill=chosen, reference=short))
+    assert (reference.divergence, reference.select_fraction) == ("fkl", 1.0)
+    distill(tmp_path / "reference", inputs(tmp_path, pair), reference, seed=0)
+    run(tmp_path / "out", pair, chosen, reference=tmp_path / "reference" / "model")
+    rows = log_of(tmp_path / "out")
+    assert all(row["kept"] == pytest.approx(0.4, abs=0.02) for row in rows)
+    assert all(kept <= seen for row in rows for _, kept, seen in row["selected"])
+    assert max(row["lr"] for row in rows) <= 0.4 * 3e-3
+    with pytest.raises(InputError, match=r"select_fraction is 0\.4 and there is no reference"):
+        run(tmp_path / "none", pair, chosen)
+
+
+def test_drafters_are_kept_along_the_way(pair: dict[str, Path], tmp_path: Path) -> None:
+    run(tmp_path, pair, replace(OPTIONS, keep_steps=4))
+    kept = sorted(folder.name for folder in (tmp_path / "kept").iterdir())
+    assert kept == ["step-000004", "step-000008"]
+    last, final = (load_model(tmp_path / name).state_dict() for name in ("kept/step-000008", "model"))
+    assert all(torch.equal(last[name], final[name]) for name in final)
+
+
+def test_interrupted_and_resumed_equals_uninterrupted(
+    pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In micro-batches, with the sampled estimator and the drafter's own responses: the random numbers have to come back too."""
+    options = replace(OPTIONS, student_fraction=0.5, student_max_new_tokens=6, micro_batch_size=1)
+    run(tmp_path / "straight", pair, options)
+    plain, calls = objective.head_loss, []
+
+    def interrupted(*given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 14:  # in the fifth step, two after the checkpoint
+            raise KeyboardInterrupt
+        return plain(*given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(objective, "head_loss", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "broken", pair, options)
+    run(tmp_path / "broken", pair, options)
+    weights = [load_model(tmp_path / name / "model").state_dict() for name in ("straight", "broken")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    before = load_model(pair["drafter"]).state_dict()
+    assert any(not torch.equal(weights[0][name], before[name]) for name in before)
+
+
+def test_models_that_do_not_fit(pair: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"distill\.context is 512; the models hold 256 tokens"):
+        run(tmp_path / "out", pair, replace(OPTIONS, context=512))
+    other = make_model_folder(tmp_path / "other", vocab_size=400)
+    with pytest.raises(InputError, match="400"):
+        run(tmp_path / "out", {**pair, "drafter": other}, OPTIONS)

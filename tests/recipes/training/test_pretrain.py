@@ -1,0 +1,100 @@
+"""Pretraining writes a model folder with the target's tokenizer, and goes on where it was killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from edgespec_recipes.offline_target import resolve
+from edgespec_recipes.training import pretrain
+from safetensors.torch import load_file
+from tiny_models import make_model_folder
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.drafter import DrafterShape
+from edgespec.recipe.schema import DrafterOptions, PretrainOptions
+
+pytestmark = pytest.mark.training
+
+SHAPE = DrafterShape(
+    hidden=32,
+    layers=1,
+    heads=2,
+    kv_heads=1,
+    head_dim=16,
+    intermediate=64,
+    vocab_size=512,
+    tied=True,
+    context_length=128,
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> PretrainOptions:
+    file = tmp_path_factory.mktemp("text") / "t.txt"
+    file.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
+    return PretrainOptions(
+        text=str(file), steps=12, batch_size=4, context=32, learning_rate=1e-2, warmup_steps=2, save_steps=5
+    )
+
+
+def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
+    counts = pretrain.pretrain(tmp_path, target, SHAPE, DrafterOptions(), options, seed=1)
+    assert counts["parameters"] == SHAPE.parameters
+    assert counts["loss_last"] < counts["loss_first"]
+    assert counts["tokens"] == 12 * 4 * 32
+    resolved = resolve.resolve_target(str(tmp_path / "model"))
+    assert resolved.folder == tmp_path / "model"
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["rope_theta"], config["use_cache"]) == (
+        512,
+        2,
+        1e4,
+        True,
+    )
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_interrupted_run_ends_with_the_same_model(
+    target: Path, options: PretrainOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain.pretrain(tmp_path / "whole", target, SHAPE, DrafterOptions(), options, seed=1)
+    taken = 0
+    plain = pretrain.next_token_losses
+
+    def losses(model: object, batches: Sequence[dict[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        nonlocal taken
+        taken += 1
+        if taken == 8:
+            raise KeyboardInterrupt
+        return plain(model, batches)
+
+    monkeypatch.setattr(pretrain, "next_token_losses", losses)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain.pretrain(tmp_path / "cut", target, SHAPE, DrafterOptions(), options, seed=1)
+    assert not (tmp_path / "cut" / "model").exists()
+    pretrain.pretrain(tmp_path / "cut", target, SHAPE, DrafterOptions(), options, seed=1)
+    first, second = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert taken == 7 + 1 + 7  # steps 6 and 7 came after the checkpoint and were taken again
+
+
+def test_shape_must_fit_the_target(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"tokenizer has 512 tokens and the drafter's vocabulary 300"):
+        pretrain.pretrain(
+            tmp_path, target, dataclasses.replace(SHAPE, vocab_size=300), DrafterOptions(), options, seed=0
+        )
+    with pytest.raises(InputError, match=r"pretrain.context is 256; the target's context is 128"):
+        pretrain.pretrain(
+            tmp_path, target, SHAPE, DrafterOptions(), dataclasses.replace(options, context=256), seed=0
+        )

@@ -1,0 +1,294 @@
+"""The chat on a real bundle: cache across turns, commands, a pipe, a terminal with Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_runtime.chat import chat as chat_module
+from edgespec_runtime.chat.chat import Chat, Options
+from edgespec_runtime.decoding.speed import plain_step_seconds
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from repository import PYTHONPATH, REPOSITORY
+
+from edgespec.cli import main
+from edgespec.core.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def pair(bundle: Path) -> Iterator[Pair]:
+    opened = open_pair(bundle, LoadOptions())
+    yield opened
+    opened.close()
+
+
+def new_chat(pair: Pair, **options: Any) -> Chat:
+    for model in (pair.target, pair.draft):
+        assert model is not None
+        model.rewind(0)
+    return Chat(
+        pair, Options(**{"bundle": "", "max_new_tokens": 12, "draft_length": 3, **options}), interactive=False
+    )
+
+
+def chat_process(bundle: Path, text: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), "--draft-length", "3", *flags]
+    return subprocess.run(
+        command,
+        input=text,
+        capture_output=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        check=False,
+    )
+
+
+# Turns and the cache
+
+
+def test_a_second_turn_computes_only_what_is_new(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello there")
+    first = len(chat.conversation.ids)
+    assert chat.computed == first - 12 - 1  # all but the prompt's last token, which the first block reads
+    kept = list(chat.conversation.ids)
+    chat.reply("And now?")
+    assert chat.conversation.ids[:first] == kept
+    new = len(chat.conversation.ids) - 12 - first
+    assert chat.computed == new  # the reply's last token and the new message, less the one the block reads
+    assert chat.computed < 30 < first
+    assert f"({new} of {first + new} prompt tokens computed)" in capsys.readouterr().err
+
+
+def test_a_turn_answered_from_the_cache_is_answered_as_from_scratch(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    for text in ("Hello there", "And now?", "Why?"):
+        chat.reply(text)
+    ids = chat.conversation.ids
+    fresh = new_chat(pair)
+    fresh.conversation.messages, fresh.conversation.ids = chat.conversation.messages[:4], []
+    prompt = ids[:-12]
+    fresh.conversation.prompt = lambda text: prompt  # type: ignore[method-assign]
+    fresh.reply("Why?")
+    assert fresh.computed == len(prompt) - 1
+    assert fresh.conversation.ids == ids
+
+
+def test_speculation_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    replies = []
+    for draft in (True, False):
+        chat = new_chat(pair, draft=draft, max_new_tokens=60)
+        for text in ("Hello there", "And now?"):
+            chat.reply(text)
+        replies.append(chat.conversation.messages)
+        assert (chat.totals.drafted > 0) is draft
+    assert replies[0] == replies[1]
+    errors = capsys.readouterr().err.splitlines()
+    assert all("est. " in line and "τ" in line and "tok/s" in line for line in errors[:2])
+    assert not any("est. " in line or "τ" in line for line in errors[2:])
+
+
+def test_timing_plain_steps_leaves_the_cache_as_it_was(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello")
+    tokens = list(pair.target.tokens)
+    seconds = plain_step_seconds(pair.target, chat.options)
+    assert seconds is not None
+    assert 0 < seconds < 1
+    assert pair.target.tokens == tokens
+    assert pair.target.engine.n_past == len(tokens)
+    pair.target.rewind(0)
+    assert plain_step_seconds(pair.target, chat.options) is None
+
+
+def test_the_conversation_goes_on_beyond_the_context(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair, max_new_tokens=40, system="Be brief.")
+    for number in range(12):
+        chat.reply(f"Question number {number}, please answer it")
+        assert len(chat.conversation.ids) <= pair.target.engine.context_length
+    assert re.search(
+        r"context of 256 tokens is full: the oldest (turn was|\d+ turns were) dropped",
+        capsys.readouterr().err,
+    )
+    assert chat.conversation.messages[0]["content"] != "Question number 0, please answer it"
+    assert "Be brief." in pair.tokenizer.decode(chat.conversation.ids)
+
+
+def test_sampled_replies_differ_from_turn_to_turn_and_repeat_with_the_seed(
+    pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def replies(seed: int) -> list[str]:
+        chat = new_chat(pair, temperature=1.0, seed=seed)
+        for _ in range(2):
+            chat.reply("Hello")
+            chat.conversation.reset()
+        return capsys.readouterr().out.split("\n", 1)[0:2]
+
+    assert replies(1) == replies(1)
+    assert replies(1) != replies(2)
+
+
+# Commands
+
+
+def test_every_command_is_in_the_help(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    new_chat(pair).handle("/help")
+    shown = capsys.readouterr().err
+    for name in (
+        "/help",
+        "/stats",
+        "/reset",
+        "/system TEXT",
+        "/set KNOB VALUE",
+        "/quit",
+        "temperature = 0.0",
+        "draft_length = 3",
+    ):
+        assert name in shown
+
+
+def test_set_checks_as_the_command_line_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.handle("/set temperature 0.7")
+    chat.handle("/set top-k = 5")
+    chat.handle("/set colour on")
+    assert (chat.options.temperature, chat.options.top_k, chat.options.colour) == (0.7, 5, True)
+    for line, words in (
+        ("/set temperature -1", "temperature is -1.0; it must be at least 0.0"),
+        ("/set draft_length 0", "draft_length is 0; it must be at least 1"),
+        ("/set top_p x", "top_p is 'x'; it must be a number"),
+        ("/set temprature 1", "unknown knob 'temprature'; did you mean 'temperature'?"),
+        ("/set bundle x", "unknown knob 'bundle'"),
+        ("/set", "unknown knob ''"),
+        ("/sett seed 1", "unknown command '/sett'; did you mean '/set'?"),
+    ):
+        with pytest.raises(InputError, match=re.escape(words)):
+            chat.handle(line)
+    assert chat.options.temperature == 0.7
+
+
+def test_system_reset_stats_quit(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = new_chat(pair)
+    chat.handle("/stats")
+    assert "no replies yet" in capsys.readouterr().err
+    chat.handle("/system Be kind.")
+    chat.handle("Hello")
+    assert "Be kind." in pair.tokenizer.decode(chat.conversation.ids)
+    chat.handle("/stats")
+    assert "replies 1, tokens 12" in capsys.readouterr().err
+    chat.handle("/reset")
+    assert chat.conversation.messages == []
+    assert chat.conversation.system == "Be kind."
+    assert not chat.leaving
+    chat.handle("/quit")
+    assert chat.leaving
+
+
+def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened = open_pair(bundle, LoadOptions(), with_draft=False)
+    try:
+        chat = Chat(opened, Options(bundle="", draft=False, max_new_tokens=8), interactive=False)
+        with pytest.raises(InputError, match=r"draft is on.*start the chat without --no-draft"):
+            chat.handle("/set draft on")
+        assert not chat.options.draft
+        chat.handle("/set drafter lookup")
+        chat.handle("/set draft on")
+        chat.reply("one two one two one two")
+        with pytest.raises(InputError, match=r"drafter is hybrid.*start the chat without --no-draft"):
+            chat.handle("/set drafter hybrid")
+        assert chat.options.drafter == "lookup"
+    finally:
+        opened.close()
+
+
+def test_every_drafter_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for drafter in ("model", "lookup", "hybrid"):
+        chat = new_chat(pair, drafter=drafter, max_new_tokens=40)
+        for text in ("Hello there", "And now?", "Hello there"):
+            chat.reply(text)
+        said.append([message["content"] for message in chat.conversation.messages])
+        assert chat.totals.drafted > 0
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pair: Pair) -> None:
+    chat = new_chat(pair, drafter="lookup")
+    with pytest.raises(InputError, match=r"rule 'chow:a=0\.3' weighs the drafter model's own distribution"):
+        chat.handle("/set rule chow:a=0.3")
+    assert chat.options.rule is None
+    chat.handle("/set drafter model")
+    chat.handle("/set rule chow:a=0.3")
+    with pytest.raises(InputError, match="drafter 'hybrid' copies tokens without one"):
+        chat.handle("/set drafter hybrid")
+
+
+# In a pipe
+
+
+def test_a_pipe_gets_replies_and_nothing_else(
+    bundle: Path, pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    chat.reply("Hello there")
+    chat.reply("And now?")
+    wanted = capsys.readouterr().out
+    done = chat_process(bundle, b"Hello there\n\n/set seed 3\nAnd now?\n", "--max-new-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.decode() == wanted
+    assert b"\x1b" not in done.stderr
+    assert done.stderr.count(b"tok/s") == 2
+    assert b"Traceback" not in done.stderr
+
+
+def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path) -> None:
+    """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
+    lines = [b"word " * 400, b"/set temperature -1", b"caf\xe9", b"Hello", b"/quit", b"never"]
+    done = chat_process(bundle, b"\n".join(lines), "--max-new-tokens", "4", "--no-draft")
+    assert done.returncode == 2
+    errors = done.stderr.decode().splitlines()
+    assert len(errors) == 4
+    assert re.search(r"message takes \d+ tokens and the context has room for 252", errors[0])
+    assert "temperature is -1.0" in errors[1]
+    assert "a line of standard input is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in errors[2]
+    assert "tok/s" in errors[3]
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", str(tmp_path)]) == 2
+    assert "manifest.json is missing" in capsys.readouterr().err
+
+
+def test_chat_module_documents_its_settable_knobs() -> None:
+    assert set(chat_module.SETTABLE) == {
+        *(
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "draft_length",
+            "max_draft_length",
+            "max_new_tokens",
+            "seed",
+            "rule",
+            "draft",
+            "drafter",
+            "lookup_ngram",
+            "p_min",
+            "when_full",
+            "keep",
+            "colour",
+        )
+    }

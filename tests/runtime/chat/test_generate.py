@@ -1,0 +1,108 @@
+"""`edgespec generate` on a real bundle, and bad flags of the verbs that decode."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import REPOSITORY
+
+from edgespec.cli import main
+from edgespec.core.metrics import RawCounts
+
+FIXED = ("--draft-length", "3")  # no time goes into measuring the pair
+
+
+def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30"]) == 0
+    speculative = capfd.readouterr().out
+    assert main(["generate", str(bundle), "Hello there", "--max-new-tokens", "30", "--no-draft"]) == 0
+    assert capfd.readouterr().out == speculative
+    assert len(speculative) > 30
+
+
+def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json", "--max-new-tokens", "30", "--draft-length", "4", "--system", "Be brief."]
+    assert main(["generate", str(bundle), "Hello there", *flags]) == 0
+    report = json.loads(capfd.readouterr().out)
+    counts = RawCounts(**report["counts"])
+    assert counts.emitted == 30
+    assert report["finish"] == "length"
+    assert report["metrics"]["block_efficiency"] == pytest.approx(counts.block_efficiency)
+    assert report["metrics"]["mbsu_parameters"] == pytest.approx(
+        counts.block_efficiency / 5
+    )  # c = 1 in this bundle
+    assert report["options"]["draft_length"] == 4
+
+
+def test_generate_reads_standard_input(bundle: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "edgespec",
+        "generate",
+        str(bundle),
+        "--max-new-tokens",
+        "8",
+        "--raw",
+        *FIXED,
+    ]
+
+    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=False)
+
+    raw = run(b"def f(x):\n")
+    assert raw.returncode == 0, raw.stderr
+    argument = subprocess.run([*command, "def f(x):"], capture_output=True, cwd=REPOSITORY, check=True)
+    assert raw.stdout == argument.stdout
+    for data, words in ((b"", "the prompt is empty"), (b"\xff\xfe", "not UTF-8")):
+        done = run(data)
+        assert done.returncode == 2
+        assert words in done.stderr.decode()
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(bundle: Path) -> None:
+    """In a pipe to generate, as in one to chat."""
+    forms = (b"hi\nthere\n", b"hi\r\nthere\r\n", b"\xef\xbb\xbfhi\nthere\n", b"\xef\xbb\xbfhi\r\nthere")
+    for verb in ("generate", "chat"):
+        command = [sys.executable, "-m", "edgespec", verb, str(bundle), "--max-new-tokens", "12", *FIXED]
+        replies = {
+            subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=True).stdout
+            for data in forms
+        }
+        assert len(replies) == 1, verb
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--draft-length", "0"], "draft_length is 0; it must be at least 1"),
+        (["--temperature", "-1"], "temperature is -1.0; it must be at least 0.0"),
+        (["--precision", "int3"], "no 'int3' pair"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_bad_flags(
+    bundle: Path,
+    verb: str,
+    flags: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt = "one two three four five six seven eight nine ten"
+    assert main([verb, str(bundle), *([prompt] if verb == "generate" else []), *flags]) == 2
+    errors = capfd.readouterr().err
+    assert words in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_prompt_longer_than_the_context(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(bundle), "one two three four five six seven", "--context", "16"]) == 2
+    errors = capfd.readouterr().err
+    assert "tokens and the context holds 16" in errors
+    assert len(errors.splitlines()) == 1

@@ -1,0 +1,10 @@
+"""Where this checkout lies, and what a process of its own needs to import from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+PYTHONPATH = os.pathsep.join(str(REPOSITORY / folder) for folder in (".", "runtime", "recipes", "export"))
+SUPPORT = str(REPOSITORY / "tests" / "support")

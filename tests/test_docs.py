@@ -1,0 +1,185 @@
+"""README and docs/: links lead somewhere, commands are understood, examples run, what is generated is up to date."""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from repository import REPOSITORY
+
+from edgespec.cli import VERBS, main, parser_of
+from edgespec.cli_reference import reference
+from edgespec.core.options import from_mapping, given
+from edgespec.recipe.read import resolve
+
+PACKAGES = [REPOSITORY / name for name in ("edgespec", "runtime", "recipes", "export")]
+DOCS = REPOSITORY / "docs"
+README = REPOSITORY / "README.md"
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+COMMAND = re.compile(r"^    (?:\$ )?(?:.*\| )?(?:\S*/)?edgespec (.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every edgespec command in an indented block; cli.md has usage lines instead."""
+    for line in COMMAND.findall(text_of(page).replace("\\\n", " ")):
+        words = shlex.split(line, comments=True)
+        if words[0] in VERBS and "..." not in words:
+            yield words
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [body for name, body in FENCED.findall(text_of(page)) if name == language]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for name, anchor in LINK.findall(text_of(page)):
+        if name.startswith("http"):
+            continue
+        there = page.parent / name if name else page
+        assert there.exists(), f"{page.name} links to {name}"
+        if anchor:
+            assert anchor in anchors(there), f"{page.name} links to {name}#{anchor}"
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    waiting, reached = [README], {README}
+    while waiting:
+        page = waiting.pop()
+        for name, _ in LINK.findall(text_of(page)):
+            there = (page.parent / name).resolve() if name.endswith(".md") else page
+            if there not in reached:
+                reached.add(there)
+                waiting.append(there)
+    assert reached >= set(PAGES)
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    files = [file for folder in PACKAGES for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]
+    files += [*(REPOSITORY / "benchmarks").glob("*.py"), *(REPOSITORY / "tests").glob("*.py")]
+    for file in files:
+        if file != Path(__file__):
+            for name in re.findall(r"\bdocs/([\w-]+\.md)\b", text_of(file)):
+                assert (DOCS / name).exists() or name in THEIRS, f"{file.name} names docs/{name}"
+
+
+THEIRS = {"gguf.md", "SpeculativeDecoding.md"}  # pages of ggml's and onnxruntime-genai's documentation
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_scripts_and_extras_exist(page: Path) -> None:
+    import make
+
+    text = text_of(page)
+    for name in re.findall(r"\b((?:benchmarks|tests)/\w+\.py)\b", text):
+        assert (REPOSITORY / name).exists(), f"{page.name} names {name}"
+    assert set(re.findall(r"python3 make\.py (\w+)", text)) <= set(make.COMMANDS)
+    extras = tomllib.loads(text_of(REPOSITORY / "pyproject.toml"))["project"]["optional-dependencies"]
+    assert set(re.findall(r"pip install '[^']*\[(\w+)\]'", text)) <= set(extras)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_understood(page: Path) -> None:
+    """Its verb, flags and values exist; the files that it names need not."""
+    for verb, *rest in commands(page) if page.name != "cli.md" else ():
+        module, parser = parser_of(verb)
+        from_mapping(module.OPTIONS, given(parser.parse_intermixed_args(rest)))
+
+
+def test_the_readme_is_one_page_and_findings_are_short() -> None:
+    assert len(text_of(README).splitlines()) <= 150
+    assert len((DOCS / "findings.md").read_bytes()) <= 20_000
+
+
+def test_the_readme_maps_every_room() -> None:
+    written = text_of(README).partition("## Rooms")[2].partition("\n## ")[0]
+    rooms = {file.parent.name for folder in PACKAGES for file in folder.rglob("__init__.py")}
+    assert len(rooms) > 30
+    assert not [name for name in rooms if not re.search(rf"\b{name}\b", written)]
+
+
+def test_the_command_line_page_is_what_the_parsers_say() -> None:
+    assert text_of(DOCS / "cli.md") == reference(), "run: python -m edgespec.cli_reference > docs/cli.md"
+
+
+FASTER = {  # what README commands are given besides here, so that a test runs them in seconds
+    "bench": ["--seconds", "1", "--max-prompts", "3", "--max-new-tokens", "4", "--draft-lengths", "1"],
+    "doctor": ["--seconds", "1", "--contexts", "8"],
+    "verify": ["--verify-prompts", "1", "--acceptance-prompts", "0"],
+    "build-drafter": ["--dry-run"],
+    "export": ["--precisions", "fp32", "--verify-prompts", "1"],
+}
+NOT_HERE = {
+    "serve",
+    "push",
+}  # one never ends, the other needs a hub; tests/runtime/serving/test_serve.py and tests/hub/test_publish.py run them
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, small_build: Path) -> Path:
+    """A folder in which the README's build/tiny-chat is a finished build."""
+    folder = tmp_path_factory.mktemp("readme")
+    shutil.copytree(small_build / "out", folder / "build" / "tiny-chat")
+    return folder
+
+
+@pytest.mark.parametrize("words", list(commands(README)), ids=lambda words: " ".join(words[:2]))
+def test_readme_commands_run(
+    words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if words[0] in NOT_HERE:
+        return
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"What is a list?\n")))
+    assert main([*words, *FASTER.get(words[0], [])]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("block", blocks(DOCS / "recipes.md", "yaml"), ids=lambda block: block[:12])
+def test_recipes_of_the_docs_can_be_read(block: str) -> None:
+    assert resolve(yaml.safe_load(block), {}).target
+
+
+def test_contributing_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from edgespec_export.gguf.families import FAMILIES
+
+    monkeypatch.setitem(FAMILIES, "my_model", None)  # undone after the test, also what the example puts there
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    examples = blocks(DOCS / "contributing.md", "python")
+    assert len(examples) >= 7
+    exec(compile("\n".join(examples), "contributing.md", "exec"), {"__name__": "contributing"})
+
+
+def test_python_examples_run(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tiny_bundle import disturbed
+    from tiny_models import make_model_folder
+
+    shutil.copytree(bundle, tmp_path / "build" / "tiny-chat" / "bundle")
+    disturbed(make_model_folder(tmp_path / "TARGET"), tmp_path / "DRAFTER", 0.07)
+    monkeypatch.chdir(tmp_path)
+    examples = blocks(DOCS / "python.md", "python")
+    assert len(examples) >= 4
+    exec(compile("\n".join(examples), "python.md", "exec"), {"__name__": "examples"})
+    assert "tokens were drafted" in capsys.readouterr().out
