@@ -134,7 +134,8 @@ class HeadLayer(nn.Module):
             )
         x = x + self.o_proj(mixed.reshape(batch, length, -1))
         y = self.post_attention_layernorm(x)
-        return x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        left: Tensor = x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        return left
 
 
 def _later(values: Tensor, by: int) -> Tensor:
