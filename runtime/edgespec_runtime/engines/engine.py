@@ -35,7 +35,16 @@ class Engine(Protocol):
         """Free the model."""
 
 
-def check_room(engine: Engine, count: int) -> None:
+class Cache(Protocol):
+    """What has a KV cache of bounded length: an engine, or a feature drafter's head."""
+
+    name: str
+    context_length: int
+    block_length: int
+    n_past: int
+
+
+def check_room(engine: Cache, count: int) -> None:
     """Raise InputError where `count` more tokens do not fit; engines call it before they compute."""
     if not 1 <= count <= engine.block_length:
         raise InputError(f"{engine.name}: {count} tokens in one pass; it takes 1 to {engine.block_length}")
@@ -46,7 +55,7 @@ def check_room(engine: Engine, count: int) -> None:
         )
 
 
-def check_rewind(engine: Engine, n_past: int) -> None:
+def check_rewind(engine: Cache, n_past: int) -> None:
     """Raise ValueError (a bug of the caller) where the cache does not hold `n_past` tokens."""
     if not 0 <= n_past <= engine.n_past:
         raise ValueError(f"{engine.name}: cannot rewind to {n_past}; the cache holds {engine.n_past} tokens")

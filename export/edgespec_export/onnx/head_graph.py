@@ -1,0 +1,183 @@
+"""A feature drafter's head as an ONNX graph: token ids and features in, logits and its own features out, a KV cache of its own.
+
+    input_ids [1, n]  features [1, n, F]  ->  logits [1, n, V']  own_features [1, n, H]
+
+The token embeddings are the target's, one byte a value with a scale for each row. Matrices are MatMulNBits with 8 bits in blocks
+of 32, whose activations are rounded too (accuracy level 4): a drafter may round as it likes, since the rule holds for every q.
+Attention is GroupQueryAttention over one shared buffer, as in the target's graph. `fp32` writes plain matrices, for tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.core.files import whole_folder, write_json
+from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_ACCURACY_LEVEL
+
+PRECISIONS = ("int8", "fp32")
+GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", "head.json"
+OPSET, CONTRIB = 21, "com.microsoft"
+IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
+
+Array = NDArray[np.float32]
+
+
+def write_head_graph(
+    out_folder: Path, shape: dict[str, Any], weights: dict[str, Array], embedding: Array, precision: str
+) -> None:
+    """Write `out_folder`, whole or not at all: model.onnx, model.onnx.data, head.json.
+
+    Args:
+        shape: the numbers of recipes' HeadShape, as its head.json has them.
+        weights: the head's tensors by their names in model.safetensors.
+        embedding: the target's token embeddings [V, H].
+        precision: int8 or fp32.
+    """
+    import onnx
+
+    graph = _Graph(precision)
+    model = graph.head(shape, weights, embedding)
+    with whole_folder(out_folder) as folder:
+        onnx.save(model, folder / GRAPH, save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH)
+        write_json(folder / SETTINGS, {"shape": shape, "vocab_size": len(embedding)})
+
+
+def packed(matrix: Array) -> tuple[NDArray[np.uint8], Array]:
+    """[N, K] -> bytes [N, K / 32, 32] around 128 and scales [N · K / 32], symmetric blocks, round to nearest."""
+    rows, columns = matrix.shape
+    blocks = matrix.reshape(rows, columns // BLOCK_SIZE, BLOCK_SIZE)
+    scales = np.abs(blocks).max(-1, keepdims=True) / 127.0
+    steps = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
+    return (np.rint(steps) + 128.0).astype(np.uint8), scales.reshape(-1).astype(np.float32)
+
+
+class _Graph:
+    """Nodes and tensors of one head, in the order of its computation."""
+
+    def __init__(self, precision: str) -> None:
+        self.precision = precision
+        self.nodes: list[Any] = []
+        self.tensors: list[Any] = []
+
+    def constant(self, name: str, value: Any) -> str:
+        from onnx import numpy_helper
+
+        self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    def add(
+        self, kind: str, inputs: list[str], name: str, outputs: list[str] | None = None, **settings: Any
+    ) -> str:
+        from onnx import helper
+
+        domain = CONTRIB if kind in ("GroupQueryAttention", "MatMulNBits") else ""
+        made = outputs or [f"{name}/out"]
+        self.nodes.append(helper.make_node(kind, inputs, made, name=name, domain=domain, **settings))
+        return made[0]
+
+    def linear(self, x: str, matrix: Array, name: str, out: str | None = None) -> str:
+        """x [1, n, K] times `matrix` [N, K] transposed."""
+        outputs = None if out is None else [out]
+        if self.precision == "fp32":
+            weight = self.constant(f"{name}.weight", matrix.T)
+            return self.add("MatMul", [x, weight], name, outputs)
+        data, scales = packed(matrix)
+        inputs = [x, self.constant(f"{name}.bytes", data), self.constant(f"{name}.scales", scales)]
+        rows, columns = matrix.shape
+        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK_SIZE}
+        return self.add("MatMulNBits", inputs, name, outputs, accuracy_level=FAST_ACCURACY_LEVEL, **settings)
+
+    def norm(self, x: str, weight: Array, eps: float, name: str, out: str | None = None) -> str:
+        scale = self.constant(f"{name}.weight", weight)
+        outputs = None if out is None else [out]
+        return self.add("SimplifiedLayerNormalization", [x, scale], name, outputs, axis=-1, epsilon=eps)
+
+    def embedded(self, embedding: Array) -> str:
+        """Rows of the target's table: bytes and a scale for each row."""
+        from onnx import TensorProto
+
+        scales = np.abs(embedding).max(-1, keepdims=True) / 127.0
+        rows = np.rint(np.divide(embedding, scales, out=np.zeros_like(embedding), where=scales > 0))
+        table = self.constant("embedding.bytes", rows.astype(np.int8))
+        scale = self.constant("embedding.scales", scales.astype(np.float32))
+        found = self.add("Gather", [table, "input_ids"], "embedding/bytes")
+        wide = self.add("Cast", [found], "embedding/float", to=TensorProto.FLOAT)
+        return self.add(
+            "Mul", [wide, self.add("Gather", [scale, "input_ids"], "embedding/scale")], "embedding"
+        )
+
+    def layer(self, x: str, number: int, shape: dict[str, Any], weights: dict[str, Array]) -> str:
+        at, eps = f"layers.{number}", shape["rms_norm_eps"]
+
+        def matrix(part: str, x: str) -> str:
+            return self.linear(x, weights[f"{at}.{part}.weight"], f"{at}.{part}")
+
+        y = self.norm(x, weights[f"{at}.input_layernorm.weight"], eps, f"{at}.input_layernorm")
+        cache = [f"past_key_values.{number}.{part}" for part in ("key", "value")]
+        attended = self.add(
+            "GroupQueryAttention",
+            [
+                *(matrix(part, y) for part in ("q_proj", "k_proj", "v_proj")),
+                *cache,
+                "seqlens_k",
+                "total_length",
+                "cos_cache",
+                "sin_cache",
+            ],
+            f"{at}.attention",
+            [f"{at}.attention/out", f"present.{number}.key", f"present.{number}.value"],
+            num_heads=shape["heads"],
+            kv_num_heads=shape["kv_heads"],
+            do_rotary=1,
+        )
+        x = self.add("Add", [x, matrix("o_proj", attended)], f"{at}.attended")
+        y = self.norm(
+            x, weights[f"{at}.post_attention_layernorm.weight"], eps, f"{at}.post_attention_layernorm"
+        )
+        gate = matrix("gate_proj", y)
+        silu = self.add("Mul", [gate, self.add("Sigmoid", [gate], f"{at}.sigmoid")], f"{at}.silu")
+        inner = self.add("Mul", [silu, matrix("up_proj", y)], f"{at}.inner")
+        return self.add("Add", [x, matrix("down_proj", inner)], f"{at}.left")
+
+    def head(self, shape: dict[str, Any], weights: dict[str, Array], embedding: Array) -> Any:
+        from onnx import TensorProto, helper
+
+        eps, size = shape["rms_norm_eps"], shape["head_dim"]
+        rates = shape["rope_theta"] ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+        angles = np.arange(shape["context_length"])[:, None] * rates
+        self.constant("cos_cache", np.cos(angles).astype(np.float32))
+        self.constant("sin_cache", np.sin(angles).astype(np.float32))
+        known = self.norm(self.embedded(embedding), weights["embedding_norm.weight"], eps, "embedding_norm")
+        seen = self.norm("features", weights["feature_norm.weight"], eps, "feature_norm")
+        x = self.linear(self.add("Concat", [known, seen], "joined", axis=-1), weights["fc.weight"], "fc")
+        for number in range(shape["layers"]):
+            x = self.layer(x, number, shape, weights)
+        own = self.norm(x, weights["norm.weight"], eps, "norm", "own_features")
+        self.linear(own, weights["lm_head.weight"], "lm_head", "logits")
+
+        def value(name: str, kind: int, dims: list[Any]) -> Any:
+            return helper.make_tensor_value_info(name, kind, dims)
+
+        whole, real = TensorProto.INT64, TensorProto.FLOAT
+        inputs = [
+            value("input_ids", whole, [1, "n"]),
+            value("features", real, [1, "n", shape["feature_size"]]),
+            value("seqlens_k", TensorProto.INT32, [1]),
+            value("total_length", TensorProto.INT32, []),
+        ]
+        outputs = [
+            value("logits", real, [1, "n", shape["draft_vocab_size"]]),
+            value("own_features", real, [1, "n", shape["hidden_size"]]),
+        ]
+        for number in range(shape["layers"]):
+            for part in ("key", "value"):
+                dims = [1, shape["kv_heads"], "context", size]
+                inputs.append(value(f"past_key_values.{number}.{part}", real, dims))
+                outputs.append(value(f"present.{number}.{part}", real, dims))
+        graph = helper.make_graph(self.nodes, "feature_head", inputs, outputs, self.tensors)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(CONTRIB, 1)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -1,0 +1,214 @@
+"""A feature drafter in torch: a head of one or two decoder layers that reads the target's last hidden states (EAGLE and its kin).
+
+Slot s reads the newest token x_s and the feature f_{s−1}, the target's last hidden state (behind its final norm) at the token
+before, and gives a distribution of x_{s+1} and a feature g_s of its own. A draft's first token comes from a true feature. Where
+the target has not been yet, the slot reads the head's own g_{s−1} (Li et al. 2024, EAGLE, section 3).
+
+    x = fc([norm(e(x_s)); norm(f_{s−1})])  ->  decoder layers  ->  norm = g_s  ->  logits [V'] = W g_s
+
+It drafts over the target's most frequent V' tokens. The embedding e is the target's own and is not part of the head.
+`unrolled` is training: several of the head's own steps at every position at once (Li et al. 2025, EAGLE-3, section 3.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from edgespec_runtime.engines.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
+from torch import Tensor, nn
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, whole_folder, write_json
+
+HEAD_FILE = "head.json"
+WEIGHTS = "model.safetensors"
+VOCABULARY = "vocabulary.json"
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The numbers of a head. `feature_size`: width of what the target gives; `draft_vocab_size`: V'."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    feature_size: int
+    draft_vocab_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    context_length: int
+
+    @property
+    def multiplications(self) -> int:
+        """Multiplications of one draft step without attention: its floor in bytes at 8 bits."""
+        width, inner = self.hidden_size, self.intermediate_size
+        attention = width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return (
+            width * (width + self.feature_size)
+            + self.layers * (attention + 3 * width * inner)
+            + width * self.draft_vocab_size
+        )
+
+
+class _Norm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def rotate(x: Tensor, slots: Tensor, theta: float) -> Tensor:
+    """RoPE of [B, T, heads, d] at `slots` [T], halves rotated against each other (Su et al. 2021; Llama's layout)."""
+    size = x.shape[-1]
+    rates = theta ** (-torch.arange(0, size, 2, dtype=torch.float32, device=x.device) / size)
+    angles = slots[:, None].float() * rates
+    cos, sin = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
+    turned = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+    return x * cos + turned * sin
+
+
+class HeadLayer(nn.Module):
+    """A Llama decoder layer whose attention takes its keys from several unrolled steps."""
+
+    def __init__(self, shape: HeadShape) -> None:
+        super().__init__()
+        width, size = shape.hidden_size, shape.head_dim
+        self.shape = shape
+        self.input_layernorm = _Norm(width, shape.rms_norm_eps)
+        self.post_attention_layernorm = _Norm(width, shape.rms_norm_eps)
+        self.q_proj = nn.Linear(width, shape.heads * size, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(shape.heads * size, width, bias=False)
+        self.gate_proj = nn.Linear(width, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(width, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, width, bias=False)
+
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """One unrolled step of x [B, T, H]. `past`: keys and values [B, T, heads, d] of the steps before; this one's are added.
+
+        At step k (from 0) slot s sees the true slots up to s − k, and of the steps j = 1 .. k the slot s − k + j alone.
+        """
+        shape, (batch, length, _) = self.shape, x.shape
+        y, slots = self.input_layernorm(x), torch.arange(x.shape[1], device=x.device)
+
+        def split(values: Tensor, heads: int) -> Tensor:
+            return values.view(batch, length, heads, shape.head_dim)
+
+        q = rotate(split(self.q_proj(y), shape.heads), slots, shape.rope_theta)
+        k = rotate(split(self.k_proj(y), shape.kv_heads), slots, shape.rope_theta)
+        shared = shape.heads // shape.kv_heads
+        past.append(
+            (
+                k.repeat_interleave(shared, 2),
+                split(self.v_proj(y), shape.kv_heads).repeat_interleave(shared, 2),
+            )
+        )
+        step = len(past) - 1
+        scale = 1.0 / math.sqrt(shape.head_dim)
+        scores = torch.einsum("bthd,buhd->bhtu", q, past[0][0]) * scale
+        seen = slots[None, :] <= slots[:, None] - step
+        scores = scores.masked_fill(~seen, -torch.inf)
+        own = [
+            (q * _later(past[j][0], step - j)).sum(-1).transpose(1, 2)[..., None] * scale
+            for j in range(1, step + 1)
+        ]
+        weights = torch.softmax(torch.cat([scores, *own], -1), -1)
+        mixed = torch.einsum("bhtu,buhd->bthd", weights[..., :length], past[0][1])
+        for j in range(1, step + 1):
+            mixed = mixed + weights[..., length + j - 1].transpose(1, 2)[..., None] * _later(
+                past[j][1], step - j
+            )
+        x = x + self.o_proj(mixed.reshape(batch, length, -1))
+        y = self.post_attention_layernorm(x)
+        left: Tensor = x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
+        return left
+
+
+def _later(values: Tensor, by: int) -> Tensor:
+    """[B, T, ...] moved `by` slots later; zeros come in."""
+    return (
+        values
+        if not by
+        else functional.pad(values, (0, 0) * (values.dim() - 2) + (by, 0))[:, : values.shape[1]]
+    )
+
+
+class FeatureHead(nn.Module):
+    """The head. `ids` [V']: the target's tokens that its output rows belong to."""
+
+    ids: Tensor
+
+    def __init__(self, shape: HeadShape, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        if len(vocabulary.ids) != shape.draft_vocab_size:
+            raise InputError(
+                f"the head's output has {shape.draft_vocab_size} rows and its vocabulary {len(vocabulary.ids)} tokens; "
+                "build the drafter again"
+            )
+        self.shape, self.vocabulary = shape, vocabulary
+        self.embedding_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.feature_norm = _Norm(shape.feature_size, shape.rms_norm_eps)
+        self.fc = nn.Linear(shape.hidden_size + shape.feature_size, shape.hidden_size, bias=False)
+        self.layers = nn.ModuleList([HeadLayer(shape) for _ in range(shape.layers)])
+        self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
+        self.register_buffer("ids", torch.from_numpy(vocabulary.ids), False)
+
+    def unrolled(self, embeddings: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+        """g [B, T, H] of each of `steps` own steps, from embeddings e(x_s) [B, T, H] and true features f_{s−1} [B, T, F].
+
+        Step k (from 0) is what a draft's token k + 1 is drawn from at a slot whose last k features are the head's own. Slots
+        below k have no such past: leave them out of a loss. Several steps need features of the head's own width.
+        """
+        pasts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        known = self.embedding_norm(embeddings)
+        for step in range(steps):
+            x = self.fc(torch.cat([known, self.feature_norm(features)], -1))
+            for layer, past in zip(self.layers, pasts, strict=True):
+                x = layer(x, past)
+            own = self.norm(x)
+            yield own
+            if step + 1 < steps:
+                features = _later(own, 1)
+
+
+def save_head(head: FeatureHead, folder: Path, provenance: dict[str, Any]) -> None:
+    """Write head.json, model.safetensors (float32), vocabulary.json: whole or not at all. `provenance`: the target's hash ..."""
+    from safetensors.torch import save_file
+
+    with whole_folder(folder) as place:
+        weights = {name: value.detach().float().contiguous() for name, value in head.state_dict().items()}
+        save_file(weights, place / WEIGHTS, metadata={"format": "pt"})
+        write_json(place / HEAD_FILE, {"shape": asdict(head.shape), **provenance})
+        write_vocabulary(place / VOCABULARY, head.vocabulary)
+
+
+def load_head(folder: Path) -> FeatureHead:
+    """Raises InputError where the folder holds no head, or weights of another shape."""
+    from safetensors.torch import load_file
+
+    if not (folder / HEAD_FILE).is_file():
+        raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a feature drafter")
+    try:
+        shape = HeadShape(**read_json(folder / HEAD_FILE)["shape"])
+        head = FeatureHead(shape, read_vocabulary(folder / VOCABULARY, InputError))
+        head.load_state_dict(load_file(folder / WEIGHTS))
+    except (TypeError, KeyError, RuntimeError) as error:
+        raise InputError(
+            f"{folder} is not a feature drafter: {str(error)[:200]}; build the drafter again"
+        ) from error
+    return head

@@ -1,0 +1,155 @@
+"""A feature drafter's head on ONNX Runtime: token ids and features in, logits of V' tokens and its own features out.
+
+One buffer per layer is bound as past and as present, so a pass appends to it and a rollback is a smaller number. Knows no target
+and no text: which features are the target's and which are its own is the drafter's business (decoding/feature_drafter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgespec.core.errors import BundleError, EdgespecError
+from edgespec.core.files import read_json
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_room
+from edgespec_runtime.untrusted.onnx_graph import check_onnx
+
+GRAPH, SETTINGS = "model.onnx", "head.json"
+BLOCK_LENGTH = 128  # as the target's prefill pieces
+MOST = 2**24  # of every number in the settings, which size memory
+Features = NDArray[np.float32]
+_NUMBERS = (
+    "hidden_size",
+    "kv_heads",
+    "head_dim",
+    "layers",
+    "feature_size",
+    "draft_vocab_size",
+    "context_length",
+)
+
+
+class FeatureHead:
+    """A head's folder: `model.onnx`, its data file and `head.json`.
+
+    Attributes:
+        n_past: slots in its cache.
+        vocab_size: V', tokens that it drafts over. feature_size: width of the target's features; own features have `hidden_size`.
+
+    Raises BundleError where the folder is no such head.
+    """
+
+    def __init__(self, folder: Path, context_length: int | None = None, threads: int = 1) -> None:
+        shape = _shape(folder)
+        check_onnx(folder / GRAPH)
+        self.name = f"onnxruntime {folder.name}"
+        self.hidden_size, self.feature_size = shape["hidden_size"], shape["feature_size"]
+        self.vocab_size = shape["draft_vocab_size"]
+        self.context_length = min(context_length or shape["context_length"], shape["context_length"])
+        self.block_length = min(BLOCK_LENGTH, self.context_length)
+        self.n_past = 0
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3
+        try:
+            self._session = ort.InferenceSession(
+                str(folder / GRAPH), options, providers=["CPUExecutionProvider"]
+            )
+            self._bind(shape)
+        # ONNX Runtime has an exception class for every status, with no base of their own
+        except Exception as error:
+            raise BundleError(
+                f"ONNX Runtime cannot run {folder / GRAPH}: {str(error)[:300]}; export the drafter again"
+            ) from error
+
+    def _bind(self, shape: dict[str, int]) -> None:
+        told = {value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()}
+        wanted = {"features": self.feature_size, "logits": self.vocab_size, "own_features": self.hidden_size}
+        for name, size in wanted.items():
+            if told.get(name, [None])[-1] != size:
+                raise ValueError(f"the settings say {size} for {name} and the graph has {told.get(name)}")
+        length = self.block_length
+        self._ids = np.zeros(length, np.int64)
+        self._features = np.zeros((length, self.feature_size), np.float32)
+        self._last = np.zeros(1, np.int32)
+        self._total = np.zeros((), np.int32)
+        self._logits = np.zeros((length, self.vocab_size), np.float32)
+        self._own = np.zeros((length, self.hidden_size), np.float32)
+        self._bound = 0
+        self._binding = self._session.io_binding()
+        self._bind_slots(1)  # outputs keep the order in which they are bound: these two first
+        dims = (1, shape["kv_heads"], self.context_length, shape["head_dim"])
+        self._cache = []
+        for layer in range(shape["layers"]):
+            for part in ("key", "value"):
+                buffer = np.zeros(dims, np.float32)
+                self._cache.append(buffer)  # keeps the memory alive
+                past, present = f"past_key_values.{layer}.{part}", f"present.{layer}.{part}"
+                self._binding.bind_input(past, "cpu", 0, np.float32, dims, buffer.ctypes.data)
+                self._binding.bind_output(present, "cpu", 0, np.float32, dims, buffer.ctypes.data)
+
+    def _bind_slots(self, count: int) -> None:
+        bind = self._binding
+        bind.bind_input("seqlens_k", "cpu", 0, np.int32, (1,), self._last.ctypes.data)
+        bind.bind_input("total_length", "cpu", 0, np.int32, (), self._total.ctypes.data)
+        bind.bind_input("input_ids", "cpu", 0, np.int64, (1, count), self._ids.ctypes.data)
+        bind.bind_input(
+            "features", "cpu", 0, np.float32, (1, count, self.feature_size), self._features.ctypes.data
+        )
+        bind.bind_output(
+            "logits", "cpu", 0, np.float32, (1, count, self.vocab_size), self._logits.ctypes.data
+        )
+        bind.bind_output(
+            "own_features", "cpu", 0, np.float32, (1, count, self.hidden_size), self._own.ctypes.data
+        )
+        self._bound = count
+
+    def forward(self, tokens: Sequence[int], features: Features) -> tuple[Logits, Features]:
+        """Append slots: tokens [n] with the features [n, F] before them; logits [n, V'] and own features [n, H].
+
+        Both are views of buffers, valid until the next call. Raises InputError where they do not fit, EdgespecError where the
+        engine fails.
+        """
+        count = len(tokens)
+        check_room(self, count)
+        self._ids[:count], self._features[:count] = tokens, features
+        total = self.n_past + count
+        self._last[0], self._total[...] = total - 1, total
+        if count != self._bound:
+            self._bind_slots(count)
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:
+            raise EdgespecError(
+                f"ONNX Runtime failed on {count} slots of {self.name} after {self.n_past}: {str(error)[:300]}"
+            ) from error
+        self.n_past = total
+        return self._logits[:count], self._own[:count]
+
+    def rewind(self, n_past: int) -> None:
+        """Forget every slot but the first `n_past`."""
+        check_rewind(self, n_past)
+        self.n_past = n_past
+
+    def close(self) -> None:
+        del self._binding, self._session
+
+
+def _shape(folder: Path) -> dict[str, int]:
+    """The numbers that size memory, each a whole number in bounds. Raises BundleError."""
+    found: Any = read_json(folder / SETTINGS, error=BundleError)
+    shape = found.get("shape") if isinstance(found, dict) else None
+    if not isinstance(shape, dict):
+        raise BundleError(f"{folder / SETTINGS} has no 'shape'; export the drafter again")
+    for name in _NUMBERS:
+        value = shape.get(name)
+        if type(value) is not int or not 1 <= value <= MOST:
+            raise BundleError(
+                f"{folder / SETTINGS}: {name} is {str(value)[:40]!r}, and 1 to {MOST} is wanted; export the drafter again"
+            )
+    return {name: shape[name] for name in _NUMBERS}

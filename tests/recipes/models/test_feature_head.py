@@ -1,0 +1,149 @@
+"""A feature drafter's head: unrolled steps are what a draft computes, on ONNX Runtime too; its folder comes back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from edgespec_export.onnx.head_graph import packed, write_head_graph
+from edgespec_recipes.models.feature_head import FeatureHead, HeadShape, load_head, save_head
+from edgespec_runtime.engines.feature_head import FeatureHead as HeadEngine
+from edgespec_runtime.engines.vocabulary import Vocabulary
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import read_json, write_json
+
+SHAPE = HeadShape(
+    hidden_size=64,
+    intermediate_size=96,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    layers=2,
+    feature_size=64,
+    draft_vocab_size=50,
+    rope_theta=1e4,
+    rms_norm_eps=1e-5,
+    context_length=64,
+)
+LENGTH, STEPS, VOCABULARY = 12, 3, 120
+
+
+def made(shape: HeadShape = SHAPE) -> FeatureHead:
+    torch.manual_seed(0)
+    head = FeatureHead(shape, Vocabulary(VOCABULARY, np.arange(0, 2 * shape.draft_vocab_size, 2))).eval()
+    for values in head.parameters():
+        values.data.normal_(1.0 if values.dim() == 1 else 0.0, 0.1)
+    return head
+
+
+@pytest.fixture(scope="module")
+def text() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids [1, T], the target's embeddings [V, H] in steps that a byte holds, features [1, T, F]."""
+    generator = torch.Generator().manual_seed(1)
+    embedding = torch.randint(-127, 128, (VOCABULARY, SHAPE.hidden_size), generator=generator).float()
+    embedding[:, 0] = 127.0  # so that a row's scale is exact
+    ids = torch.randint(0, VOCABULARY, (1, LENGTH), generator=generator)
+    return ids, embedding / 64.0, torch.randn(1, LENGTH, SHAPE.feature_size, generator=generator)
+
+
+def unrolled_logits(
+    head: FeatureHead, text: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> list[np.ndarray]:
+    ids, embedding, features = text
+    with torch.no_grad():
+        return [head.lm_head(own)[0].numpy() for own in head.unrolled(embedding[ids], features, STEPS)]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 2e-4), ("int8", 0.1)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_unrolled_steps_are_what_a_draft_computes(
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tmp_path: Path,
+    precision: str,
+    bound: float,
+    layers: int,
+) -> None:
+    """A draft begins behind s true slots: one pass over them, then one slot at a time from the head's own features."""
+    head = made(replace(SHAPE, layers=layers))
+    ids, embedding, features = text
+    wanted = unrolled_logits(head, text)
+    weights = {name: values.numpy() for name, values in head.state_dict().items()}
+    write_head_graph(tmp_path / "head", asdict(head.shape), weights, embedding.numpy(), precision)
+    engine = HeadEngine(tmp_path / "head")
+    scale = float(np.std(wanted[0]))
+    for begin in range(STEPS, LENGTH - STEPS):
+        engine.rewind(0)
+        logits, own = engine.forward(ids[0, :begin].tolist(), features[0, :begin].numpy())
+        assert np.abs(logits - wanted[0][:begin]).max() < bound * scale
+        for step in range(1, STEPS):
+            slot = begin + step - 1
+            logits, own = engine.forward([int(ids[0, slot])], own[-1:].copy())
+            assert np.abs(logits[0] - wanted[step][slot]).max() < bound * scale
+    engine.close()
+
+
+def test_a_rewound_head_reads_the_true_features_in_the_place_of_its_own(
+    text: tuple[torch.Tensor, torch.Tensor, torch.Tensor], tmp_path: Path
+) -> None:
+    head = made()
+    ids, embedding, features = text
+    weights = {name: values.numpy() for name, values in head.state_dict().items()}
+    write_head_graph(tmp_path / "head", asdict(head.shape), weights, embedding.numpy(), "fp32")
+    engine = HeadEngine(tmp_path / "head")
+    tokens, true = ids[0].tolist(), features[0].numpy()
+    whole = engine.forward(tokens, true)[0].copy()
+    engine.rewind(0)
+    _, own = engine.forward(tokens[:5], true[:5])
+    engine.forward(tokens[5:6], own[-1:].copy())
+    engine.rewind(5)
+    logits, _ = engine.forward(tokens[5:], true[5:])
+    np.testing.assert_allclose(logits, whole[5:], atol=1e-4)
+    engine.close()
+
+
+def test_bytes_are_the_nearest_steps_of_their_block() -> None:
+    matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    matrix[1, :32] = 0.0
+    data, scales = packed(matrix)
+    back = (data.astype(np.float32) - 128.0) * scales.reshape(3, 2, 1)
+    steps = np.repeat(scales.reshape(3, 2), 32, 1)
+    assert (np.abs(back.reshape(3, 64) - matrix) <= 0.5 * steps + 1e-7).all()
+    assert not back[1, 0].any()
+
+
+def test_folder_comes_back(tmp_path: Path, text: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    head = made()
+    save_head(head, tmp_path / "head", {"target_sha256": "0" * 64})
+    again = load_head(tmp_path / "head")
+    for one, other in zip(unrolled_logits(head, text), unrolled_logits(again, text), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert read_json(tmp_path / "head" / "head.json")["target_sha256"] == "0" * 64
+
+
+def test_other_numbers_are_refused(tmp_path: Path) -> None:
+    save_head(made(), tmp_path / "head", {})
+    settings = read_json(tmp_path / "head" / "head.json")
+    settings["shape"]["hidden_size"] = 32
+    write_json(tmp_path / "head" / "head.json", settings)
+    with pytest.raises(InputError, match="not a feature drafter"):
+        load_head(tmp_path / "head")
+    with pytest.raises(InputError, match="has no head"):
+        load_head(tmp_path)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**40, 1.5, True, "64", None])
+def test_sizes_of_a_strangers_head_are_bounded(tmp_path: Path, value: object) -> None:
+    head = made()
+    weights = {name: values.numpy() for name, values in head.state_dict().items()}
+    write_head_graph(
+        tmp_path / "head", asdict(head.shape), weights, np.ones((VOCABULARY, 64), np.float32), "fp32"
+    )
+    settings = read_json(tmp_path / "head" / "head.json")
+    settings["shape"]["kv_heads"] = value
+    write_json(tmp_path / "head" / "head.json", settings)
+    with pytest.raises(BundleError, match="kv_heads"):
+        HeadEngine(tmp_path / "head")
