@@ -214,7 +214,6 @@ def test_fsdp_from_accelerate_alone_is_refused(
 @pytest.mark.training
 def test_a_build_under_accelerate_launch(name: str, extra: tuple[str, ...], tmp_path: Path) -> None:
     """Both processes train, on CPUs: the FSDP config of a node of GPUs too, with two processes instead of eight."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
     target = make_model_folder(tmp_path / "target")
     chats = [{"messages": [{"role": "user", "content": text}]} for text in ("Hello", "What is 1 + 1?")]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
@@ -257,8 +256,7 @@ def test_a_build_under_accelerate_launch(name: str, extra: tuple[str, ...], tmp_
         "OMP_NUM_THREADS": "1",
     }
     launch = [
-        accelerate,
-        "launch",
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         "--config_file",
         str(FILES[name]),
         "--num_processes",
