@@ -253,7 +253,8 @@ def test_a_run_on_both_engines(
     flash = {way["flash_attention"]: way["difference"] for way in report["others"]}
     assert flash[True]["largest"] == 0.0  # DESIGN decision 3
     assert report["chosen"]["difference"]["flips"] == 0
-    assert report["chosen"]["difference"]["positions"] > 50
+    # one block at least: how many more fit into the second is the machine's
+    assert report["chosen"]["difference"]["positions"] >= 16
     assert [row["where"] for row in report["acceptances"]] == ["greedy", "T = 1"]
     assert report["bandwidth"] > 1e8
     weights = 4 * open_manifest(both).target.parameters
