@@ -30,7 +30,8 @@ from edgespec.core.folder_lock import held, is_empty
 pytestmark = pytest.mark.training
 
 LOSSES, WEIGHTS = 3e-6, 1e-5
-FLIPS = 1e-4  # rounding may turn a reward 1[p > q]: each moves TVD++'s loss by about 1 / (σ V n) = 2e-5
+# Rounding may turn a reward 1[p > q]: each moves TVD++'s loss by about 1 / (σ V n) = 2e-5, and a weight by as much as 2e-4.
+FLIPS, FLIPPED_WEIGHTS = 1e-4, 1e-3
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
 TOGETHER = ("crew", "slow", *processes_program.DISTILLATIONS, "diverging")
 
@@ -122,7 +123,9 @@ def test_same_losses_and_weights_as_one_process(alone: Path, models: Path, toget
     )
     assert weights.keys() == wanted_weights.keys()
     for name, values in weights.items():
-        assert (values - wanted_weights[name]).abs().max() < WEIGHTS, name
+        assert (values - wanted_weights[name]).abs().max() < (
+            FLIPPED_WEIGHTS if job == "tvd++" else WEIGHTS
+        ), name
     moved = max(float((values - before[name]).abs().max()) for name, values in weights.items())
     assert moved > 500 * WEIGHTS
 
