@@ -19,7 +19,7 @@ from edgespec_runtime.block_difference import block_difference
 from edgespec_runtime.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.engine_onnxruntime import OnnxRuntimeEngine
 from edgespec_runtime.exactness import EXACT, FAST, Exactness, Way, exactness_of
-from edgespec_runtime.pair_costs import subject_of
+from edgespec_runtime.kept_costs import subject_of
 from edgespec_runtime.session import CachedEngine
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder

@@ -13,9 +13,8 @@ import pytest
 from conftest import REPOSITORY
 from edgespec_runtime.bundle import LoadOptions, open_pair
 from edgespec_runtime.device import this_device
-from edgespec_runtime.kept_costs import keep_synthetic, kept_for
-from edgespec_runtime.pair_costs import store_costs
-from edgespec_runtime.pass_costs import FOLDER, Costs
+from edgespec_runtime.kept_costs import FOLDER, keep_synthetic, kept_for, store_costs
+from edgespec_runtime.pass_costs import Costs
 
 from edgespec import costs
 from edgespec.cli import main
@@ -210,13 +209,11 @@ def test_measured_costs_go_before_a_budget(
         if json.loads(path.read_text())["shapes"]["target"]["layers"] == 32
     ]
     value = json.loads(file.read_text())
-    notes: list[str] = []
     for damage in ({"device": asdict(this_device()) | {"cpu": "another"}}, {"costs": None}, {"schema": 99}):
         file.write_text(json.dumps(value | damage))
-        assert kept_for(TARGET, DRAFTER, notes.append) == []
+        assert kept_for(TARGET, DRAFTER) == []
     file.write_text("{")
-    assert kept_for(TARGET, DRAFTER, notes.append) == []
-    assert len(notes) == 2  # what cannot be read is said; what is another machine's is nobody's fault
+    assert kept_for(TARGET, DRAFTER) == []
 
 
 def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

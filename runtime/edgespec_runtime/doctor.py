@@ -39,7 +39,7 @@ from edgespec_runtime.doctor_report import (
 from edgespec_runtime.engine import default_threads
 from edgespec_runtime.evaluated import Acceptance, acceptances_of
 from edgespec_runtime.exactness import FAST
-from edgespec_runtime.pair_costs import costs_of
+from edgespec_runtime.kept_costs import costs_of
 from edgespec_runtime.pass_costs import Costs
 from edgespec_runtime.session import CachedEngine
 

@@ -19,7 +19,7 @@ from time import perf_counter
 
 from edgespec.errors import InputError
 from edgespec.metrics import RawCounts
-from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule
+from edgespec_runtime.acceptance import LOSSLESS, Draft, Rule, at_temperature
 from edgespec_runtime.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.drafters import Drafter, drafter_of, propose, window_of
@@ -69,8 +69,7 @@ def decode(
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
     schedule.begin()
     how = Warp.of(options)
-    if rule.mixes and not rule.raw and how.temperature == 0.0:
-        rule = LOSSLESS  # of greedy distributions such a rule keeps the target's token and no other (cascades, Lemma 6)
+    rule = at_temperature(rule, how.temperature)
     source = source_of(rule, options.seed)
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     ids = list(prompt)

@@ -31,9 +31,8 @@ from edgespec_runtime.decoding import DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.device import free_share
 from edgespec_runtime.engine import Engine, default_threads
 from edgespec_runtime.exactness import EXACT, FAST
-from edgespec_runtime.kept_costs import keep_synthetic
+from edgespec_runtime.kept_costs import BUSY, keep_synthetic
 from edgespec_runtime.loop import decode
-from edgespec_runtime.pair_costs import BUSY
 from edgespec_runtime.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.session import CachedEngine
