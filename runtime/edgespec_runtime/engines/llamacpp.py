@@ -65,6 +65,30 @@ def is_available() -> bool:
     return True
 
 
+def load_weights(file: Path, *, repacked: bool) -> Any:
+    """A llama_model on the CPU; `repacked`: llama.cpp may interleave rows for speed. Raises BundleError where it cannot."""
+    lib = load_library()
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = repacked
+    _messages.clear()
+    model = lib.llama_model_load_from_file(os.fsencode(file), params)
+    if not model:
+        raise BundleError(f"llama.cpp cannot load {file}: {reason()}; export it again")
+    return model
+
+
+def text_of(model: Any, token: int) -> str | None:
+    """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+    lib = load_library()
+    vocab = lib.llama_model_get_vocab(model)
+    none = lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE
+    if none or not 0 <= token < lib.llama_vocab_n_tokens(vocab):
+        return None
+    text: bytes = lib.llama_vocab_get_text(vocab, token)
+    return text.decode("utf-8", "replace")
+
+
 class LlamaCppEngine:
     """One GGUF model and its key/value cache (16 bits).
 
@@ -93,13 +117,7 @@ class LlamaCppEngine:
         types = header.types
         self.float_weights = types <= FLOAT_TYPES
         self._choose_kernels(types, threads, flash_attention)
-        model_params = lib.llama_model_default_params()
-        model_params.n_gpu_layers = 0
-        model_params.use_extra_bufts = self._kernels.repacked
-        _messages.clear()
-        self._model = lib.llama_model_load_from_file(os.fsencode(file), model_params)
-        if not self._model:
-            raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
+        self._model = load_weights(file, repacked=self._kernels.repacked)
         try:
             self._open(file, context_length, header.rope_border)
         except BaseException:
@@ -176,7 +194,7 @@ class LlamaCppEngine:
         self._context = lib.llama_init_from_model(self._model, self._params)
         if not self._context:
             raise EdgespecError(
-                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {_reason()}; give a shorter --context"
+                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {reason()}; give a shorter --context"
             )
         self._memory = lib.llama_get_memory(self._context)
         self._made_for, self._buffer_address, self.n_past = length, 0, 0
@@ -226,7 +244,7 @@ class LlamaCppEngine:
                     f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
                 )
             raise EdgespecError(
-                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}"
+                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {reason()}"
             )
         self.n_past += count
         return self._rows(count)
@@ -265,13 +283,8 @@ class LlamaCppEngine:
         return list(buffer[:count])
 
     def token_text(self, token: int) -> str | None:
-        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
-        vocab = self._lib.llama_model_get_vocab(self._model)
-        none = self._lib.llama_vocab_type(vocab) == self._lib.LLAMA_VOCAB_TYPE_NONE
-        if none or not 0 <= token < self.vocab_size:
-            return None
-        text: bytes = self._lib.llama_vocab_get_text(vocab, token)
-        return text.decode("utf-8", "replace")
+        """See `text_of`."""
+        return text_of(self._model, token)
 
     def close(self) -> None:
         """Free the model; a second call does nothing."""
@@ -284,5 +297,6 @@ class LlamaCppEngine:
         self._batch = self._context = self._model = None
 
 
-def _reason() -> str:
+def reason() -> str:
+    """What llama.cpp said last of an error."""
     return "; ".join(_messages) or "no reason given"
