@@ -171,7 +171,14 @@ class Build(ExportStages):
             "generate",
             "the target writes responses",
             self.recipe.generate,
-            lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
+            lambda place: generate(
+                place,
+                target,
+                recipe.generate,
+                seed,
+                recipe.inference,
+                recipe.distill.stored_top_k if recipe.distill.target_side == "stored" else 0,
+            ),
             reads=writer
             | sources.conversations("generate.instructions", self.recipe.generate.instructions)
             | sources.stages(out, *own & {SELF_INSTRUCTIONS}),

@@ -160,6 +160,10 @@ class GenerateOptions:
     max_new_tokens: int = knob(128, "longest response in tokens", at_least=1)
     batch_size: int = knob(64, "responses sampled together", at_least=1)
     shard_size: int = knob(256, "responses in one resumable shard", at_least=1)
+    features: bool = knob(
+        False,
+        "keep the last hidden state of every token beside the responses, for a feature drafter (GGUF targets)",
+    )
 
 
 @dataclass(frozen=True)

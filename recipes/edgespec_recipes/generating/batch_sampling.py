@@ -1,8 +1,8 @@
 """Tokens for many rows of logits at once, and the same rows' top-k records. numpy only; nothing sorts a vocabulary.
 
-The law of a row is `rules.sampling.warp`'s, and with the same uniform number the token is that of its Categorical (up to rounding):
-the most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids. A row
-whose nucleus reaches beyond them goes through `warp` itself.
+The law of a row is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding. The
+most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids. A
+row whose nucleus reaches beyond them goes through `warp` itself.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def largest(logits: Floats, count: int) -> tuple[NDArray[np.int64], Floats]:
         return ids, np.take_along_axis(logits, ids, 1)
     maxima = logits[:, : groups * _GROUP].reshape(rows, _GROUP, groups).max(1)
     maxima.partition(groups - count, axis=1)
-    flat = np.flatnonzero(logits >= maxima[:, groups - count, None])  # ten times as fast as nonzero of two axes
+    flat = np.flatnonzero(
+        logits >= maxima[:, groups - count, None]
+    )  # ten times as fast as nonzero of two axes
     owners, places = np.divmod(flat, columns)
     sizes = np.bincount(owners, minlength=rows)
     column = np.arange(len(owners)) - np.repeat(sizes.cumsum() - sizes, sizes)
@@ -112,7 +114,9 @@ def _drawn(
     scale = heat[warm, None]
     weights = np.exp((values[warm] - values[warm, :1]) / scale)
     kept = weights >= np.float32(cuts.min_p)  # the largest weight is 1
-    known = np.full(len(warm), ids.shape[1] == logits.shape[1]) | ~kept[:, -1]  # all that is kept is among these columns
+    known = (
+        np.full(len(warm), ids.shape[1] == logits.shape[1]) | ~kept[:, -1]
+    )  # all that is kept is among these columns
     if cuts.top_p < 1.0:
         every = logits[warm]
         every -= values[warm, :1]

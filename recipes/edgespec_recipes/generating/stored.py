@@ -28,6 +28,7 @@ from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.generating.top_k import compress, divergence_errors, expand, record_type
+from edgespec_recipes.generating.written_states import WrittenTarget
 from edgespec_recipes.losses.head_loss import Rows, TargetRows
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
@@ -189,6 +190,7 @@ def store_targets(
     shard_rows: int = SHARD_ROWS,
     inference: InferenceOptions | None = None,
     model: Any | None = None,
+    written: Path | None = None,
 ) -> dict[str, Any]:
     """Write `out`/shard-00000.npy ..., and `store.json` when all are there; whole shards of the same rows and target are kept.
 
@@ -196,6 +198,7 @@ def store_targets(
     Process r makes the shards r, r + world, ... A corrupt shard is named in the log and in the counts, and made again. A shard
     made for something else is no accident of the disk but maybe hours of another target's work: refused, not overwritten.
     `inference` says where the target runs (default: in torch, float32); `model` is the target where it is loaded already.
+    `written`: the generate stage's folder; where this target kept there the distributions of these very rows, they are taken.
 
     Raises InputError: shards of something else, top_k above the vocabulary, more processes than shards.
     """
@@ -224,7 +227,7 @@ def store_targets(
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
     start, tokens = time.monotonic(), 0
     if missing:  # else the target is not even loaded
-        target = _open_target(target_folder, inference, model)
+        target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         with progress(
@@ -261,6 +264,18 @@ def store_targets(
         "precision": precision.name if precision else None,
         "precision_reason": precision.reason if precision else "nothing was left to do",
     }
+
+
+def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any]) -> WrittenTarget | None:
+    """What the same target kept while it wrote these rows, if it did."""
+    if folder is None:
+        return None
+    try:
+        found = WrittenTarget(folder, made_for["target"], made_for["top_k"], made_for["vocab_size"])
+    except InputError as error:
+        log.info("%s: the target reads the rows again", error)
+        return None
+    return found if found.holds(rows) else None
 
 
 def _target_hash(folder: Path) -> str:

@@ -107,7 +107,7 @@ class LlamaCppEngine:
         threads: int | None = None,
         flash_attention: bool | None = None,
     ) -> None:
-        self._lib = lib = load_library()
+        self._lib = load_library()
         self._model: Any = None
         self._context: Any = None
         self._batch: Any = None

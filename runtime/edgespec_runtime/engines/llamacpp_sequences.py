@@ -93,7 +93,9 @@ class LlamaCppSequences:
         """
         lib = self._lib
         if length > self.context_length:
-            raise InputError(f"{length} tokens were asked for; the context of {self.name} has {self.context_length}")
+            raise InputError(
+                f"{length} tokens were asked for; the context of {self.name} has {self.context_length}"
+            )
         self._free_context()
         each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
         params = lib.llama_context_default_params()
@@ -150,8 +152,10 @@ class LlamaCppSequences:
     def _rows(self, function: Any, rows: int, width: int) -> Any:
         if not rows:
             return np.empty((0, width), np.float32)
-        address = ctypes.cast(function(self._context), ctypes.c_void_p).value
-        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(rows, width)
+        address = ctypes.cast(function(self._context), ctypes.c_void_p).value or 0
+        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(
+            rows, width
+        )
 
     def cut(self, sequence: int, length: int) -> int:
         """Keep at most the first `length` tokens of a sequence; returns how many are left (0 where it cannot be cut inside)."""
