@@ -1,8 +1,8 @@
 """Tokens for many rows of logits at once, and the same rows' top-k records. numpy only; nothing sorts a vocabulary.
 
-The law of a row is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding. The
-most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids. A
-row whose nucleus reaches beyond them goes through `warp` itself.
+The law of a row is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding.
+The most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids.
+A row whose nucleus reaches beyond them goes through `warp` itself.
 """
 
 from __future__ import annotations
