@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.engines.llamacpp_copy import float_copy, wants_copy
 from edgespec_runtime.engines.llamacpp_sequences import LlamaCppSequences
 
 from edgespec.core.errors import InputError
@@ -31,6 +33,7 @@ CACHE_BYTES = (
     2**30
 )  # keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
 CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
+COPIES = "copies"  # in edgespec's cache folder
 CACHE_STEP = 256  # tokens: llama.cpp rounds the room of a text up to a multiple
 
 
@@ -51,7 +54,12 @@ class BatchWriter:
         top_k: int = 0,
     ) -> None:
         engine, path = locate(how)
-        self.engine = LlamaCppSequences(path, how.context, how.threads)
+        note = "many responses at once"
+        fast = path
+        if wants_copy(path):
+            fast = float_copy(path, cache_folder() / COPIES, how.threads or default_threads())
+            note = f"many responses at once from its float16 copy {fast}: its own type has no product for many rows"
+        self.engine = LlamaCppSequences(fast, how.context, how.threads)
         check_vocabulary(self.engine, path, target_folder)
         if top_k > self.engine.vocab_size:
             raise InputError(
@@ -59,7 +67,7 @@ class BatchWriter:
             )
         self.options, self.seed = options, seed
         self.stops = stop_ids_of(target_folder, tokenizer)
-        self.precision = Precision(path.name, f"the target is {path} on {engine}, many responses at once")
+        self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
         keeps = bool(top_k or options.features)
         self.wanted = Wanted(
             identity(how) if keeps else "", self.engine.vocab_size, self.engine.width, top_k, options.features
