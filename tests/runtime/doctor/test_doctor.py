@@ -242,7 +242,7 @@ def test_a_run_on_both_engines(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
     file = tmp_path / "doctor.json"
-    command = ["doctor", str(both), "--seconds", "1", "--threads", "1", "--json", str(file)]
+    command = ["doctor", str(both), "--seconds", "4", "--threads", "1", "--json", str(file)]
     assert main(command) == 0
     out = capsys.readouterr().out
     report = json.loads(file.read_text())
@@ -253,8 +253,7 @@ def test_a_run_on_both_engines(
     flash = {way["flash_attention"]: way["difference"] for way in report["others"]}
     assert flash[True]["largest"] == 0.0  # DESIGN decision 3
     assert report["chosen"]["difference"]["flips"] == 0
-    # one block at least: how many more fit into the second is the machine's
-    assert report["chosen"]["difference"]["positions"] >= 16
+    assert report["chosen"]["difference"]["positions"] > 50
     assert [row["where"] for row in report["acceptances"]] == ["greedy", "T = 1"]
     assert report["bandwidth"] > 1e8
     weights = 4 * open_manifest(both).target.parameters
