@@ -1,7 +1,7 @@
 """Two processes on a CPU under torchrun: they learn what one process learns, whole or sharded, killed or not.
 
-Everything but the whole build is float32, and TVD++ float64. Sums over tokens are taken in another order, so losses and weights do
-not agree to the bit, but to LOSSES (they are logged with six decimals) and WEIGHTS, which move by some hundred times that.
+Everything but the whole build is float32, and TVD++ float64. Sums over tokens are taken in another order, so losses and weights
+do not agree to the bit, but to LOSSES (they are logged with six decimals) and WEIGHTS, which move by some hundred times that.
 """
 
 from __future__ import annotations
