@@ -77,7 +77,6 @@ class _Measurement:
         self._ids: list[int] = self._generator.integers(0, vocabulary, room).tolist()
         self._verify: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._step: defaultdict[int, list[float]] = defaultdict(list)
-        self._read2: defaultdict[int, list[float]] = defaultdict(list)
 
     def run(self, wanted: Sequence[int]) -> Costs:
         contexts = self._affordable(wanted)
@@ -89,37 +88,28 @@ class _Measurement:
             self._round(context)
             while perf_counter() < end:
                 self._round(context)
-        verify = (
-            tuple(_middle(self._verify[at, size]) for size in range(1, self._longest + 1)) for at in contexts
-        )
-        if self._draft is None:
-            return Costs(contexts, tuple(verify), (0.0,) * len(contexts))
-        steps = tuple(_middle(self._step[at]) for at in contexts)
-        if not all(
-            self._read2[at] for at in contexts
-        ):  # so slow a target that there was time for single steps only
-            return Costs(contexts, tuple(verify), steps)
-        return Costs(contexts, tuple(verify), steps, tuple(_middle(self._read2[at]) for at in contexts))
+        sizes = range(1, self._longest + 1)
+        verify = tuple(tuple(_middle(self._verify[at, size]) for size in sizes) for at in contexts)
+        steps = (_middle(self._step[at]) if self._draft is not None else 0.0 for at in contexts)
+        return Costs(contexts, verify, tuple(steps))
 
     def _affordable(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Warm up with passes of 1, 2, 4 ... tokens, and see for which sizes and contexts the time suffices."""
-        times: dict[int, float] = {}
+        """Warm up with passes of 1, 2, 4 ... tokens, and see for which sizes and contexts the time suffices.
+
+        A round of passes of up to 2n tokens takes about 2n times as long as one of n: all of them where the weights decide what a
+        pass takes, on average where the tokens do. It may take half of the time.
+        """
         size = 1
-        while size <= self._longest:
+        while True:
             for _ in range(2):  # the second one counts: the first may read the weights from the disk
-                times[size] = self._time(self._target, self._ids[:size], 0)
-            if size >= LEAST_PASS and perf_counter() - self._start > self._seconds / 8:
+                seconds = self._time(self._target, self._ids[:size], 0)
+            if 2 * size > self._longest:
+                break
+            if size >= LEAST_PASS and 2 * size * seconds > self._seconds / 2:
+                self._longest = size
                 break
             size *= 2
-        sizes = sorted(times)
-        while sizes[-1] > LEAST_PASS:
-            passes = range(1, min(self._longest, sizes[-1]) + 1)
-            if 2 * float(np.interp(passes, sizes, [times[size] for size in sizes]).sum()) < self._seconds:
-                break
-            sizes.pop()
-        if sizes[-1] * 2 <= self._longest:
-            self._longest = sizes[-1]
-        affordable = int(PREFILL_SHARE * self._seconds * sizes[-1] / times[sizes[-1]])
+        affordable = int(PREFILL_SHARE * self._seconds * size / seconds)
         limit = len(self._ids) - self._longest
         fitting = sorted({min(context, limit) for context in wanted})
         few = max(1, min(fitting[0], affordable))
@@ -144,10 +134,6 @@ class _Measurement:
         return seconds
 
     def _draft_steps(self, draft: CachedEngine, context: int, after: list[int]) -> None:
-        """Single steps and the reading of two tokens, in turns."""
-        if len(self._read2[context]) < len(self._step[context]):
-            self._read2[context].append(self._time(draft, after[:2], context))
-            return
         count = min(DRAFT_STEPS, len(after))
         start = perf_counter()
         for token in after[:count]:

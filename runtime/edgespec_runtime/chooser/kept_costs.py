@@ -58,13 +58,21 @@ class Subject:
 
 @dataclass(frozen=True)
 class Kept:
-    """Costs measured on this machine. `source`: the threads, and the file that has them; `seconds`: spent on measuring."""
+    """What a file says that was written on this machine.
 
-    engine: str
-    precision: str
+    `shapes`: outlines of target and drafter; `seconds`: spent on measuring; `written`: when, in seconds since 1970.
+    """
+
+    subject: Subject
+    shapes: tuple[tuple[Any, ...], ...]
     costs: Costs
-    source: str
     seconds: float
+    written: float
+
+    @property
+    def source(self) -> str:
+        """The threads, and the file that has them."""
+        return f"{self.subject.threads} threads, {self.subject.file().name}"
 
 
 def subject_of(pair: Pair) -> Subject:
@@ -134,33 +142,26 @@ def load_costs(pair: Pair, note: Callable[[str], None], *, at_least_seconds: flo
     kept = _read(path, note) if path.exists() else None
     if kept is None:
         return None
-    if reason := _difference(kept["subject"], asdict(subject)):
+    if reason := _difference(asdict(kept.subject), asdict(subject)):
         note(f"{path} is not used: {reason}")
         return None
-    return kept["costs"] if kept["seconds"] >= at_least_seconds else None
+    return kept.costs if kept.seconds >= at_least_seconds else None
 
 
 def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
     """Costs of these two shapes on this machine: of each engine and precision those measured longest, the latest of equals."""
-    folder = cache_folder() / FOLDER
-    wanted = {"target": outline(target), "drafter": outline(drafter)}
-    found: dict[tuple[str, str], tuple[float, float, Kept]] = {}
-    for path in sorted(folder.glob("*.json"))[:MOST_FILES] if folder.is_dir() else []:
-        kept = _read(path, lambda _: None)
-        if kept is None or kept["outlines"] != wanted:
-            continue
-        subject, seconds = kept["subject"], kept["seconds"]
-        way = (str(subject["engine"]), str(subject["precision"]))
-        rank = (seconds, kept["written"])
-        if engine_version(way[0]) == subject["engine_version"] and (
-            way not in found or rank > found[way][:2]
-        ):
-            source = f"{subject['threads']} threads, {path.name}"
-            found[way] = (*rank, Kept(*way, kept["costs"], source, seconds))
-    return [kept for *_, kept in found.values()]
+    paths = sorted((cache_folder() / FOLDER).glob("*.json"))[:MOST_FILES]
+    found = [kept for path in paths if (kept := _read(path, lambda _: None)) is not None]
+    best: dict[tuple[str, str], Kept] = {}
+    for kept in sorted(found, key=lambda kept: (kept.seconds, kept.written)):
+        engine = kept.subject.engine
+        same = kept.shapes == (outline(target), outline(drafter))
+        if same and kept.subject.engine_version == engine_version(engine):
+            best[engine, kept.subject.precision] = kept
+    return [best[way] for way in sorted(best)]
 
 
-def _read(path: Path, note: Callable[[str], None]) -> dict[str, Any] | None:
+def _read(path: Path, note: Callable[[str], None]) -> Kept | None:
     """What a kept file of this machine says, checked. None where it is another machine's or damaged; `note` is told which."""
     try:
         value = read_json(path, limit=MAX_BYTES)
@@ -169,13 +170,14 @@ def _read(path: Path, note: Callable[[str], None]) -> dict[str, Any] | None:
             note(f"{path} is not used: {reason}")
             return None
         shapes = value.get("shapes") or {}
-        return {
-            "subject": asdict(Subject(**value["subject"])),
-            "outlines": {role: outline(shapes.get(role, {})) for role in ("target", "drafter")},
-            "costs": Costs(**{key: _tuples(row) for key, row in value["costs"].items()}),
-            "seconds": float(value["seconds"]),
-            "written": path.stat().st_mtime,
-        }
+        value["costs"].pop("draft_read2_seconds", None)  # earlier versions measured it
+        return Kept(
+            Subject(**value["subject"]),
+            tuple(outline(shapes.get(role, {})) for role in ("target", "drafter")),
+            Costs(**{key: _tuples(row) for key, row in value["costs"].items()}),
+            float(value["seconds"]),
+            path.stat().st_mtime,
+        )
     except (InputError, OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         note(f"{path} is damaged and not used ({type(error).__name__}: {str(error)[:200]})")
         return None

@@ -45,7 +45,6 @@ class Costs:
         contexts: ascending.
         verify_seconds: [context][n − 1], a target pass of n tokens; as many n for every context.
         draft_seconds: [context], one drafter step; 0 where nothing but the prompt is looked up.
-        draft_read2_seconds: [context], a drafter step that reads two tokens, as after a block that was accepted whole.
 
     Raises InputError where the table has holes, or seconds that cannot be.
     """
@@ -53,11 +52,9 @@ class Costs:
     contexts: tuple[int, ...]
     verify_seconds: tuple[tuple[float, ...], ...]
     draft_seconds: tuple[float, ...]
-    draft_read2_seconds: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         rows = [self.verify_seconds, self.draft_seconds]
-        rows += [self.draft_read2_seconds] if self.draft_read2_seconds is not None else []
         lengths = {len(row) for row in self.verify_seconds}
         ascending = all(low < high for low, high in pairwise((0, *self.contexts)))
         if not (self.contexts and ascending and len(lengths) == 1 and lengths != {0}):
@@ -70,8 +67,9 @@ class Costs:
                 f"a table of costs for {len(self.contexts)} contexts has {[len(row) for row in rows]} rows; measure again"
             )
         passes = [seconds for row in self.verify_seconds for seconds in row]
-        steps = [*self.draft_seconds, *(self.draft_read2_seconds or ())]
-        if not all(0 < s < math.inf for s in passes) or not all(0 <= s < math.inf for s in steps):
+        if not all(0 < s < math.inf for s in passes) or not all(
+            0 <= s < math.inf for s in self.draft_seconds
+        ):
             raise InputError("a table of costs has seconds that are not positive; measure again")
 
     @property
@@ -93,12 +91,6 @@ class Costs:
     def draft(self, context: int) -> float:
         """Seconds of one drafter step."""
         return self._at(self.draft_seconds, context)
-
-    def draft_read2(self, context: int) -> float:
-        """Seconds of a drafter step that reads two tokens; where it was not measured, of two steps."""
-        if self.draft_read2_seconds is None:
-            return 2 * self.draft(context)
-        return self._at(self.draft_read2_seconds, context)
 
     def v(self, n: int, context: int) -> float:
         """A pass of n tokens in plain steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even, speedup
@@ -20,14 +19,12 @@ def made_up(v: Sequence[float], c_t: float, step: float = 0.1) -> Costs:
 
 
 def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
-    costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5), (0.2, 0.8))
+    costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5))
     assert [costs.verify(2, at) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
     assert costs.draft(200) == pytest.approx(0.3)
-    assert costs.draft_read2(200) == pytest.approx(0.5)
     assert costs.v(2, 200) == pytest.approx(3.5 / 2.0)
     assert costs.c_t(200) == pytest.approx(0.15)
     assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
-    assert replace(costs, draft_read2_seconds=None).draft_read2(100) == pytest.approx(0.2)
     with pytest.raises(ValueError, match="a pass of 0 tokens"):
         costs.verify(0, 100)
 
@@ -46,7 +43,6 @@ def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
         {"draft_seconds": (0.1,)},
         {"draft_seconds": (0.1, -1.0)},
         {"draft_seconds": (0.1, float("inf"))},
-        {"draft_read2_seconds": (0.1,)},
     ],
 )
 def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
@@ -54,7 +50,6 @@ def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
         "contexts": (100, 300),
         "verify_seconds": ((1.0, 2.0), (3.0, 5.0)),
         "draft_seconds": (0.1, 0.5),
-        "draft_read2_seconds": (0.2, 0.8),
     }
     Costs(**whole)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="measure again"):
