@@ -218,7 +218,9 @@ def test_measured_costs_go_before_a_budget(
         if json.loads(path.read_text())["shapes"]["target"]["layers"] == 32
     ]
     value = json.loads(file.read_text())
-    for damage in ({"device": asdict(this_device()) | {"cpu": "another"}}, {"costs": None}, {"schema": 99}):
+    damages: list[dict[str, Any]] = [{"device": asdict(this_device()) | {"cpu": "another"}}, {"costs": None}]
+    damages += [{"schema": 99}, {"subject": value["subject"] | {"engine": []}}]
+    for damage in damages:
         file.write_text(json.dumps(value | damage))
         assert kept_for(TARGET, DRAFTER) == []
     file.write_text("{")

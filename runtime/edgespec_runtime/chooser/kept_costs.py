@@ -154,10 +154,10 @@ def kept_for(target: ModelShape, drafter: ModelShape) -> list[Kept]:
     found = [kept for path in paths if (kept := _read(path, lambda _: None)) is not None]
     best: dict[tuple[str, str], Kept] = {}
     for kept in sorted(found, key=lambda kept: (kept.seconds, kept.written)):
-        engine = kept.subject.engine
+        engine, precision = str(kept.subject.engine), str(kept.subject.precision)
         same = kept.shapes == (outline(target), outline(drafter))
         if same and kept.subject.engine_version == engine_version(engine):
-            best[engine, kept.subject.precision] = kept
+            best[engine, precision] = kept
     return [best[way] for way in sorted(best)]
 
 
