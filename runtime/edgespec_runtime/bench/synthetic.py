@@ -55,6 +55,7 @@ SHARED = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class Options(bench.Options):
     bundle: str = with_default(bench.Options, "bundle", "")
+    mode: str = with_default(bench.Options, "mode", EXACT)
     synthetic: str = knob(
         "",
         "instead of a bundle: random weights of this target's shape (an alias or a folder with a config.json) and its drafter's, "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
@@ -48,9 +48,10 @@ class LoadOptions:
         "blocks exact)",
     )
     mode: str = knob(
-        EXACT,
-        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie",
-        choices=MODES,
+        "",
+        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie "
+        "(default: exact, or fast where exact kernels slow plain decoding)",
+        choices=("", *MODES),
     )
 
 
@@ -199,6 +200,11 @@ def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     return engine, preferred if preferred in offered else offered[0]
 
 
+def _usual_mode(manifest: Manifest, engine: str, precision: str) -> str:
+    """Fast for the files whose exact kernels would slow plain decoding, as timed where the bundle was made; else exact."""
+    return FAST if f"{engine}/{precision}" in str(manifest.default.get("fast", "")).split() else EXACT
+
+
 def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
     """The subset of the target's tokens that the drafter knows; None where it knows them all."""
     name = manifest.drafter.vocabulary
@@ -228,6 +234,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     """
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
+    options = replace(options, mode=options.mode or _usual_mode(manifest, engine, precision))
     ratios = manifest.cost_ratios(engine, precision)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
