@@ -18,6 +18,7 @@ from edgespec.core.errors import EdgespecError, InputError, MissingExtra, NoRoom
 from edgespec.core.no_room import place_of, write_error
 from edgespec.core.options import add_flags, given, usage
 from edgespec.core.texts import forgive_streams
+from edgespec.verbs.renamed import refuse as refuse_old_name
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,13 @@ VERBS = {
         "edgespec.verbs.recipes", "list, show, copy or check the recipes that come with edgespec"
     ),
     "plan": Verb(
-        "edgespec.planning.plan", "what a drafter for a target costs and what it would give, before you pay"
+        "edgespec.verbs.plan",
+        "before you train: does a drafter for a target fit, does it pay, how long does it take?",
+        resumes=True,
     ),
     "build-drafter": Verb(
         "edgespec.verbs.build", "make a drafter for a target, export the pair, verify and bundle it"
     ),
-    "rehearse": Verb(
-        "edgespec.building.rehearse",
-        "run every stage of a build at a target's true size, with random weights",
-        resumes=True,
-    ),
-    "devices": Verb("edgespec.verbs.devices", "list the devices edgespec has a profile of, or show one"),
     "export": Verb(
         "edgespec.verbs.export", "export two model folders, or a build, for a device: files, checks, bundle"
     ),
@@ -60,7 +57,14 @@ VERBS = {
     "serve": Verb(
         "edgespec_runtime.serving.serve", "serve a bundle to programs that speak OpenAI's protocol"
     ),
-    "bench": Verb("edgespec.verbs.bench", "plain against speculative decoding, side by side"),
+    "doctor": Verb(
+        "edgespec_runtime.doctor.doctor",
+        "on this machine, with a bundle: what speculation costs, whether it pays, how to run it",
+    ),
+    "bench": Verb(
+        "edgespec.verbs.bench",
+        "measured: plain against speculative decoding, of a bundle or of random weights of a target's shape",
+    ),
     "tradeoff": Verb(
         "edgespec_runtime.tradeoff.tradeoff",
         "quality against latency for acceptance rules that give up some for speed",
@@ -73,13 +77,9 @@ VERBS = {
         "edgespec_export.verify.bundle",
         "hold a bundle's files against their models, and measure the exported pair",
     ),
-    "elsewhere": Verb(
+    "other-engines": Verb(
         "edgespec_export.other_engines.check",
         "run a bundle's pair in other engines: the same text, and as much accepted?",
-    ),
-    "doctor": Verb(
-        "edgespec_runtime.doctor.doctor",
-        "measure what speculation costs on this device, and say whether it pays",
     ),
 }
 
@@ -152,6 +152,7 @@ def _run(arguments: list[str]) -> int:
         overview.parse_args(arguments)
         overview.print_help()
         return 0
+    refuse_old_name(arguments)
     name, *rest = arguments
     module, parser = parser_of(name)
     code: int = module.run(given(parser.parse_intermixed_args(rest)))

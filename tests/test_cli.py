@@ -12,9 +12,9 @@ import yaml
 from repository import REPOSITORY
 from tiny_models import make_model_folder
 
-from edgespec.cli import VERBS, main
+from edgespec.cli import VERBS, main, parser_of
 from edgespec.core.errors import did_you_mean
-from edgespec.core.options import to_mapping
+from edgespec.core.options import from_mapping, given, to_mapping
 from edgespec.recipe.schema import Recipe
 from edgespec.verbs.build import RECIPE_FILE
 
@@ -37,6 +37,43 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'bench'" in refused(capsys, "bnch")
     assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
+
+
+@pytest.mark.parametrize(
+    ("old", "now", "command"),
+    [
+        ("rehearse", "plan --rehearse", "plan --rehearse"),
+        (
+            "rehearse --target T --shape=tiny --out x --plan-only",
+            "plan --rehearse",
+            "plan --rehearse --target T --rehearsal.shape=tiny --rehearsal.out x --rehearsal.check-only",
+        ),
+        ("devices", "plan --devices", "plan --devices"),
+        ("devices list --json", "plan --devices", "plan --devices --json devices.json"),
+        (
+            "devices show raspberry-pi --target T",
+            "plan --devices",
+            "plan --devices --device raspberry-pi --target T",
+        ),
+        ("elsewhere BUNDLE --prompts 3", "other-engines", "other-engines BUNDLE --prompts 3"),
+        (
+            "build-drafter --target T --out x --dry-run --parallel=ddp --seed 1",
+            "plan",
+            "plan --target T --seed 1",
+        ),
+    ],
+)
+def test_an_old_name_answers_with_the_command_of_today(
+    old: str, now: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = old.split()
+    name = f"{words[0]} --dry-run" if "--dry-run" in words else words[0]
+    assert refused(capsys, *words) == (
+        f"edgespec: `edgespec {name}` is now `edgespec {now}`. Run: edgespec {command}\n"
+    )
+    verb, *rest = command.split()
+    module, parser = parser_of(verb)
+    from_mapping(module.OPTIONS, given(parser.parse_intermixed_args(rest)))  # it exists
 
 
 def test_the_end_of_one_name_is_enough() -> None:

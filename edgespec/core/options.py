@@ -227,7 +227,7 @@ def usage(kind: type[Any]) -> str:
 def _help(field: dataclasses.Field[Any], many: bool) -> str:
     text: str = field.metadata.get("help", "")
     default: Any = field.default
-    if default not in (MISSING, None, "") and not isinstance(default, bool):
+    if default not in (MISSING, None, "", ()) and not isinstance(default, bool):
         text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
     return text.replace("%", "%%")
 

@@ -9,7 +9,7 @@ from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, duration, table
 from edgespec.planning.devices_fit import Fit
-from edgespec.planning.estimate import size
+from edgespec.planning.estimate import PROMPT_TOKENS, size
 from edgespec.planning.hardware import Hardware
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest, rate_of
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
@@ -66,6 +66,7 @@ def text(plan: Plan) -> str:
         _cost_of_drafting(plan),
         _stages(plan),
         _storage(plan),
+        *([f"Memory on {plan.device}:\n{plan.fit.text()}"] if plan.fit else []),
         *(_way(plan, way) for way in plan.ways),
         _verdict_text(plan),
     ]
@@ -111,7 +112,10 @@ def _rates(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    lines = ["At most: every response has its full length, no draft token is accepted."]
+    lines = [
+        f"At most: every response has its full length, prompts of {PROMPT_TOKENS} tokens, no draft token is accepted; disk with "
+        "checkpoints."
+    ]
     one = plan.hardware
     if not one.measured:
         lines.append(
@@ -204,8 +208,8 @@ def _room(plan: Plan) -> list[str]:
         return []
     there = size(plan.fit.profile.memory_bytes)
     return [
-        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it "
-        f"(edgespec devices show {plan.device}); were there room:"
+        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it; were "
+        "there room:"
     ]
 
 

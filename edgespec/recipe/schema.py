@@ -324,7 +324,7 @@ class Recipe:
     seed: int = knob(0, "seed of every random choice", at_least=0)
     device: str = knob(
         "",
-        "device profile (edgespec devices list): which files are exported, and how chat and bench run them",
+        "device profile (edgespec plan --devices): which files are exported, and how chat and bench run them",
     )
     inference: InferenceOptions = section(
         InferenceOptions, "how the target runs where it writes responses and distributions"

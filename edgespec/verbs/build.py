@@ -39,7 +39,6 @@ class Options(Recipe):
     recipe: str = knob(
         "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
     )
-    dry_run: bool = knob(False, "print sizes, memory, FLOPs and disk of every stage, and make nothing")
     force: bool = knob(False, "start although the estimate says that disk or memory will not suffice")
     parallel: str = knob(
         "ddp",
@@ -49,7 +48,7 @@ class Options(Recipe):
 
 
 OPTIONS = Options
-OWN = ("out", "recipe", "dry_run", "force", "parallel")
+OWN = ("out", "recipe", "force", "parallel")
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
@@ -65,7 +64,7 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
 
 def _checked(name: str, value: Any) -> Any:
     field = Options.__dataclass_fields__[name]
-    return check(value, {"dry_run": bool, "force": bool}.get(name, str), field, name)
+    return check(value, bool if name == "force" else str, field, name)
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -147,11 +146,6 @@ def folder_of(target: str, out: str) -> Path:
 
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
-    if options.dry_run:
-        from edgespec.planning.estimate import dry_run
-
-        print(dry_run(recipe))
-        return 0
     check_packages(recipe)
     out = folder_of(recipe.target, options.out)
     crew = _crew(options.parallel)

@@ -43,7 +43,7 @@ class Options:
     drafter: str = knob("", "model folder of the drafter")
     out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
     device: str = knob(
-        "", "device profile (edgespec devices list): which files, and how chat and bench run them"
+        "", "device profile (edgespec plan --devices): which files, and how chat and bench run them"
     )
     context: int | None = with_default(ExportOptions, "context", None)
     formats: tuple[str, ...] = knob((), "formats to write (default: the device's, or all)", choices=FORMATS)
