@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -104,6 +105,13 @@ _EXTRA_OF = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose lines never break inside a name such as match-greedy."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are edgespec's one-line errors."""
 
@@ -121,7 +129,7 @@ def _overview() -> argparse.ArgumentParser:
         prog="edgespec",
         usage="edgespec [--version] VERB ...",
         description="Gives a chat LLM a tiny, well-aligned drafter and runs the pair fast on laptops and devices.",
-        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options.",
+        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options and the names they take.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -140,6 +148,7 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
         prog=f"edgespec {name}",
         usage=f"edgespec {name} {usage(module.OPTIONS)}",
         description=(module.__doc__ or verb.help).split("\n\n")[0],
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     add_flags(parser, module.OPTIONS)

@@ -13,7 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import check, knob
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import Fit, fit
-from edgespec.planning.hardware import THIS_MACHINE, Hardware, parse, this_machine
+from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
@@ -32,11 +32,14 @@ UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 @dataclass(frozen=True)
 class PlanOptions(Recipe):
     recipe: str = knob(
-        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
+        "",
+        "a YAML file, or a shipped recipe: {names} (default: the target's own, if there is one)",
+        names=shipped_recipes,
     )
     gpus: str = knob(
         THIS_MACHINE,
-        "what trains: COUNTxNAME such as 8xA100-80GB or 1xH100, or this machine (measured quickly)",
+        "what trains: this machine (measured quickly), or COUNTxNAME such as 8xA100-80GB; names: {names}",
+        names=lambda: CARDS,
     )
     alphas: tuple[float, ...] = knob(
         (0.5, 0.6, 0.7, 0.8), "acceptance rates to predict a speed-up for", at_least=0.0, at_most=1.0

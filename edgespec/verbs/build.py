@@ -22,8 +22,9 @@ from edgespec.building.pipeline import Build
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, is_empty
-from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping
+from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping, with_default
 from edgespec.planning.estimate import size
+from edgespec.planning.plan import PlanOptions
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
 from edgespec.recipe.gguf_file import gguf_of
@@ -36,9 +37,7 @@ from edgespec.stages.stage import Crew
 @dataclass(frozen=True)
 class Options(Recipe):
     out: str = knob("", "folder for everything that is made (default: build/TARGET)")
-    recipe: str = knob(
-        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
-    )
+    recipe: str = with_default(PlanOptions, "recipe", "")
     force: bool = knob(False, "start although the estimate says that disk or memory will not suffice")
     parallel: str = knob(
         "ddp",

@@ -19,7 +19,7 @@ from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
-from edgespec.core.options import as_flags, from_mapping, knob, section, with_default
+from edgespec.core.options import as_flags, from_mapping, help_of, knob, section, with_default
 from edgespec.planning.device_report import overview, shown, taken
 from edgespec.planning.plan import PlanOptions, make, read_options
 from edgespec.planning.plan_report import as_json, text
@@ -56,7 +56,7 @@ def run(given: dict[str, Any]) -> int:
         name = next(iter(rest["rehearsal"])).replace("_", "-")
         raise InputError(f"--rehearsal.{name} belongs to --rehearse; give both or neither")
     if not rest.get("target"):
-        raise InputError(f"target is missing: {Recipe.__dataclass_fields__['target'].metadata['help']}")
+        raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
     if options.rehearse:
         return run_rehearsal(
             rest["target"], options.rehearsal, shlex.join(["edgespec", "plan", *as_flags(given)])

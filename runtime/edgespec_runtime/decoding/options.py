@@ -10,7 +10,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import knob
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.sampling import Warp
-from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, LoopRule, rule_of
+from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
@@ -32,8 +32,9 @@ class ReplyOptions(Warp):
     )
     rule: str | None = knob(
         None,
-        "acceptance rule, with its parameters where it has some: opt:a=0.3 (default: lossless when greedy; at a temperature, "
-        f"{REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
+        "acceptance rule: {names}; with its parameters where it has some: opt:a=0.3 (default: lossless when greedy; at a "
+        f"temperature, {REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
+        names=lambda: RULES,
     )
     drafter: str = knob(
         MODEL,
