@@ -204,7 +204,11 @@ class DistillOptions(TrainingOptions):
     preset: str = knob(
         "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
     )
-    divergence: str = knob("fkl", "loss between target p and draft q", choices=DIVERGENCES)
+    divergence: str = knob(
+        "fkl",
+        "loss between target p and draft q: forward KL, reverse KL, Jensen-Shannon, total variation distance, TVD++, or LK",
+        choices=DIVERGENCES,
+    )
     jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
@@ -229,7 +233,9 @@ class DistillOptions(TrainingOptions):
     text_fraction: float = knob(
         0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
     )
-    fixed: str = knob("", "conversations with responses of somebody else's (DistillSpec's fixed data)")
+    fixed: str = knob(
+        "", "conversations with responses of other models or of people (DistillSpec's fixed data)"
+    )
     fixed_fraction: float = knob(
         0.0, "λ1: share of the rest of a batch that is fixed data", at_least=0.0, at_most=1.0
     )

@@ -31,7 +31,7 @@ from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, load_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import recipe_file, shipped_recipes
-from edgespec.stages.stage import Crew
+from edgespec.stages.stage import Processes
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def _room(out: Path, parallel: str) -> Room:
     return replace(room, memory=memory, on_gpu=True, sharing=1)
 
 
-def _crew(parallel: str) -> Crew:
+def _processes(parallel: str) -> Processes:
     """The processes torchrun started; one, without it. Only the first one prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Crew()
+        return Processes()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and parallel != "fsdp":
         raise InputError(f"accelerate's config is FSDP and --parallel is {parallel}; add --parallel fsdp")
     os.environ["EDGESPEC_PARALLEL"] = parallel
@@ -135,7 +135,7 @@ def _crew(parallel: str) -> Crew:
     if processes.rank():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the program)
     processes.start()
-    return Crew(processes.rank(), processes.wait)
+    return Processes(processes.rank(), processes.wait)
 
 
 def folder_of(target: str, out: str) -> Path:
@@ -147,28 +147,28 @@ def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     check_packages(recipe)
     out = folder_of(recipe.target, options.out)
-    crew = _crew(options.parallel)
-    crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
+    processes = _processes(options.parallel)
+    processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
     command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
     fresh = not out.exists()
-    with nullcontext() if crew.rank else held(out, command):
-        _build(recipe, out, crew, command, fresh)
+    with nullcontext() if processes.rank else held(out, command):
+        _build(recipe, out, processes, command, fresh)
     return 0
 
 
-def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> None:
+def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh: bool) -> None:
     """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
 
     Raises NoRoom with what the rest of the build will take.
     """
-    if not crew.rank:
+    if not processes.rank:
         claim(out, recipe)
         write_text(out / "command.txt", command + "\n")
     try:
-        Build(recipe, out, crew).run()
+        Build(recipe, out, processes).run()
     except NoRoom as error:
         needed = disk_left(recipe, out)
         raise NoRoom(
@@ -176,7 +176,7 @@ def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> 
         ) from error
     except Exception:
         if (
-            fresh and not crew.rank and not (out / "target" / "stage.json").exists()
+            fresh and not processes.rank and not (out / "target" / "stage.json").exists()
         ):  # a target that cannot be had leaves nothing behind
             shutil.rmtree(out, ignore_errors=True)
         raise

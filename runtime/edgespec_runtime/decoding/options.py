@@ -38,13 +38,13 @@ class ReplyOptions(Warp):
     )
     drafter: str = knob(
         MODEL,
-        "who drafts: the drafter, what followed the same tokens earlier (lookup), or that where it is found and else the drafter",
+        "who drafts: the drafter model, prompt lookup (what followed the same tokens earlier), or hybrid: lookup, else the model",
         choices=(MODEL, LOOKUP, HYBRID),
     )
     lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1)
     p_min: float = knob(
         0.0,
-        "end a draft where no token has this probability in the drafter's eyes",
+        "end a draft where the drafter gives no token this probability",
         at_least=0.0,
         at_most=1.0,
     )

@@ -80,7 +80,7 @@ class Options(Warp, LoadOptions):
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = with_default(ReplyOptions, "max_new_tokens", 64)
     draft_length: int = knob(5, "draft tokens in a block (γ)", at_least=1)
-    seed: int = with_default(ReplyOptions, "seed", 0)
+    seed: int = knob(0, "seed of the sampling", at_least=0, at_most=2**63 - 1)
     repeats: int = knob(
         1,
         "runs of every prompt by every rule, each with a seed of its own; the median pace counts",
