@@ -52,7 +52,7 @@ class PlanOptions(Recipe):
     )
     bandwidth_share: float = knob(
         0.6,
-        "assumed share of published rates that decoding reaches, in data generation and on a device nobody measured",
+        "assumed share of published rates that decoding reaches, in data generation and on a device without measurements",
         at_least=0.01,
         at_most=1.0,
     )

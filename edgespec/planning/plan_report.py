@@ -171,7 +171,7 @@ def _way(plan: Plan, way: Way) -> str:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether it is worth it, in sentences: the device, its room, the price, and what would make the answer surer."""
+    """Whether it is worth it, in sentences: the device, its room, the cost, and what would make the answer surer."""
     rate = rate_of(PAPER_TAU, PAPER_GAMMA)
     way = fastest(plan.ways, rate)
     length, gain = way.best(rate)
@@ -200,7 +200,7 @@ def verdict(plan: Plan) -> list[str]:
             f"That is a budget and no measurement: run `edgespec bench --synthetic {plan.recipe.target}`{again} before you pay "
             "for the training, and then this plan again, which uses what was measured."
         )
-    return [*_room(plan), *lines, *_price(plan)]
+    return [*_room(plan), *lines, *_cost_of_building(plan)]
 
 
 def _room(plan: Plan) -> list[str]:
@@ -213,7 +213,7 @@ def _room(plan: Plan) -> list[str]:
     ]
 
 
-def _price(plan: Plan) -> list[str]:
+def _cost_of_building(plan: Plan) -> list[str]:
     seconds = sum(stage.seconds for stage in plan.stages)
     busy = sum(stage.seconds * stage.devices for stage in plan.stages)
     longest = max(plan.stages, key=lambda stage: stage.seconds)
