@@ -28,6 +28,7 @@ from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
+from edgespec.model_folder.head import is_head
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
@@ -44,6 +45,7 @@ from edgespec_export.verify.file_check import (
     opener,
     relative,
 )
+from edgespec_export.verify.head_check import check_head
 from edgespec_export.verify.passages import context_for, passages_of
 from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights
 from edgespec_export.verify.readback_npu import static_weights
@@ -87,6 +89,21 @@ class Reference:
                 results.append(output.logits[0].float().numpy())
         return results
 
+    def features(self) -> list[torch.Tensor]:
+        """The last hidden states [n, H], behind the final norm, at every token of each passage."""
+        with torch.inference_mode():
+            tokens = [torch.tensor([passage.tokens]) for passage in self.passages]
+            return [self.model.model(each, use_cache=False).last_hidden_state[0].float() for each in tokens]
+
+
+def _check_head(files: list[ExportedFile], folder: Path, target: Reference) -> FileCheck:
+    """The one folder of a head."""
+    file = next(file for file in files if file.is_head)
+    embedding = target.model.get_input_embeddings().weight.detach().float()
+    return check_head(
+        file, folder, embedding, [passage.tokens for passage in target.passages], target.features()
+    )
+
 
 def verify_pair(
     out: Path,
@@ -104,7 +121,8 @@ def verify_pair(
     the tables when a bound is broken (verify.json is written all the same).
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    files = exported_files(export_folder, options, own_file(target_folder))
+    head = is_head(drafter_folder)
+    files = exported_files(export_folder, options, own_file(target_folder), head=head)
     result = verify_files(files, folders, prompts, trials, target_folder)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
@@ -133,9 +151,14 @@ def verify_files(
     subset = vocabulary_of(folders["drafter"])
     checks: list[FileCheck] = []
     sources, parameters = {}, {}
+    references: dict[str, Reference] = {}
     with progress("verify", 2 * len(files) + 1, "check") as bar:
         for role, folder in folders.items():
-            reference = Reference(folder, _as_numbered(prompts, vocabulary_of(folder)))
+            if is_head(folder):
+                checks.append(_check_head(files, folder, references["target"]))
+                parameters[role] = 0  # no files of its own
+                continue
+            references[role] = reference = Reference(folder, _as_numbered(prompts, vocabulary_of(folder)))
             sources[role] = Source(folder, read_config(folder), whole=True)
             parameters[role] = reference.shape.parameters
             for file in (file for file in files if file.role == role):
@@ -143,8 +166,9 @@ def verify_files(
                 checks.append(check_file(file, reference))
                 bar.update(1)
         bar.set_postfix_str("tokenizers")
+        with_tokenizer = [file for file in files if not file.is_head]
         tokenizers = check_tokenizers(
-            files, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
+            with_tokenizer, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
         )
     runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
     return {

@@ -24,6 +24,7 @@ from edgespec_runtime.decoding.drafters import Drafter, drafter_of, propose, win
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.engines.session import CachedEngine, most_kept
+from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
@@ -57,6 +58,7 @@ def decode(
         EdgespecError: an engine failed; its cache is empty then, and the next reply works if the engine does.
     """
     check_prompt(target, draft, prompt, options)
+    check_law(draft, rule or options.acceptance_rule())
     limit = target.engine.context_length
     window = window_of(target, options)
     rule = rule or options.acceptance_rule()
@@ -184,6 +186,16 @@ def check_prompt(
             "so that it can shift by half of the rest"
         )
     check_vocabulary(target, draft)
+
+
+def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
+    """Raise InputError for a rule that needs a drafter whose answer depends on the text alone, where the drafter is a head."""
+    is_head = draft is not None and isinstance(draft.engine, FeatureEngine)
+    if is_head and (isinstance(rule, LoopRule) or rule.mixes):
+        raise InputError(
+            "this rule mixes the drafter's probabilities into the output, and those of a head depend on where a block "
+            "began; choose --rule lossless, block or reproducible, or a drafter that is a model"
+        )
 
 
 def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:
