@@ -28,7 +28,7 @@ from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe
+from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe, precision_names
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.build_data import held_out_of
@@ -44,13 +44,13 @@ class Options:
     )
     drafter: str = knob("", "model folder of the drafter, or the folder of a head")
     out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
-    device: str = knob(
-        "", "device profile (edgespec devices list): which files, and how chat and bench run them"
-    )
+    device: str = with_default(Recipe, "device", "")
     context: int | None = with_default(ExportOptions, "context", None)
     formats: tuple[str, ...] = knob((), "formats to write (default: the device's, or all)", choices=FORMATS)
     precisions: tuple[str, ...] = knob(
-        (), "precisions to write, of any format (default: the device's, or each format's usual)"
+        (),
+        "precisions to write, of any format: {names} (default: the device's, or each format's usual)",
+        names=precision_names,
     )
     prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)

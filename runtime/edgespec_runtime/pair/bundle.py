@@ -9,6 +9,7 @@ from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
+from edgespec.recipe.schema import precision_names
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.rope_border import across_border
@@ -37,8 +38,8 @@ class LoadOptions:
     )
     precision: str = knob(
         "",
-        "precision of both models: fp32, fp16, int8, int4 (onnxruntime); f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k "
-        "(llama.cpp); fp32, qdq8, qdq16 (static, openvino) (default: the bundle's)",
+        "precision of both models: {names} (default: the bundle's)",
+        names=precision_names,
     )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
