@@ -22,7 +22,9 @@ from edgespec_export.verify.exported_pair import open_models
 from edgespec_export.verify.file_check import has_engine
 
 SAME, CLOSE = 0.97, 0.92  # share of argmaxes that a file keeps: "same answers", "close"
-EXACT_SHARE = 0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
+EXACT_SHARE = (
+    0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
+)
 LONGEST = 5  # tokens of a pass that is timed: γ = 4 behind it
 TIMED = CalibrateOptions(seconds=3.0, contexts=(256,))
 
@@ -50,7 +52,9 @@ def choose_default(
 
     `metrics`: what was measured of acceptance; `verification`: verify.json's content.
     """
-    timed = [one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)]
+    timed = [
+        one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)
+    ]
     modes = {(one.engine, one.precision): _usual(timed, one) for one in timed}
     chosen = max(_faithful(list(modes.values())), key=lambda one: one.best)
     reason = (
@@ -118,7 +122,11 @@ def _timed(
 def _kept(target: ExportedFile, verification: Mapping[str, Any]) -> dict[str, float]:
     """{mode: share of argmaxes that are the float model's}, of each mode that was verified; a block's flips count against it."""
     for check in verification["files"]:
-        if (check["role"], check["engine"], check["precision"]) == ("target", target.engine, target.precision):
+        if (check["role"], check["engine"], check["precision"]) == (
+            "target",
+            target.engine,
+            target.precision,
+        ):
             top1, fast = check["top1"] or 0.0, check.get("fast")
             found = {EXACT: top1}
             if fast and fast["block_flips"] is not None:

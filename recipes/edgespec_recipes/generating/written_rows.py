@@ -7,7 +7,7 @@ that were kept while the target wrote (written_states.py), so that no second pas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,18 @@ class WrittenRows(Dataset[Row]):
         for slots, key, _ in texts_of(row):
             features[slots[1:]] = self._texts[key][1][: len(slots) - 1]
         return {**row, "features": features}
+
+    def steps_seen(self, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens [n], the features [n, H] before them and those at them, of row after row: about `most` tokens."""
+        count = 0
+        for index in range(len(self)):
+            if count >= most:
+                return
+            row = self[index]
+            inside = np.flatnonzero((row["position_ids"][1:-1] > 0) & (row["position_ids"][2:] > 0)) + 1
+            count += len(inside)
+            features = torch.from_numpy(row["features"].astype(np.float32))
+            yield torch.from_numpy(row["input_ids"][inside]), features[inside], features[inside + 1]
 
     def records(self, index: int) -> np.ndarray:
         """The records of a row's compared positions."""

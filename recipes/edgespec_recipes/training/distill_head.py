@@ -32,6 +32,7 @@ from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.trainer import collate, train
 
 Batch = dict[str, Tensor]
+FITTED = 200_000  # tokens that the first guess is fitted to: hundreds for each of its columns
 
 
 class UnrolledHead(nn.Module):
@@ -131,7 +132,7 @@ def distill_head(
             f"{written} has hidden states of {rows.width} numbers and a vocabulary of {rows.vocab_size}; the target in {target} "
             f"has {embedding.shape[1]} and {len(embedding)}: write the responses again with this target"
         )
-    head = _started(target, drafter, rows, tokenizer, seed)
+    head = _started(target, drafter, rows, tokenizer)
     model = UnrolledHead(head, embedding)
     judge = None
     if options.select_fraction < 1 and reference is not None:
@@ -178,14 +179,12 @@ def distill_head(
     }
 
 
-def _started(
-    target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer: Any, seed: int
-) -> FeatureHead:
+def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer: Any) -> FeatureHead:
     """The head that training starts from: one that was trained before, or from the target's weights."""
     if drafter.init == "checkpoint":
         return load_head(Path(drafter.checkpoint))
     special = special_tokens(tokenizer, target)
-    return start_head(load_model(target), drafter, rows.counts, special, seed)
+    return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED))
 
 
 class _Part:
