@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
-
-# What a config.json leaves out where it is the family's default.
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
-_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
-_BIASED, _UNBIASED = frozenset({"qwen2"}), frozenset({"mistral", "phi3"})  # whatever attention_bias says
-_ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
-_ORIGINAL_CONTEXT = {"phi3": 4096}
-_LONGROPE = frozenset({"longrope", "su"})
+from edgespec.core.families import LONGROPE, family_named
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ class ModelShape:
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
         rope = config.get("rope_parameters") or {}
         rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
-        model_type = config.get("model_type", "")
+        family = family_named(config.get("model_type", ""))
         theta = rope.get("rope_theta") or config.get(
             "rope_theta"
         )  # transformers 5 goes by the first, 4 knows the second
@@ -101,16 +94,17 @@ class ModelShape:
             layers=int(need("num_hidden_layers")),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or _HEAD_DIM.get(model_type) or hidden // heads),
+            head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
             intermediate=int(need("intermediate_size")),
             vocab_size=int(need("vocab_size")),
-            tied=bool(config.get("tie_word_embeddings", model_type in _TIED)),
+            tied=bool(config.get("tie_word_embeddings", family.tied)),
             context_length=int(config.get("max_position_embeddings") or 2048),
-            rope_theta=float(theta or _ROPE_THETA.get(model_type) or 10000.0),
+            rope_theta=float(theta or family.rope_theta),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
-            attention_bias=model_type in _BIASED
-            or bool(config.get("attention_bias") and model_type not in _UNBIASED),
-            head_norms=model_type == "qwen3",
+            attention_bias=bool(config.get("attention_bias"))
+            if family.attention_bias is None
+            else family.attention_bias,
+            head_norms=family.head_norms,
             rope_border=_rope_border(config),
         )
 
@@ -121,12 +115,12 @@ def _rope_border(config: Mapping[str, Any]) -> int | None:
     Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in _LONGROPE:
+    if (rope.get("rope_type") or rope.get("type")) not in LONGROPE:
         return None
     context = int(config.get("max_position_embeddings") or 2048)
     original = (
         config.get("original_max_position_embeddings")
-        or _ORIGINAL_CONTEXT.get(config.get("model_type", ""))
+        or family_named(config.get("model_type", "")).original_context
         or rope.get("original_max_position_embeddings")
         or context
     )

@@ -1,124 +1,20 @@
-"""The families GGUF export knows, as a table, and the hyperparameters llama.cpp reads for each. Knows no tensors' contents.
+"""The hyperparameters that llama.cpp reads for each family (core/families.py). Knows no tensors' contents.
 
-A family is one entry of FAMILIES: its llama.cpp architecture, what is done to its weights on the way, and which of its settings
-llama.cpp has a place for. A setting llama.cpp would compute otherwise than torch is refused, or, where a shorter context makes
-both alike, the context is cut and a note says so.
+A setting llama.cpp would compute otherwise than torch is refused, or, where a shorter context makes both alike, the context is
+cut and a note says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from gguf import GGUFWriter
-from gguf.constants import MODEL_ARCH
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import Family
 from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.rope import Vector, write_rope
-
-SILU, GELU = "silu", "gelu_pytorch_tanh"
-_EVERYWHERE = ("default", "linear", "dynamic")
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one Hugging Face model_type is written.
-
-    `permute_qk`: llama.cpp rotates neighbouring pairs of a head (GPT-J order) where Hugging Face rotates halves (NeoX order), so
-    the rows of q and k are reordered. `norm_offset` is added to the weights of norms (Gemma stores them around 0).
-    `window_period`: 0 where llama.cpp attends in full; else every period-th layer does and the others slide. `window_theta`:
-    the sliding layers' RoPE base where it is their own. `defaults`: what a config.json of the family may leave out.
-    """
-
-    architecture: MODEL_ARCH
-    name: str
-    permute_qk: bool = False
-    norm_offset: float = 0.0
-    activation: str = SILU
-    rope_types: tuple[str, ...] = _EVERYWHERE
-    partial_rotary: bool = False
-    soft_caps: bool = False
-    window_period: int = 0
-    window_theta: bool = False
-    untied: bool = True
-    full_width_heads: bool = False  # heads * head_dim must be the hidden size
-    large_scale_layers: int = 0  # with as many layers the attention's scale is that of hidden / heads
-    nope_period: int = 0  # every period-th layer has no RoPE; 0: all have it
-    biases: frozenset[str] = frozenset()  # matrices whose bias llama.cpp reads
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
-_LLAMA = Family(
-    MODEL_ARCH.LLAMA,
-    "llama",
-    permute_qk=True,
-    rope_types=(*_EVERYWHERE, "llama3", "yarn"),
-    biases=_QKV | {"attn_output", "ffn_gate", "ffn_up", "ffn_down"},
-)
-_GEMMA_DEFAULTS = {"hidden_activation": GELU}
-FAMILIES = {
-    "llama": _LLAMA,  # also TinyLlama and SmolLM
-    "mistral": _LLAMA,
-    "qwen2": Family(MODEL_ARCH.QWEN2, "qwen2", rope_types=(*_EVERYWHERE, "yarn"), biases=_QKV),
-    "qwen3": Family(MODEL_ARCH.QWEN3, "qwen3", rope_types=(*_EVERYWHERE, "yarn")),
-    "smollm3": Family(
-        MODEL_ARCH.SMOLLM3,
-        "smollm3",
-        permute_qk=True,
-        rope_types=(*_EVERYWHERE, "yarn"),
-        nope_period=4,
-    ),
-    "gemma2": Family(
-        MODEL_ARCH.GEMMA2,
-        "gemma2",
-        norm_offset=1.0,
-        activation=GELU,
-        soft_caps=True,
-        window_period=2,
-        untied=False,
-        large_scale_layers=46,
-        defaults=_GEMMA_DEFAULTS,
-    ),
-    "gemma3_text": Family(
-        MODEL_ARCH.GEMMA3,
-        "gemma3",
-        norm_offset=1.0,
-        activation=GELU,
-        window_period=6,
-        window_theta=True,
-        large_scale_layers=62,
-        defaults=_GEMMA_DEFAULTS,
-    ),
-    "phi3": Family(
-        MODEL_ARCH.PHI3,
-        "phi3",
-        rope_types=("default", "longrope"),
-        partial_rotary=True,
-        full_width_heads=True,
-    ),
-}
-
-
-def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
-    """The table's entry for a config.json. Raises InputError naming what is known."""
-    kind = config.get("model_type", "")
-    if kind not in FAMILIES:
-        hint = (
-            "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)"
-            if kind == "gemma3"
-            else ""
-        )
-        raise InputError(f"{where} is a {kind!r} model; GGUF export knows {', '.join(FAMILIES)}{hint}")
-    return FAMILIES[kind]
-
-
-def completed(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The config with the family's defaults where it is silent."""
-    return {**family.defaults, **config}
 
 
 def write_hyperparameters(
@@ -126,7 +22,7 @@ def write_hyperparameters(
 ) -> dict[str, Vector]:
     """Write what llama.cpp reads beside the weights; return the tensors that belong to it (RoPE factors), by name.
 
-    `config` is a config.json made complete by `completed`. Raises InputError for a setting llama.cpp has no place for.
+    Raises InputError for a setting llama.cpp has no place for.
     """
     _check(family, shape, config)
     writer.add_embedding_length(shape.hidden)
@@ -148,13 +44,13 @@ def write_hyperparameters(
 def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
     def refuse(what: str, wanted: str) -> None:
         raise InputError(
-            f"the model has {what}, and llama.cpp's {family.name!r} needs {wanted}; "
+            f"the model has {what}, and llama.cpp's {family.gguf!r} needs {wanted}; "
             "leave GGUF out with --export.gguf ''"
         )
 
-    activation = config.get("hidden_activation") or config.get("hidden_act") or family.activation
-    if activation != family.activation:
-        refuse(f"the activation {activation!r}", repr(family.activation))
+    activation, wanted_activation = family.activation(config), family.hidden_activation or "silu"
+    if activation != wanted_activation:
+        refuse(f"the activation {activation!r}", repr(wanted_activation))
     if not shape.tied and not family.untied:
         refuse("an output head of its own", "one tied to the embedding")
     if family.full_width_heads and shape.heads * shape.head_dim != shape.hidden:
@@ -192,7 +88,7 @@ def _write_window(
         if shape.rope_border is not None:
             raise InputError(
                 f"the model has a sliding window of {window} and RoPE factors that change at {shape.rope_border} tokens; "
-                f"llama.cpp's {family.name!r} attends in full: leave GGUF out with --export.gguf ''"
+                f"llama.cpp's {family.gguf!r} attends in full: leave GGUF out with --export.gguf ''"
             )
         notes.append(
             f"the context is cut from {shape.context_length} to the sliding window of {window}: llama.cpp attends in full"
@@ -201,7 +97,7 @@ def _write_window(
     period = _period(family, shape, config)
     if not window or not period:
         raise InputError(
-            f"llama.cpp's {family.name!r} needs a sliding window in all layers but every n-th; the model has "
+            f"llama.cpp's {family.gguf!r} needs a sliding window in all layers but every n-th; the model has "
             f"sliding_window {window} and layer_types {config.get('layer_types')}; leave GGUF out with --export.gguf ''"
         )
     writer.add_sliding_window(int(window))

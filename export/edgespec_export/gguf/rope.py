@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from edgespec_runtime.engines.llamacpp import CONTEXT_STEP
@@ -15,34 +15,22 @@ from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import Family
 from edgespec.core.shapes import ModelShape
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 _OLD_NAMES = {"su": "longrope"}
 
 
-class RopeOfFamily(Protocol):
-    """What a family's entry says about RoPE."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def rope_types(self) -> tuple[str, ...]: ...
-    @property
-    def partial_rotary(self) -> bool: ...
-    @property
-    def window_theta(self) -> bool: ...
-
-
 def write_rope(
-    writer: GGUFWriter, family: RopeOfFamily, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
+    writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
 ) -> dict[str, Vector]:
     """Write the keys; return the tensors that belong to them, by name. Raises InputError for what llama.cpp has no place for."""
     rope, local = _rope_parameters(config, shape)
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and not family.partial_rotary:
         raise InputError(
-            f"the model has partial_rotary_factor {partial}; llama.cpp's {family.name!r} needs 1.0"
+            f"the model has partial_rotary_factor {partial}; llama.cpp's {family.gguf!r} needs 1.0"
         )
     rotated = int(shape.head_dim * partial)
     theta = float(rope["rope_theta"])
@@ -51,9 +39,9 @@ def write_rope(
     if family.window_theta:
         writer.add_rope_freq_base_swa(float(local.get("rope_theta") or 10000.0))
     kind = rope["rope_type"]
-    if kind not in family.rope_types:
+    if kind not in family.gguf_rope:
         raise InputError(
-            f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.name!r}; known: {', '.join(family.rope_types)}"
+            f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.gguf!r}; known: {', '.join(family.gguf_rope)}"
         )
     if kind == "linear":
         writer.add_rope_scaling_type(RopeScalingType.LINEAR)

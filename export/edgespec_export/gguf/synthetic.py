@@ -16,9 +16,10 @@ from gguf import GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.families import FAMILIES
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
-from edgespec_export.gguf.families import FAMILIES, write_hyperparameters
+from edgespec_export.gguf.families import write_hyperparameters
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
@@ -63,9 +64,9 @@ def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0)
     """
     family = FAMILIES[family_of(shape)]
     tensors = list(_tensors(shape, precision))
-    writer = GGUFWriter(None, family.name)
-    writer.add_name(family.name)
-    write_hyperparameters(writer, family, shape, {"model_type": family.name}, [])
+    writer = GGUFWriter(None, family.gguf)
+    writer.add_name(family.gguf)
+    write_hyperparameters(writer, family, shape, {"model_type": family.model_type}, [])
     writer.add_file_type(PRECISIONS[precision][1])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_tokenizer_model("no_vocab")

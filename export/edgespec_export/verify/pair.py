@@ -24,6 +24,7 @@ import torch
 from edgespec_runtime.engines.vocabulary import Vocabulary, vocabulary_of
 
 from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
@@ -66,7 +67,7 @@ class Reference:
         self.folder = folder
         config = read_json(folder / "config.json")
         self.shape = ModelShape.from_config(config)
-        self.norm_offset = str(config.get("model_type", "")).startswith("gemma")
+        self.norm_offset = family_named(config.get("model_type", "")).norm_offset
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **corrected_ids(folder)
         ).eval()
@@ -207,7 +208,7 @@ def _compare_weights(
             continue
         state[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
-        offset = 1.0 if reference.norm_offset and name.endswith("norm.weight") else 0.0
+        offset = reference.norm_offset if name.endswith("norm.weight") else 0.0
         lies, should = state[name] + offset, wanted + offset
         error = relative(float((lies - should).square().mean()), float(should.square().mean()))
         if not error <= (check.weights_relative or 0.0):
