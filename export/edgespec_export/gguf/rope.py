@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from edgespec_runtime.engines.llamacpp import CONTEXT_STEP
+from edgespec_runtime.untrusted.gguf_config import ROPE_FACTORS, llama3_divisors
 from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
 
@@ -53,7 +54,7 @@ def write_rope(
             f"the RoPE base grows beyond {shape.context_length} tokens in torch and not in llama.cpp: the context ends there"
         )
     if kind == "llama3":
-        return {"rope_freqs.weight": _llama3_factors(rope, theta, rotated)}
+        return {ROPE_FACTORS: np.array([*llama3_divisors(rope, theta, rotated)], np.float32)}
     return _write_longrope(writer, rope, shape, rotated, notes) if kind == "longrope" else {}
 
 
@@ -74,18 +75,6 @@ def _rope_parameters(
         )
     kind = spelled.get("rope_type") or spelled.get("type") or "default"
     return {**spelled, "rope_theta": theta, "rope_type": _OLD_NAMES.get(kind, kind)}, local
-
-
-def _llama3_factors(rope: Mapping[str, Any], theta: float, rotated: int) -> Vector:
-    """[rotated / 2] divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between (Llama 3.1).
-
-    The blend of the frequencies is linear in (original context / wavelength), so the divisor is its inverse.
-    """
-    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = float(rope["original_max_position_embeddings"])
-    turns = original * theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
-    share = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return (1.0 / (share + (1.0 - share) / factor)).astype(np.float32)
 
 
 def _write_yarn(writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape) -> None:

@@ -173,7 +173,7 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
             "high_freq_factor": _HIGH,
             "original_max_position_embeddings": round(turns * 2 * math.pi * theta ** (even / size)),
         }
-        wanted = list(_llama3_divisors(rope, theta, size))
+        wanted = list(llama3_divisors(rope, theta, size))
         if len(wanted) == len(factors) and all(
             math.isclose(a, b, rel_tol=1e-4) for a, b in zip(wanted, factors, strict=True)
         ):
@@ -183,9 +183,14 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
     )
 
 
-def _llama3_divisors(rope: Mapping[str, Any], theta: float, size: int) -> Iterator[float]:
-    """Of every frequency: 1 for short waves, `factor` for long ones, blended between (Llama 3.1)."""
+def llama3_divisors(rope: Mapping[str, Any], theta: float, size: int) -> Iterator[float]:
+    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between (Llama 3.1).
+
+    The blend of the frequencies is linear in (original context / wavelength), so the divisor is its inverse. `size`: values of a
+    head that are rotated; there is one divisor for two of them.
+    """
+    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     for even in range(0, size, 2):
-        turns = rope["original_max_position_embeddings"] * theta ** -(even / size) / (2 * math.pi)
-        share = min(1.0, max(0.0, (turns - _LOW) / (_HIGH - _LOW)))
-        yield 1.0 / (share + (1.0 - share) / rope["factor"])
+        turns = float(rope["original_max_position_embeddings"]) * theta ** -(even / size) / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        yield 1.0 / (share + (1.0 - share) / factor)
