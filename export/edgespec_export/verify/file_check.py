@@ -1,6 +1,6 @@
 """One exported file by itself and against given logits: the block, the leak, and the bounds of every precision. No torch.
 
-What is measured of a file, the engines that run it, and the judgement; verify.py compares with torch, verify_alone.py without.
+What is measured of a file, the engines that run it, and the judgement; files.py walks over the files of a pair.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class FileCheck:
     precision: str
     checked_with: str
     stored: str = ""  # the file's own precision
-    weights_relative: float | None = 0.0  # None where there was no model to compare with
+    weights_relative: float | None = None  # None where there was no model to compare with
     worst_weight: str = ""
     largest: float | None = None  # engine against the float model
     mean: float | None = None
