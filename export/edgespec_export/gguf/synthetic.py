@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.families import FAMILIES
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
-from edgespec_export.gguf.families import write_hyperparameters
+from edgespec_export.gguf.hyperparameters import write_hyperparameters
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0

@@ -24,7 +24,7 @@ from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import read_tensors
-from edgespec_export.gguf.families import write_hyperparameters
+from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.quantize import PRECISIONS, Precision, bytes_of, kind_of, packed, quantize_file
 from edgespec_export.gguf.vocabulary import read_vocabulary
 

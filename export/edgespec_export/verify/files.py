@@ -26,12 +26,13 @@ from edgespec_export.verify.file_check import (
     FastCheck,
     FileCheck,
     compare_engine,
+    context_for,
     fast_opener,
     judge,
     measure,
     opener,
+    passages_of,
 )
-from edgespec_export.verify.passages import context_for, passages_of
 from edgespec_export.verify.readback import gguf_settings
 from edgespec_export.verify.tokenizers import Source, check_tokenizers
 

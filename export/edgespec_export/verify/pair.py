@@ -33,8 +33,7 @@ from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials
 from edgespec_export.verify.file_check import FileCheck, relative
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
-from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights
-from edgespec_export.verify.readback_npu import static_weights
+from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights, static_weights
 from edgespec_export.verify.report import broken_of, report_of
 from edgespec_export.verify.tokenizers import Source
 

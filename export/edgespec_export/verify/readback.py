@@ -1,4 +1,4 @@
-"""The weights of an exported file, read back under their Hugging Face names and in float32. Numpy only; no engine.
+"""The weights of an exported file, read back under their Hugging Face names and in float32. No engine.
 
 Written apart from the exporters on purpose: a mistake there is not repeated here. Only the families' facts are shared.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.core.errors import EdgespecError
 from edgespec.core.families import with_architecture
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
-from edgespec_export.onnx.tensors import tensor_values
 
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
@@ -23,6 +23,11 @@ Weights = Iterator[tuple[str, Array]]
 _ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_STATIC_WHOLE = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
 _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -193,3 +198,71 @@ def _named(
     return [
         (f"{prefix}.self_attn.{name}_proj.{kind}", piece) for name, piece in zip("qkv", pieces, strict=True)
     ]
+
+
+def static_weights(folder: Path) -> Weights:
+    """(name, tensor) of the verification graph, whose weights all graphs share; int8 matrices expanded."""
+    import onnx
+
+    graph = onnx.load(folder / "verify.onnx", load_external_data=False).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+
+    def read(name: str) -> Array:
+        return tensor_values(tensors[name], folder)
+
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in tensors:
+            values, scale, zero = (read(name) for name in node.input)
+            if values.ndim == 2:  # a constant of one number is no weight; columns have a scale each
+                whole = (values.astype(np.float32) - zero.astype(np.float32)) * scale
+                yield _static_named(node.input[0].removesuffix("_quantized"), whole)
+            elif values.ndim == 1 and node.input[0].endswith(".bias_quantized"):
+                name = node.input[0].removesuffix("_quantized")
+                yield _static_named(name, (values.astype(np.float32) - zero.astype(np.float32)) * scale)
+    for name, tensor in tensors.items():
+        if name in _STATIC_WHOLE or (
+            name.startswith("layers.") and tensor.data_type == onnx.TensorProto.FLOAT
+        ):
+            if name.endswith(("_scale", "_zero_point")):
+                continue
+            yield _static_named(name, read(name))
+
+
+def _static_named(name: str, value: Array) -> tuple[str, Array]:
+    """A matrix is [in, out] in the graph and [out, in] in the checkpoint; the embedding is not turned."""
+    if value.ndim == 2 and name != "embed_tokens":
+        value = value.T
+    if name in _STATIC_WHOLE:
+        return _STATIC_WHOLE[name], np.ascontiguousarray(value)
+    kind = "" if name.endswith(".bias") else ".weight"
+    return f"model.{name}{kind}", np.ascontiguousarray(value)
+
+
+def tensor_values(tensor: Any, folder: Path) -> Array:
+    """The array of a TensorProto of a graph in `folder`. Raises EdgespecError where its data file is elsewhere or too short.
+
+    The onnx package refuses data files with several hard links, and bundles of earlier versions have such.
+    """
+    from onnx.external_data_helper import uses_external_data
+    from onnx.helper import tensor_dtype_to_np_dtype
+    from onnx.numpy_helper import to_array
+
+    if not uses_external_data(tensor):
+        return np.asarray(to_array(tensor))
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    name, start = place["location"], int(place.get("offset", 0))
+    kind, count = (
+        np.dtype(tensor_dtype_to_np_dtype(tensor.data_type)),
+        int(np.prod(tensor.dims, dtype=object)),
+    )
+    file = folder / name
+    if Path(name).name != name or not file.is_file():
+        raise EdgespecError(
+            f"tensor {tensor.name} has its data in {name!r}, which is no file in {folder}; export it again"
+        )
+    if start + count * kind.itemsize > file.stat().st_size:
+        raise EdgespecError(
+            f"{file} has {file.stat().st_size} bytes, and tensor {tensor.name} ends at {start + count * kind.itemsize}; "
+            "export it again"
+        )
+    return np.fromfile(file, kind, count, offset=start).reshape(tuple(tensor.dims))
