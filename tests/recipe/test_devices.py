@@ -88,8 +88,8 @@ def test_a_device_without_its_files_is_refused() -> None:
 
 
 def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
-    from edgespec_export.gguf import synthetic as synthetic_gguf
-    from edgespec_export.onnx import synthetic as synthetic_onnx
+    from edgespec_export.synthetic import gguf_file as synthetic_gguf
+    from edgespec_export.synthetic import onnx_folder as synthetic_onnx
 
     for name in ("llama-2-7b-chat", "tinyllama-1.1b-chat", "smollm2-360m-instruct", "qwen2.5-7b-instruct"):
         shape = TARGETS[name].shape

@@ -24,7 +24,7 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.synthetic import (
+from edgespec_export.onnx.repeat import (
     ALIGNED,
     DATA,
     LARGE,

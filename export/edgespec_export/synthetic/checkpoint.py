@@ -16,7 +16,6 @@ import numpy as np
 from edgespec.core.files import whole_file, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
-from edgespec_export.onnx.synthetic import checkpoint_tensors, model_config
 
 SHARD_BYTES = 2 * 2**30
 PIECE = 2**23  # weights drawn at once: 32 MiB as float32
@@ -24,6 +23,7 @@ BYTES = 2  # of a bf16
 INDEX = "model.safetensors.index.json"
 
 Tensor = tuple[str, tuple[int, ...]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
@@ -32,9 +32,9 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     Matrices have deviation 1/√columns, norms are 1, biases 0: logits stay finite and spread like a trained model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", model_config(shape, "bfloat16"))
+    write_json(folder / "config.json", model_config(shape))
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    tensors = list(checkpoint_tensors(shape, shape.layers))
+    tensors = list(checkpoint_tensors(shape))
     shards = _shards(tensors, shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     places = {tensor: number for number, (tensor, _) in enumerate(tensors)}
@@ -76,25 +76,73 @@ def _write_shard(file: Path, shard: list[Tensor], seed: int, places: dict[str, i
     with whole_file(file) as temporary, open(temporary, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for name, size in shard:
-            for piece in _drawn(name, size, np.random.Generator(np.random.SFC64([seed, places[name]]))):
-                piece.tofile(stream)
+            generator = np.random.Generator(np.random.SFC64([seed, places[name]]))
+            for floats in drawn(size, generator, bias=name.endswith(".bias")):
+                (floats.view(np.uint32) >> 16).astype(np.uint16).tofile(stream)  # bf16: the upper half
 
 
-def _drawn(
-    name: str, size: tuple[int, ...], generator: np.random.Generator
-) -> Iterator[np.ndarray[Any, Any]]:
-    """The tensor as bf16 bits (uint16): the upper half of a float32."""
+def drawn(size: tuple[int, ...], generator: np.random.Generator, *, bias: bool) -> Iterator[Floats]:
+    """Content of one tensor in float32, in pieces of rows."""
     if len(size) == 1:
-        value = 0.0 if name.endswith(".bias") else 1.0
-        yield _upper(np.full(size, value, dtype=np.float32))
+        yield np.full(size, 0.0 if bias else 1.0, dtype=np.float32)
         return
     rows, columns = size
     step = max(1, PIECE // columns)
     for start in range(0, rows, step):
-        drawn = generator.standard_normal((min(step, rows - start), columns), dtype=np.float32)
-        drawn *= np.float32(columns**-0.5)
-        yield _upper(drawn)
+        piece = generator.standard_normal((min(step, rows - start), columns), dtype=np.float32)
+        yield piece * np.float32(columns**-0.5)
 
 
-def _upper(floats: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return (floats.view(np.uint32) >> 16).astype(np.uint16)
+def family_of(shape: ModelShape) -> str:
+    """The Hugging Face model_type that has a layer of this shape."""
+    return "qwen3" if shape.head_norms else "qwen2" if shape.attention_bias else "llama"
+
+
+def model_config(shape: ModelShape) -> dict[str, Any]:
+    """config.json, readable for transformers 4.57 and 5.x."""
+    kind = family_of(shape)
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+
+
+def checkpoint_tensors(shape: ModelShape) -> Iterator[Tensor]:
+    """(Hugging Face name, shape) of every weight, in the order in which a token meets them."""
+    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
+    for layer in range(shape.layers):
+        at = f"model.layers.{layer}"
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            yield f"{at}.self_attn.{part}_proj.weight", (rows, hidden)
+            if shape.attention_bias:
+                yield f"{at}.self_attn.{part}_proj.bias", (rows,)
+        if shape.head_norms:
+            yield f"{at}.self_attn.q_norm.weight", (shape.head_dim,)
+            yield f"{at}.self_attn.k_norm.weight", (shape.head_dim,)
+        yield f"{at}.self_attn.o_proj.weight", (hidden, query)
+        yield f"{at}.mlp.gate_proj.weight", (shape.intermediate, hidden)
+        yield f"{at}.mlp.up_proj.weight", (shape.intermediate, hidden)
+        yield f"{at}.mlp.down_proj.weight", (hidden, shape.intermediate)
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not shape.tied:
+        yield "lm_head.weight", (shape.vocab_size, hidden)

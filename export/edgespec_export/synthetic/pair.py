@@ -100,14 +100,14 @@ class _Plan:
 
 def _plan(shape: ModelShape, engine: str, precision: str) -> _Plan:
     if engine == LLAMACPP:
-        from edgespec_export.gguf import synthetic as synthetic_gguf
+        from edgespec_export.synthetic import gguf_file
 
-        return _Plan(synthetic_gguf.planned_bytes(shape, precision), 0, 0)
+        return _Plan(gguf_file.planned_bytes(shape, precision), 0, 0)
     if engine != ONNXRUNTIME:
         raise InputError(f"unknown engine {engine!r}{did_you_mean(engine, (ONNXRUNTIME, LLAMACPP))}")
-    from edgespec_export.onnx import synthetic as synthetic_onnx
+    from edgespec_export.synthetic import onnx_folder
 
-    return _Plan(*synthetic_onnx.planned_bytes(shape, precision), synthetic_onnx.build_memory(shape))
+    return _Plan(*onnx_folder.planned_bytes(shape, precision), onnx_folder.build_memory(shape))
 
 
 def _check_memory(what: str, sizes: list[int]) -> None:
@@ -144,11 +144,11 @@ def _check_room(folder: Path, what: str, plans: list[_Plan]) -> None:
 
 def _write(shape: ModelShape, engine: str, precision: str, path: Path, seed: int) -> None:
     if engine == LLAMACPP:
-        from edgespec_export.gguf.synthetic import write_gguf
+        from edgespec_export.synthetic.gguf_file import write_gguf
 
         write_gguf(shape, path, precision, seed)
     else:
-        from edgespec_export.onnx.synthetic import write_onnx
+        from edgespec_export.synthetic.onnx_folder import write_onnx
 
         write_onnx(shape, path, precision, seed)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.synthetic import layer_of
+from edgespec_export.onnx.repeat import layer_of
 from edgespec_export.verify.readback import Weights
 
 BLOCK = 4
