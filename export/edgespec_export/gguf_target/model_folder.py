@@ -8,10 +8,9 @@ that is moved or renamed is read once.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,7 +32,7 @@ from edgespec.core.families import Family
 from edgespec.core.files import whole_file, whole_folder, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
-from edgespec.model_folder.weights_files import SINGLE, refuse_pointer
+from edgespec.model_folder.weights_files import SINGLE, header_of, refuse_pointer
 from edgespec.recipe.targets import cache_folder
 from edgespec.stages.own_gguf import MODEL, OwnFile
 from edgespec.stages.record import sha256_of
@@ -159,18 +158,11 @@ def _write(model: Path, file: Path, header: Header, config: Mapping[str, Any]) -
 
 def _write_weights(out: Path, file: Path, header: Header, places: Mapping[str, Place]) -> None:
     """A safetensors file: its header first, since all sizes are known, then piece after piece."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, place in places.items():
-        dtype, code = _KEPT.get(Kind(header.tensors[name].kind), _KEPT[Kind.F32])
-        size = int(np.prod(place.shape)) * np.dtype(code).itemsize
-        entries[place.name] = {"dtype": dtype, "shape": list(place.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = {name: _KEPT.get(Kind(header.tensors[name].kind), _KEPT[Kind.F32]) for name in places}
+    total = sum(prod(place.shape) * np.dtype(kinds[name][1]).itemsize for name, place in places.items())
     with whole_file(out) as temporary, open(temporary, "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        with progress(f"expand {file.name}", at // 2**20, "MiB") as bar:
+        stream.write(header_of({place.name: (kinds[name][0], place.shape) for name, place in places.items()}))
+        with progress(f"expand {file.name}", total // 2**20, "MiB") as bar:
             for name, place in places.items():
                 for piece in _rows(file, header.tensors[name], place):
                     piece.tofile(stream)

@@ -6,7 +6,6 @@ shard that is missing. Memory holds a piece of one matrix. Knows no tokenizers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import numpy as np
 from edgespec.core.files import whole_file, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.weights_files import INDEX, header_of
 
 SHARD_BYTES = 2 * 2**30
 PIECE = 2**23  # weights drawn at once: 32 MiB as float32
 BYTES = 2  # of a bf16
-INDEX = "model.safetensors.index.json"
 
 Tensor = tuple[str, tuple[int, ...]]
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -66,15 +65,8 @@ def _shards(tensors: list[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def _write_shard(file: Path, shard: list[Tensor], seed: int, places: dict[str, int]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, size in shard:
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, at + _size(size)]}
-        at += _size(size)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with whole_file(file) as temporary, open(temporary, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(header_of({name: ("BF16", size) for name, size in shard}))
         for name, size in shard:
             generator = np.random.Generator(np.random.SFC64([seed, places[name]]))
             for floats in drawn(size, generator, bias=name.endswith(".bias")):

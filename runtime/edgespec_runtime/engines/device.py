@@ -45,7 +45,7 @@ class Device:
 def this_device() -> Device:
     """The machine this process runs on."""
     return Device(
-        _cpu_name(), default_threads(), _memory_gib(), f"{platform.system()} {platform.machine()}".strip()
+        cpu_name(), default_threads(), _memory_gib(), f"{platform.system()} {platform.machine()}".strip()
     )
 
 
@@ -113,7 +113,7 @@ def _cpu_info() -> list[str]:
         return []
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's own name where the system tells it."""
     for line in _cpu_info():
         key, _, value = line.partition(":")

@@ -224,8 +224,7 @@ def test_too_little_disk_or_memory_is_said_in_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: usage._replace(free=2**30))
+    monkeypatch.setattr(synthetic, "free_disk", lambda _: 2**30)
     with pytest.raises(
         InputError, match=r"llama-2-7b-chat on llama.cpp in q4_0 take 3\.6 GiB .* 1\.0 GiB free"
     ):
