@@ -29,8 +29,8 @@ from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.read import RECIPE_FILE, load_recipe, resolve
 from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe
 from edgespec.stages import sources as sources
-from edgespec.stages.build_data import held_out_of
 from edgespec.stages.record import Reads
+from edgespec.stages.sources import held_out_of
 from edgespec.verbs.build import check_packages, claim
 
 

@@ -22,6 +22,7 @@ from edgespec.core.files import (
 )
 from edgespec.core.manifest import BundleModel, Manifest, describe_files, write_manifest
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
@@ -30,7 +31,6 @@ from edgespec.stages.stage import versions
 from edgespec_export.bundle.card import Card, CardFile
 from edgespec_export.formats.export import ROLES, ExportedFile, drafter_precision, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"

@@ -29,8 +29,8 @@ from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings, r
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_jsonl, whole_folder, write_json
 from edgespec.core.progress import progress
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec_export.npu.weights import DATA, DataFile
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]

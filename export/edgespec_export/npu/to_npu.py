@@ -22,12 +22,12 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.files import whole_folder, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.npu.graph import MASKED, decoder
 from edgespec_export.npu.weights import DATA, DataFile, write_weights
 from edgespec_export.onnx.families import rope_types
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 
 FLOAT_PRECISION = "fp32"
 FIXED_ROPE = frozenset(

@@ -22,6 +22,7 @@ from edgespec.core.families import family_for
 from edgespec.core.files import read_json, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.repeat import (
@@ -35,7 +36,6 @@ from edgespec_export.onnx.repeat import (
     repeat_nodes,
 )
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
-from edgespec_export.onnx.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
 
 PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many

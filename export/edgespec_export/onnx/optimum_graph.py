@@ -18,7 +18,7 @@ from edgespec.core.errors import CheckFailed, InputError, MissingExtra
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+from edgespec.model_folder.chat_template import copy_tokenizer
 
 TASK = "text-generation-with-past"
 LOGITS_BOUND = 1e-4  # largest difference of a logit to torch, both float32

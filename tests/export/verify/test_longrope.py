@@ -15,8 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from edgespec_export.formats.export import ExportedFile
-from edgespec_export.formats.export_limits import check_possible
+from edgespec_export.formats.export import ExportedFile, check_possible
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.files import check_file
