@@ -152,7 +152,7 @@ def run(given: dict[str, Any]) -> int:
     manifest = manifest_of(given)
     options = from_mapping(Options, of_bench(given, manifest))
     if options.plot:
-        from edgespec_runtime.bench.plot import require_matplotlib
+        from edgespec.core.pictures import require_matplotlib
 
         require_matplotlib()
     pair = open_pair(Path(options.bundle), options, options.needs_model, manifest)
