@@ -15,7 +15,6 @@ from typing import Any
 from edgespec.core.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONGROPE = ("longrope", "su")  # one scaling with two names
 _GELU = "gelu_pytorch_tanh"
 _ROPE = ("default", "linear", "dynamic")
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})

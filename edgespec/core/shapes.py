@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import LONGROPE, family_named
+from edgespec.core.families import FULL, SLIDING, family_named
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class ModelShape:
             return config[name]
 
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
-        rope = config.get("rope_parameters") or {}
-        rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
+        new = config.get("rope_parameters") or {}
+        new = new.get(FULL) or new
         family = family_named(config.get("model_type", ""))
-        theta = rope.get("rope_theta") or config.get(
+        theta = new.get("rope_theta") or config.get(
             "rope_theta"
         )  # transformers 5 goes by the first, 4 knows the second
         return cls(
@@ -109,13 +109,30 @@ class ModelShape:
         )
 
 
+def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """RoPE parameters of the layers that attend in full, and of those that slide where a config.json says these apart.
+
+    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there.
+    """
+    new = config.get("rope_parameters") or {}
+    apart = isinstance(new.get(FULL), Mapping)  # Gemma 3 has one for each kind of layer
+    full = new[FULL] if apart else config.get("rope_scaling") or new
+    sliding = new.get(SLIDING) if apart else None
+    return _with_type(full), None if sliding is None else _with_type(sliding)
+
+
+def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    return {**rope, "rope_type": "longrope" if kind == "su" else kind}  # its old name
+
+
 def _rope_border(config: Mapping[str, Any]) -> int | None:
     """LongRoPE's original context, in all spellings; None where it is no shorter than the context, or the model has one set.
 
     Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in LONGROPE:
+    rope, _ = rope_of(config)
+    if rope["rope_type"] != "longrope":
         return None
     context = int(config.get("max_position_embeddings") or 2048)
     original = (

@@ -18,10 +18,9 @@ from gguf.constants import RopeScalingType
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import Family
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, rope_of
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
-_OLD_NAMES = {"su": "longrope"}
 
 
 def write_hyperparameters(
@@ -127,14 +126,19 @@ def _write_rope(
     writer: GGUFWriter, family: Family, shape: ModelShape, config: Mapping[str, Any], notes: list[str]
 ) -> dict[str, Vector]:
     """Write the keys; return the tensors that belong to them, by name. Raises InputError for what llama.cpp has no place for."""
-    rope, local = _rope_parameters(config, shape)
+    rope, sliding = rope_of(config)
+    local = sliding or {"rope_theta": config.get("rope_local_base_freq"), "rope_type": "default"}
+    if local["rope_type"] != "default":
+        raise InputError(
+            f"RoPE scaling {local['rope_type']!r} of sliding layers is not known; known: default"
+        )
     partial = float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     if partial != 1.0 and not family.partial_rotary:
         raise InputError(
             f"the model has partial_rotary_factor {partial}; llama.cpp's {family.gguf!r} needs 1.0"
         )
     rotated = int(shape.head_dim * partial)
-    theta = float(rope["rope_theta"])
+    theta = shape.rope_theta
     writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(theta)
     if family.window_theta:
@@ -156,25 +160,6 @@ def _write_rope(
     if kind == "llama3":
         return {ROPE_FACTORS: np.array([*llama3_divisors(rope, theta, rotated)], np.float32)}
     return _write_longrope(writer, rope, shape, rotated, notes) if kind == "longrope" else {}
-
-
-def _rope_parameters(
-    config: Mapping[str, Any], shape: ModelShape
-) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """RoPE of the layers that attend in full, with rope_type and rope_theta, and of those that slide; old and new spellings."""
-    spelled = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = config.get("rope_parameters") or {}
-    local: Mapping[str, Any] = {"rope_theta": config.get("rope_local_base_freq")}
-    theta = shape.rope_theta
-    if isinstance(nested.get("full_attention"), Mapping):  # one table for each kind of layer
-        spelled, local = nested["full_attention"], nested.get("sliding_attention") or local
-        theta = float(spelled.get("rope_theta") or theta)
-    if local.get("rope_type", "default") != "default":
-        raise InputError(
-            f"RoPE scaling {local['rope_type']!r} of sliding layers is not known; known: default"
-        )
-    kind = spelled.get("rope_type") or spelled.get("type") or "default"
-    return {**spelled, "rope_theta": theta, "rope_type": _OLD_NAMES.get(kind, kind)}, local
 
 
 def _write_yarn(writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, family_named
-from edgespec.core.shapes import ModelShape
+from edgespec.core.families import FULL, SLIDING, Family, family_for, family_named
+from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 
 Array = np.ndarray[Any, Any]
@@ -49,7 +49,7 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
             "--export.onnx ''"
         )
 
-    known = (*ROPE_TYPES, *(LONGROPE if family.onnx_longrope else ()))
+    known = (*ROPE_TYPES, *(["longrope"] if family.onnx_longrope else []))
     for kind in rope_types(config):
         if kind not in known:
             refuse(f"RoPE of type {kind!r}", ", ".join(known))
@@ -68,11 +68,8 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
-    """The types of RoPE in a config.json, one for each kind of layer, in the old spelling (rope_scaling) and the new."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = config.get("rope_parameters") or {}
-    kinds = [nested[kind] for kind in (FULL, SLIDING) if isinstance(nested.get(kind), Mapping)] or [rope]
-    return [str(one.get("rope_type") or one.get("type") or "default") for one in kinds]
+    """The types of RoPE in a config.json, one for each kind of layer."""
+    return [str(rope["rope_type"]) for rope in rope_of(config) if rope is not None]
 
 
 def prepare(config: Any) -> None:
