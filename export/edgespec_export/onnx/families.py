@@ -146,28 +146,41 @@ def _branches(graph: Any) -> dict[str, Any]:
     }
 
 
-def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
-    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
+def rotary_of(model_folder: Path) -> Any:
+    """The rotary module of a model folder, the model's own code in transformers, with its `config`; no weights are read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_folder, **corrected_ids(model_folder))
-    with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
+    with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    rotary = type(skeleton.model.rotary_emb)(config=config)
-    border, context = _border(config), config.max_position_embeddings
+    return type(skeleton.model.rotary_emb)(config=config)
+
+
+def rope_tables(rotary: Any, length: int, kind: str = "") -> tuple[Array, Array]:
+    """Cosines and sines [length, rotated / 2] float32, of texts of `length` tokens; `kind`: of one kind of layer."""
+    import torch
+
+    positions = torch.arange(length)[None]  # torch goes by the largest
+    with torch.inference_mode():
+        tables = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
+    cosines, sines = (
+        table[0, :, : table.shape[-1] // 2].float().numpy() for table in tables
+    )  # the rest repeats
+    return cosines, sines
+
+
+def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
+    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
+    rotary = rotary_of(model_folder)
+    border, context = _border(rotary.config), rotary.config.max_position_embeddings
     lengths = {"": context} if border is None else {"short": border, "long": context}
     found = []
     for kind, name in family.onnx_tables.items():
         for which, length in lengths.items():
-            positions = torch.arange(length)[None]  # torch goes by the largest
-            cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
-            half = cosines.shape[-1] // 2  # the second half repeats the first
             own = f"{name}_{_SETS[which]}" if which else name
-            found += [
-                (f"cos_{own}", cosines[0, :, :half].numpy()),
-                (f"sin_{own}", sines[0, :, :half].numpy()),
-            ]
+            cosines, sines = rope_tables(rotary, length, kind)
+            found += [(f"cos_{own}", cosines), (f"sin_{own}", sines)]
     return border, found
 
 
