@@ -31,17 +31,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other program runs: what is measured is kept, also where tests run beside others."""
-    from edgespec_runtime.chooser import pair_costs
+    from edgespec_runtime.chooser import kept_costs
 
-    monkeypatch.setattr(pair_costs, "free_share", lambda threads: 1.0)
+    monkeypatch.setattr(kept_costs, "free_share", lambda threads: 1.0)
 
 
 @pytest.fixture
 def steady(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the machine's own speed change: kept costs go on to hold."""
-    from edgespec_runtime.chooser import pair_costs
+    from edgespec_runtime.chooser import kept_costs
 
-    monkeypatch.setattr(pair_costs, "STALE", math.inf)
+    monkeypatch.setattr(kept_costs, "STALE", math.inf)
 
 
 @pytest.fixture(scope="session")

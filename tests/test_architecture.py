@@ -23,6 +23,8 @@ ROOMS = [
     "edgespec.recipe",
     "edgespec.stages",
     "edgespec_runtime.engines",
+    "edgespec_runtime.heads",
+    "edgespec_runtime.batched",
     "edgespec_runtime.text",
     "edgespec_runtime.rules",
     "edgespec_runtime.decoding",

@@ -42,14 +42,19 @@ class Build(ExportStages):
         folder = Path(found["folder"])
         target, shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
         folder = self._tuned(folder)
-        pretrained, drafter = self._trained(folder, shape)
-        self._evaluated(folder, pretrained, drafter, cost_ratios(target, shape)["parameters"])
-        self._exported(folder, drafter)
+        drafter = self._made(folder, cost_ratios(target, shape)["parameters"], shape)
         self._packed(folder, drafter, found)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
         total = duration(sum(seconds for _, seconds in self.times))
         print(f"total {total}; bundle: {self.out / 'bundle'}", flush=True)
         return self.out / "bundle"
+
+    def _made(self, target: Path, cost_ratio: float, shape: DrafterShape) -> Path:
+        """The drafter, trained, evaluated, exported and verified."""
+        pretrained, drafter = self._trained(target, shape)
+        self._evaluated(target, pretrained, drafter, cost_ratio)
+        self._exported(target, drafter)
+        return drafter
 
     def _find(self, stage: str, name: str) -> dict[str, Any]:
         """Name, folder and source of a model, found or made in a stage of its own (one process looks)."""
@@ -104,7 +109,7 @@ class Build(ExportStages):
     def _planned(self, target: Path) -> tuple[ModelShape, DrafterShape]:
         options = self.recipe.drafter
         target_shape = ModelShape.from_config(read_config(target))
-        if options.init == "checkpoint":
+        if options.init == "checkpoint" and options.kind == "model":
             from edgespec_recipes.models.initialise import checkpoint_shape
 
             shape = checkpoint_shape(Path(options.checkpoint), options.vocabulary)
@@ -138,7 +143,7 @@ class Build(ExportStages):
 
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
         """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
-        if self.recipe.drafter.init != "checkpoint":
+        if self.recipe.drafter.init != "checkpoint" or self.recipe.drafter.kind == "head":
             return shape
         from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 
@@ -148,8 +153,7 @@ class Build(ExportStages):
 
     def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
-        from edgespec_recipes.generating import datagen, stored
-        from edgespec_recipes.generating.datagen import generate
+        from edgespec_recipes.generating import stored
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.training.pretrain import pretrain
 
@@ -167,17 +171,7 @@ class Build(ExportStages):
             | sources.stages(out, *own & {SELF_TEXT}),
             together=True,
         )
-        self.stage(
-            "generate",
-            "the target writes responses",
-            self.recipe.generate,
-            lambda place: generate(place, target, recipe.generate, seed, recipe.inference),
-            reads=writer
-            | sources.conversations("generate.instructions", self.recipe.generate.instructions)
-            | sources.stages(out, *own & {SELF_INSTRUCTIONS}),
-            together=True,
-            damaged=datagen.damaged_shards,
-        )
+        self._written(target, recipe, writer, own)
         inputs = DistillInputs(
             target=target,
             drafter=out / "pretrain" / "model",
@@ -222,6 +216,25 @@ class Build(ExportStages):
         )
         return inputs.drafter, out / "distill" / "model"
 
+    def _written(self, target: Path, recipe: Recipe, writer: Reads, own: set[str]) -> None:
+        """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
+        from edgespec_recipes.generating import datagen
+
+        kept = recipe.distill.stored_top_k if recipe.distill.target_side == "stored" else 0
+        self.stage(
+            "generate",
+            "the target writes responses",
+            self.recipe.generate,
+            lambda place: datagen.generate(
+                place, target, recipe.generate, recipe.seed, recipe.inference, kept
+            ),
+            reads=writer
+            | sources.conversations("generate.instructions", self.recipe.generate.instructions)
+            | sources.stages(self.out, *own & {SELF_INSTRUCTIONS}),
+            together=True,
+            damaged=datagen.damaged_shards,
+        )
+
     def _self_written(self, target: Path, writer: Reads) -> tuple[Recipe, set[str]]:
         """The recipe with what the target writes itself as files, and the stages that wrote these."""
         from edgespec_recipes.generating.self_written import (
@@ -249,7 +262,7 @@ class Build(ExportStages):
             written.add(SELF_TEXT)
         asked = recipe.generate.instructions
         if SELF in asked:
-            count = -(-recipe.generate.prompts // len(asked))
+            count = recipe.generate.self_instructions or -(-recipe.generate.prompts // len(asked))
             self.stage(
                 SELF_INSTRUCTIONS,
                 f"the target writes {count:,} instructions",

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
@@ -283,3 +283,30 @@ def compact_json(results: dict[str, Any]) -> str:
         else:
             parts.append(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+# Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
+FORBIDDEN = frozenset('\\:*?"<>|')
+DEVICES = frozenset(
+    ["CON", "PRN", "AUX", "NUL", *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789")]
+)
+
+
+def path_problem(name: Any) -> str:
+    """What is wrong with a stranger's path below a folder, '' where nothing is.
+
+    It must be relative, stay below, be spelt in one way only, and have names that every file system takes.
+    """
+    if not isinstance(name, str) or not name or len(name) > 1024:
+        return f"{str(name)[:80]!r} is no file name"
+    plain = PurePosixPath(name)
+    if plain.is_absolute() or ".." in plain.parts or plain.parts == () or plain.as_posix() != name:
+        return f"the path {name!r} leaves the bundle or is not plain"
+    for part in plain.parts:
+        odd = FORBIDDEN & set(part) or not part.isprintable() or part.endswith((".", " "))
+        if odd or part.split(".")[0].strip().upper() in DEVICES or len(part.encode("utf-8", "replace")) > 200:
+            return (
+                f"the path {name[:200]!r} leaves the bundle or is not plain: {part[:80]!r} is no name that every file system "
+                "takes"
+            )
+    return ""

@@ -8,7 +8,8 @@ is checked by those who read them.
       schema_version    1
       pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
       target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
-                        the target's tokens also has vocabulary: path (edgespec_runtime/engines/vocabulary.py reads it); a model
+                        the target's tokens also has vocabulary: path (edgespec_runtime/engines/vocabulary.py reads it), one that
+                        reads the target's hidden states has kind: "head"; a model
                         with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
       default           {engine, precision, reason}: what chat and bench run unless told otherwise
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
@@ -27,7 +28,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
-from edgespec.core.files import kind_of, parse_json, read_bounded, sha256_file, write_json
+from edgespec.core.files import kind_of, parse_json, path_problem, read_bounded, sha256_file, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -40,12 +41,9 @@ MAX_VOCAB_SIZE = 2**24
 MAX_RATIO = 1e6
 DEVICE_LIMITS = {"draft_length": 64, "max_draft_length": 64, "context": 2**24}
 ROLES = ("target", "drafter")
+MODEL, HEAD = "model", "head"
+"""Kinds of drafters."""
 AGAIN = "fetch or build the bundle again"
-# Names that a Windows path cannot have or that open a device there; a bundle made here must unpack everywhere.
-FORBIDDEN = frozenset('\\:*?"<>|')
-DEVICES = frozenset(
-    ["CON", "PRN", "AUX", "NUL", *(f"{port}{digit}" for port in ("COM", "LPT") for digit in "123456789")]
-)
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,8 @@ class BundleFile:
 class BundleModel:
     """One model of the pair; `files[engine][precision]` is a file or a folder, relative to the bundle, and `vocabulary` a file.
 
-    `fast[engine][precision]` is a graph file in that folder, of the same weights with the kernels of the fast mode.
+    `fast[engine][precision]` is a graph file in that folder, of the same weights with the kernels of the fast mode. `kind` of a
+    drafter: a model, or a head that reads the target's hidden states; then its file is one folder for all of the target's.
     """
 
     name: str
@@ -68,6 +67,7 @@ class BundleModel:
     files: dict[str, dict[str, str]]
     vocabulary: str | None = None
     fast: dict[str, dict[str, str]] = field(default_factory=dict)
+    kind: str = MODEL
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """Write manifest.json; done last, it is what makes a folder a bundle."""
     plain = asdict(manifest)
     del plain["folder"]
+    usual: dict[str, Any] = {"vocabulary": None, "fast": {}, "kind": MODEL}  # left out where they are so
     for role in ROLES:
-        if plain[role]["vocabulary"] is None:
-            del plain[role]["vocabulary"]
-        if not plain[role]["fast"]:
-            del plain[role]["fast"]
+        plain[role] = {
+            name: value for name, value in plain[role].items() if name not in usual or usual[name] != value
+        }
     if not plain["device"]:
         del plain["device"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
@@ -210,6 +210,8 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
                         f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
         _check_fast(getattr(manifest, role), role, manifest, folder / MANIFEST)
+    if manifest.drafter.kind == HEAD and manifest.drafter.vocabulary is None:
+        raise BundleError(f"{folder / MANIFEST}: the drafter is a head without a vocabulary; {AGAIN}")
     listed_in = manifest.drafter.vocabulary
     if listed_in is not None and listed_in not in manifest.files:
         raise BundleError(
@@ -308,6 +310,7 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
             if role == "drafter" and "vocabulary" in model
             else None,
             fast=_paths(_need(model, "fast", dict, where), f"{role}.fast", where) if "fast" in model else {},
+            kind=_kind(model, role, where),
         )
     default = _need(value, "default", dict, where)
     for key in ("engine", "precision", "reason"):
@@ -338,6 +341,15 @@ def _device(value: Any, where: Path) -> dict[str, Any]:
         number = None if seen.get(key) is None else _between(_need(seen, key, int, where), key, most, where)
         found[key] = number
     return found
+
+
+def _kind(model: Mapping[str, Any], role: str, where: Path) -> str:
+    kind = model.get("kind", MODEL)
+    if kind != MODEL and not (role == "drafter" and kind == HEAD):
+        raise BundleError(
+            f"{where}: the {role} is of the kind {_short(kind)}, and {MODEL} or {HEAD} (a drafter) is wanted; update edgespec"
+        )
+    return str(kind)
 
 
 def _paths(value: Mapping[str, Any], name: str, where: Path) -> dict[str, dict[str, str]]:
@@ -383,17 +395,6 @@ def _short(value: Any) -> str:
 
 
 def _safe(name: Any, where: Path) -> str:
-    """A relative path below the bundle, spelt in one way only, with names that every file system takes."""
-    if not isinstance(name, str) or not name or len(name) > 1024:
-        raise BundleError(f"{where}: {str(name)[:80]!r} is no file name; {AGAIN}")
-    plain = PurePosixPath(name)
-    if plain.is_absolute() or ".." in plain.parts or plain.parts == () or plain.as_posix() != name:
-        raise BundleError(f"{where}: the path {name!r} leaves the bundle or is not plain; {AGAIN}")
-    for part in plain.parts:
-        odd = FORBIDDEN & set(part) or not part.isprintable() or part.endswith((".", " "))
-        if odd or part.split(".")[0].strip().upper() in DEVICES or len(part.encode("utf-8", "replace")) > 200:
-            raise BundleError(
-                f"{where}: the path {name[:200]!r} leaves the bundle or is not plain: {part[:80]!r} is no name that every "
-                f"file system takes; {AGAIN}"
-            )
-    return name
+    if problem := path_problem(name):
+        raise BundleError(f"{where}: {problem}; {AGAIN}")
+    return str(name)

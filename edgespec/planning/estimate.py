@@ -8,7 +8,7 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from edgespec.core.errors import InputError
@@ -160,10 +160,10 @@ class Writing:
 def writings(recipe: Recipe) -> list[Writing]:
     """The stages in which the target writes, in order. Of its own data every sample is taken to be usable."""
     generate, pretrain, found = recipe.generate, recipe.pretrain, []
-    if SELF in pretrain.text:
+    if SELF in pretrain.text and recipe.drafter.kind == "model":
         found.append(Writing(SELF_TEXT, -(-pretrain.self_tokens // DOCUMENT_TOKENS), DOCUMENT_TOKENS))
     if SELF in generate.instructions:
-        texts = -(-generate.prompts // len(generate.instructions))
+        texts = generate.self_instructions or -(-generate.prompts // len(generate.instructions))
         found.append(Writing(SELF_INSTRUCTIONS, texts, INSTRUCTION_TOKENS))
     return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
 
@@ -181,6 +181,12 @@ def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
         ROW_BYTES * writing.texts * length,
     )
+
+
+def _with_states(recipe: Recipe, answers: StageCost, target: ModelShape) -> StageCost:
+    """What the target writes with what is kept of it for a head: float16 hidden states, and distributions."""
+    each = 2 * target.hidden + stored_position_bytes(target, recipe.distill.stored_top_k)
+    return replace(answers, disk=answers.disk + each * answers.tokens)
 
 
 def stored_position_bytes(target: ModelShape, top_k: int) -> int:
@@ -310,19 +316,20 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
         stages.append(_tune(recipe, target))
     *own, answers = (_written(recipe, writing, target) for writing in writings(recipe))
     stages += own
-    if recipe.pretrain.steps:
+    head = recipe.drafter.kind == "head"
+    if recipe.pretrain.steps and not head:
         stages.append(_pretrain(recipe, drafter))
-    stages.append(answers)
-    if distill.target_side == "stored":
+    stages.append(_with_states(recipe, answers, target) if head else answers)
+    if distill.target_side == "stored" and not head:
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:
         options = reference_options(recipe)
         stages.append(_distill("reference", options, target, drafter, how, processes=processes))
     if distill.steps:
         text_disk = not recipe.pretrain.steps
-        stages.append(
-            _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
-        )
+        cost = _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
+        steps = distill.unrolled_steps if head else 1  # each of a head's own steps is a pass over all tokens
+        stages.append(replace(cost, flops=steps * cost.flops))
     stages.append(_evaluate(recipe, target, drafter))
     stages.append(_export(recipe, target, drafter))
     stages.append(_pack(recipe, target, drafter))

@@ -24,9 +24,9 @@ from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, derive
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import recipe_file, shipped_recipes
+from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import TARGETS, is_hub_id, shape_of_target
 
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))

@@ -157,7 +157,6 @@ def budget(
         contexts=(CONTEXT,),
         verify_seconds=(tuple(seconds(target, n) for n in range(1, LONGEST_PASS + 1)),),
         draft_seconds=(seconds(drafter, 1),),
-        draft_read2_seconds=(seconds(drafter, 2),),
     )
     ratio = _byte_ratio(target, drafter, engine, precision)
     return Way(f"{engine} {precision}", False, rates.source, table, ratio, CONTEXT, longest)
@@ -170,8 +169,9 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
     ways = []
     for kept in kept_for(target, drafter):
         context = min(kept.costs.contexts, key=lambda at: abs(at - CONTEXT))
-        ratio = _byte_ratio(target, drafter, kept.engine, kept.precision)
-        ways.append(Way(f"{kept.engine} {kept.precision}", True, kept.source, kept.costs, ratio, context))
+        engine, precision = kept.subject.engine, kept.subject.precision
+        ratio = _byte_ratio(target, drafter, engine, precision)
+        ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs, ratio, context))
     return ways
 
 

@@ -16,8 +16,9 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.data_sources import HUB, numbered, parse_hub
 from edgespec.recipe.drafter import derive
-from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, find_shape
 
 ANY_TARGET = TINY_CHAT
@@ -101,7 +102,7 @@ def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
     )  # of what reads one text at a time, or has one set of RoPE factors: the drafter
     stages = {
         "tune": recipe.tune,
-        "pretrain": recipe.pretrain,
+        **({"pretrain": recipe.pretrain} if recipe.drafter.kind == "model" else {}),
         "distill": recipe.distill,
         **({"reference": recipe.reference} if recipe.distill.select_fraction < 1 else {}),
     }

@@ -6,13 +6,13 @@ the embeddings are the target's; the hidden size is the multiple of the step nea
 hidden 1024, FFN 2816, 8 heads (direct alignment, Table 1).
 
 With a vocabulary subset the tables have one row for each token kept and one that is read in the place of any other token, and the
-size budget counts them so.
+size budget counts them so. A head (EAGLE) has the target's widths and one layer; its output rows are what is counted as a table.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edgespec.core.errors import InputError
@@ -90,6 +90,9 @@ def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: 
 def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     """The drafter for a target. Raises InputError where it, or its vocabulary, would not be smaller than the target's."""
     vocab_size = _vocab_size(target, options.vocabulary)
+    if options.kind == "head":
+        wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True)
+        return DrafterShape(**asdict(wide))
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
     if options.hidden is not None:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, merge, to_mapping
 from edgespec.recipe.devices import profile
+from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.schema import PRESETS, DistillOptions, InferenceOptions, Recipe
+from edgespec.recipe.targets import TARGETS, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
-
-
-def load_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"recipe {path} does not exist; give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"recipe {path} is not valid YAML: {error}") from error
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise InputError(f"recipe {path} holds {type(values).__name__}; it must be a mapping of options")
-    return values
 
 
 def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
@@ -36,9 +22,15 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     distill = values.get("distill")
     if isinstance(distill, dict) and distill.get("preset") in PRESETS:
         values = {**values, "distill": merge(PRESETS[distill["preset"]], distill)}
-    recipe = from_mapping(Recipe, values)
+    recipe = _with_own_file(from_mapping(Recipe, values))
     _check_together(recipe)
     return recipe
+
+
+def _with_own_file(recipe: Recipe) -> Recipe:
+    """A target that is a GGUF file runs from it where the recipe asks for a file and names none."""
+    file = gguf_of(recipe.target) if recipe.inference.source == "file" and not recipe.inference.file else None
+    return recipe if file is None else replace(recipe, inference=replace(recipe.inference, file=str(file)))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -79,15 +71,45 @@ def _check_together(recipe: Recipe) -> None:
         raise InputError(
             "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
         )
-    _check_inference(recipe.inference, distill)
+    _check_inference(recipe.inference, distill, own=_is_gguf(recipe.target))
+    if drafter.kind == "head":
+        _check_head(recipe)
 
 
-def _check_inference(inference: InferenceOptions, distill: DistillOptions) -> None:
-    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch."""
-    own = {"file": "file", "server": "url"}
-    for source, name in own.items():
+def _check_head(recipe: Recipe) -> None:
+    """A head learns from hidden states that a GGUF target keeps while it writes, and runs beside a target that gives them."""
+    wanted = {
+        "inference.source": (recipe.inference.source, "file"),
+        "generate.features": (recipe.generate.features, True),
+        "distill.target_side": (recipe.distill.target_side, "stored"),
+        "distill.labels": (recipe.distill.labels, "soft"),
+        "tune.steps": (recipe.tune.steps, 0),
+        "export.npu": (recipe.export.npu, ()),
+    }
+    wrong = [
+        f"{name} {wanted!r} (it is {seen!r})" for name, (seen, wanted) in wanted.items() if seen != wanted
+    ]
+    if wrong:
+        raise InputError(
+            f"drafter.kind is 'head', which needs {', '.join(wrong)}; the recipe smollm2-head has all of it"
+        )
+
+
+def _is_gguf(target: str) -> bool:
+    """Whether a target is a GGUF file, or an alias of one whose package may be missing still."""
+    known = TARGETS.get(target)
+    return is_gguf(Path(target)) or (known is not None and known.package is not None)
+
+
+def _check_inference(inference: InferenceOptions, distill: DistillOptions, *, own: bool) -> None:
+    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch.
+
+    `own`: the target is a file itself.
+    """
+    for source, name in {"file": "file", "server": "url"}.items():
         given = getattr(inference, name)
-        if (inference.source == source) != bool(given):
+        needed = inference.source == source
+        if needed != bool(given) and not (needed and own and source == "file"):
             raise InputError(
                 f"inference.source is {inference.source!r} and inference.{name} is {given!r}; "
                 f"give both source: {source} and {name}, or neither"

@@ -75,6 +75,11 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class DrafterOptions:
+    kind: str = knob(
+        "model",
+        "a model of its own, or a head: a layer or two that read the target's hidden states (EAGLE)",
+        choices=("model", "head"),
+    )
     size_fraction: float = knob(
         0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
     )
@@ -147,6 +152,11 @@ class GenerateOptions:
     prompts: int = knob(
         2000, "how many seed instructions the target answers (reused in turn if there are fewer)", at_least=1
     )
+    self_instructions: int | None = knob(
+        None,
+        "instructions that the target writes, where they are its own (default: one for each prompt)",
+        at_least=1,
+    )
     temperatures: tuple[float, ...] = knob(
         (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
     )
@@ -160,6 +170,10 @@ class GenerateOptions:
     max_new_tokens: int = knob(128, "longest response in tokens", at_least=1)
     batch_size: int = knob(64, "responses sampled together", at_least=1)
     shard_size: int = knob(256, "responses in one resumable shard", at_least=1)
+    features: bool = knob(
+        False,
+        "keep the last hidden state of every token beside the responses, for a feature drafter (GGUF targets)",
+    )
 
 
 @dataclass(frozen=True)
@@ -235,6 +249,9 @@ class DistillOptions(TrainingOptions):
     stored_top_k: int = knob(64, "tokens stored for a position; the rest share the remainder", at_least=1)
     select_fraction: float = knob(
         1.0, "AdaSPEC's k: learn from this share of a batch's tokens only", at_least=1e-6, at_most=1.0
+    )
+    unrolled_steps: int = knob(
+        3, "a head's own steps that are trained one after the other, from its own features", at_least=1
     )
     scale_learning_rate: bool = knob(True, "multiply the learning rate by k (AdaSPEC's linear scaling rule)")
     learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)

@@ -9,7 +9,7 @@ A recipe is a document. Its head is one line that says what it is and four field
     # Cost:    ...
     # Command: edgespec build-drafter ...
 
-Knows the files, not what their values mean.
+Knows the files, not what their values mean (read.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.recipe.read import load_recipe
 
 FIELDS = ("purpose", "needs", "cost", "command")
 _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
@@ -56,6 +55,23 @@ def made_target(alias: str) -> Mapping[str, Any]:
     if folder is None:
         raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")
     return load_recipe(folder / f"target-{alias}.yaml")
+
+
+def load_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise InputError(f"recipe {path} does not exist; give a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"recipe {path} is not valid YAML: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise InputError(f"recipe {path} holds {type(values).__name__}; it must be a mapping of options")
+    return values
 
 
 def recipe_file(name: str) -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from edgespec.building.pipeline import Build
+from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, is_empty
@@ -27,9 +28,9 @@ from edgespec.planning.estimate import size
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.read import RECIPE_FILE, dump_recipe, load_recipe, resolve
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import recipe_file, shipped_recipes
+from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
 from edgespec.stages.stage import Crew
 
 
@@ -175,7 +176,8 @@ def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> 
         claim(out, recipe)
         write_text(out / "command.txt", command + "\n")
     try:
-        Build(recipe, out, crew).run()
+        kind = HeadBuild if recipe.drafter.kind == "head" else Build
+        kind(recipe, out, crew).run()
     except NoRoom as error:
         needed = disk_left(recipe, out)
         raise NoRoom(

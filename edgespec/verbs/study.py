@@ -18,7 +18,7 @@ from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.options import as_flags, from_mapping, knob
 from edgespec.core.table import interval
-from edgespec.recipe.read import load_recipe
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
 
 STUDY_FILE = "study.resolved.yaml"

@@ -9,8 +9,9 @@ import pytest
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import add_flags, as_flags, from_mapping, given, to_mapping
-from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
+from edgespec.recipe.shipped import load_recipe
 from edgespec.verbs.build import shipped_recipes
 
 

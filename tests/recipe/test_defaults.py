@@ -7,8 +7,8 @@ import re
 from repository import REPOSITORY
 
 from edgespec.core.options import to_mapping
-from edgespec.recipe.read import load_recipe
 from edgespec.recipe.schema import DistillOptions
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import read_study
 from edgespec.verbs.study import shipped_studies
 

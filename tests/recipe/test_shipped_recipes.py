@@ -16,9 +16,9 @@ from edgespec.planning.estimate import estimate, summary
 from edgespec.recipe.check import problems
 from edgespec.recipe.data_sources import parse_hub
 from edgespec.recipe.drafter import derive
-from edgespec.recipe.read import load_recipe, resolve
+from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import FIELDS, command_words, header, recipe_file, shipped_recipes
+from edgespec.recipe.shipped import FIELDS, command_words, header, load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import shape_of_target
 from edgespec.verbs.build import OPTIONS
 
@@ -52,6 +52,7 @@ def test_the_ones_that_are_promised_are_there() -> None:
         "adaspec",
         "tvdpp",
         "quick",
+        "smollm2-head",
         "tiny-chat",
     }
     assert set(shipped_recipes()) == promised

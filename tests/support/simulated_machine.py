@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from edgespec_runtime.chooser.adaptive import FIRST_STEPS, Adaptive
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 
@@ -20,49 +19,12 @@ DEAR = [1, 1.21, 1.33, 1.42, 1.56, 1.68, 2.02, 2.11, 2.18, 2.26, 2.38, 2.55, 2.8
 # a target of 3M
 TINY = [1, 1.24, 1.47, 1.65, 1.9, 2.09, 2.53, 2.59, 2.83, *[3] * 7]
 STEEP = [1 + 0.6 * n for n in range(16)]  # every token costs: speculation cannot pay
-SAW = [
-    1,
-    1.5,
-    2.1,
-    1.4,
-    2.1,
-    2.7,
-    2.7,
-    2.58,
-    3,
-    3,
-    3,
-    3,
-    3.4,
-    3.5,
-    3.6,
-    3.7,
-]  # kernels that work on rows of four
-SHAPES = {"flat": FLAT, "steep": STEEP, "saw-tooth": SAW}
-
-
-def after_plain_steps(costs: Costs, guess: float) -> Adaptive:
-    """The first blocks are plain steps, by which gains are measured."""
-    schedule = Adaptive(costs, guess)
-    size = schedule.pass_length(1, 32)
-    step = costs.verify(size, 32)
-    for _ in range(FIRST_STEPS):
-        assert schedule.draft_length(32, 100) == 0
-        schedule.observe(Outcome(32, 0, 0, 1, size, 0.0, step, step))
-    return schedule
+# kernels that work on rows of four
+SAW = [1, 1.5, 2.1, 1.4, 2.1, 2.7, 2.7, 2.58, 3, 3, 3, 3, 3.4, 3.5, 3.6, 3.7]
 
 
 def costs_of(verify: list[float], draft: float, step: float = STEP) -> Costs:
     return Costs((32, 1024), (tuple(step * v for v in verify),) * 2, (step * draft,) * 2)
-
-
-def blocks_of(costs: Costs, draft: float, most: int = 8) -> list[float]:
-    """Plain steps of a block, by its draft length; `draft`: those of a drafter's step."""
-    passes = (costs.verify(costs.cheapest_length(length + 1, 100), 100) for length in range(1, most + 1))
-    return [
-        1.0,
-        *(length * draft + seconds / costs.verify(1, 100) for length, seconds in enumerate(passes, 1)),
-    ]
 
 
 @dataclass
@@ -73,38 +35,30 @@ class Machine:
     acceptance: Callable[[int], float]
     slowness: float = 1.0
     hiccups: float = 0.0  # share of passes that take twice as long
-    turns: float = (
-        0.0  # plain steps after which everything takes SLOW times as long, or no longer does; 0: never
-    )
-    moments: float = 0.0  # standard deviation, over replies, of the logarithm of what everything takes
+    turns: float = 0.0  # plain steps after which everything takes SLOW times as long, or no longer; 0: never
     catch_up: float = 0.0  # seconds in which the drafter reads a token of the plain steps before
-    choosing: Callable[[], float] = lambda: 0.0  # seconds that the answer took which was just given
 
     def reply(self, schedule: Schedule, tokens: int, seed: int) -> float:
         """Seconds of one reply."""
         accepts = np.random.default_rng(seed).random((4 * tokens, 16))
-        moment = float(np.exp(self.moments * np.random.default_rng((seed, 1)).standard_normal()))
         emitted, seconds, block, missed = 0, 0.0, 0, 0
         while emitted < tokens:
             context = 40 + emitted
             drafted = schedule.draft_length(context, tokens - emitted - 1)
-            choosing = self.choosing()
             passed = accepts[block, :drafted] < self.acceptance(emitted)
             accepted = drafted if passed.all() else int(passed.argmin())
             size = schedule.pass_length(drafted + 1, context)
             late = missed * self.catch_up if drafted else 0.0
             turn = (63 * seed + seconds / STEP) % (2 * self.turns) < self.turns if self.turns else False
-            slowness = self.slowness * moment * (SLOW if turn else 1.0)
+            slowness = self.slowness * (SLOW if turn else 1.0)
             drafting = (drafted * self.costs.draft(context) + late) * slowness
             missed = 0 if drafted else missed + 1
             verifying = self.costs.verify(size, context) * slowness
             hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
             whole = drafting + verifying + self.costs.verify(1, context) / 200  # the loop's work
             slow, wait = verifying + hiccup, whole + hiccup
-            schedule.observe(
-                Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait, choosing)
-            )
-            emitted, seconds, block = emitted + accepted + 1, seconds + whole + choosing, block + 1
+            schedule.observe(Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait))
+            emitted, seconds, block = emitted + accepted + 1, seconds + whole, block + 1
         return seconds
 
 
@@ -119,22 +73,12 @@ class Padded(Fixed):
         return self._costs.cheapest_length(count, context)
 
 
-def seconds_of(machine: Machine, schedule: Schedule, replies: int = 20, tokens: int = 200) -> list[float]:
+def seconds_of(
+    machine: Machine, schedule: Schedule, replies: int = 20, tokens: int = 200, first: int = 0
+) -> list[float]:
+    """Of replies with the seeds `first`, `first` + 1 ..."""
     taken = []
-    for seed in range(replies):
+    for seed in range(first, first + replies):
         schedule.begin()
         taken.append(machine.reply(schedule, tokens, seed))
-    return taken
-
-
-def seconds_of_starts(
-    machine: Machine, make: Callable[[], Schedule], replies: int = 20, tokens: int = 200, starts: int = 3
-) -> list[float]:
-    """The same of several schedules that begin with nothing learnt: the luck of its first drafts moves one by some percent."""
-    taken = []
-    for start in range(starts):
-        schedule = make()
-        for seed in range(replies):
-            schedule.begin()
-            taken.append(machine.reply(schedule, tokens, 1000 * start + seed))
     return taken

@@ -20,10 +20,11 @@ from edgespec.core.files import (
     write_jsonl,
     write_text,
 )
-from edgespec.core.manifest import BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
+from edgespec.model_folder.head import head_shape, is_head
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
@@ -63,16 +64,16 @@ def write_bundle(
     InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    configs = {role: read_json(folder / "config.json") for role, folder in folders.items()}
-    shapes = {role: ModelShape.from_config(config) for role, config in configs.items()}
-    subset = check_same_tokenizer(target_folder, drafter_folder)
+    head = is_head(drafter_folder)
+    shapes = {role: _shape_of(folder) for role, folder in folders.items()}
+    subset = vocabulary_of(drafter_folder) if head else check_same_tokenizer(target_folder, drafter_folder)
     own = own_file(target_folder)
-    files = exported_files(export_folder, options, own)
+    files = exported_files(export_folder, options, own, head=head)
     if not files:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
     with whole_folder(out) as folder:
-        for file in files:
-            _place(file.path, folder / file.path.relative_to(export_folder))
+        for path in dict.fromkeys(file.path for file in files):  # a head's folder stands for several
+            _place(path, folder / path.relative_to(export_folder))
         _write_tokenizer(folder / "tokenizer", target_folder)
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
@@ -90,6 +91,7 @@ def write_bundle(
                 _table(files, role, export_folder),
                 DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
                 _fast_table(files, role, export_folder),
+                HEAD if head and role == "drafter" else MODEL,
             )
             for role, shape in shapes.items()
         }
@@ -113,11 +115,11 @@ def write_bundle(
             **models,
             files=[
                 CardFile(
-                    file.path.relative_to(export_folder).as_posix(),
-                    _size(file.path),
+                    path.relative_to(export_folder).as_posix(),
+                    _size(path),
                     streamed[file.role, f"{file.engine}/{file.precision}"],
                 )
-                for file in files
+                for path, file in {file.path: file for file in files}.items()
             ],
             cost_ratio=ratios["parameters"],
             default=default,
@@ -146,6 +148,26 @@ def write_bundle(
         )
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def _shape_of(folder: Path) -> ModelShape:
+    """A model's shape; a head's as that of a model of its widths, whose table is its output rows."""
+    if not is_head(folder):
+        return ModelShape.from_config(read_json(folder / "config.json"))
+    shape = head_shape(folder)
+    return ModelShape(
+        hidden=shape["hidden_size"],
+        layers=shape["layers"],
+        heads=shape["heads"],
+        kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        intermediate=shape["intermediate_size"],
+        vocab_size=shape["draft_vocab_size"],
+        tied=True,
+        context_length=shape["context_length"],
+        rope_theta=shape["rope_theta"],
+        rms_norm_eps=shape["rms_norm_eps"],
+    )
 
 
 def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:

@@ -5,6 +5,7 @@ target/static-fp32/  target/static-qdq8/   graphs of fixed lengths for NPUs
 drafter/...        the same
 The GGUF of a target that came as a GGUF file is that file, bit for bit; the drafter beside it has a precision of the recipe, and
 the pair the name of the target's.
+drafter/head-int8/   a drafter that is a head: one graph, beside every file of the target
 notes.json         what a reader should know about single files
 """
 
@@ -20,19 +21,22 @@ from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.head import is_head
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
 
 ROLES = ("target", "drafter")
 WHOLE_BLOCKS = frozenset({"int8"})  # ONNX precisions whose rows have to be whole blocks
+HEAD_PRECISION = "int8"  # a head may round as it likes: its target judges every token
 
 
 @dataclass(frozen=True)
 class ExportedFile:
     """One model in one precision; `path` is a folder for ONNX Runtime and static graphs, and a file for llama.cpp.
 
-    `stored`: the file's own precision where it runs beside a target's file of another, whose name the pair has.
+    `stored`: the file's own precision where it runs beside a target's file of another, whose name the pair has. `is_head`: it is
+    a head's folder on ONNX Runtime, whatever `engine` the target beside it runs on.
     """
 
     role: str
@@ -40,6 +44,7 @@ class ExportedFile:
     precision: str
     path: Path
     stored: str = ""
+    is_head: bool = False
 
     @property
     def held(self) -> str:
@@ -58,10 +63,20 @@ def drafter_precision(options: ExportOptions) -> str:
     return "q8_0" if "q8_0" in options.gguf else options.gguf[0]
 
 
-def exported_files(folder: Path, options: ExportOptions, own: OwnFile | None = None) -> list[ExportedFile]:
-    """Where each file of an export lies, target first, whether or not it is there yet. `own`: the target's own GGUF file."""
-    found = []
+def exported_files(
+    folder: Path, options: ExportOptions, own: OwnFile | None = None, *, head: bool = False
+) -> list[ExportedFile]:
+    """Where each file of an export lies, target first, whether or not it is there yet.
+
+    `own`: the target's own GGUF file. `head`: the drafter is one; its folder then stands beside every file of the target.
+    """
+    found: list[ExportedFile] = []
     for role in ROLES:
+        if head and role == "drafter":
+            path = folder / role / f"head-{HEAD_PRECISION}"
+            beside = [(file.engine, file.precision) for file in found]
+            found += [ExportedFile(role, *pair, path, HEAD_PRECISION, is_head=True) for pair in beside]
+            break
         place = folder / role
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
@@ -88,24 +103,28 @@ def export_pair(
     """
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
+    from edgespec_export.onnx.head_graph import export_head
     from edgespec_export.onnx.to_onnx import export_onnx
 
     sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    own = own_file(target_folder)
-    files = exported_files(out, options, own)
+    own, head = own_file(target_folder), is_head(drafter_folder)
+    files = exported_files(out, options, own, head=head)
     notes_file = out / "notes.json"
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
     with progress("export", len(files), "file", done=len(done)) as bar:
         for file in files:
-            if file in done:
+            if file.path.exists():  # done before, or a head's folder that stands for several files
+                bar.update(file not in done)
                 continue
             bar.set_postfix_str(f"{file.role} {file.precision}")
             source = sources[file.role]
-            if file.engine == "static":
+            if file.is_head:
+                made = export_head(source, target_folder, file.path, file.held)
+            elif file.engine == "static":
                 made = export_static(source, file.path, file.precision, options, rows)
             elif file.engine == "onnxruntime":
-                made = export_onnx(source, file.path, file.precision)
+                made = export_onnx(source, file.path, file.precision, hidden_states=head)
             elif own is not None and file.role == "target":
                 own.copy(file.path)
                 made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}

@@ -16,7 +16,8 @@ def streamed_bytes(file: ExportedFile) -> int:
     RoPE tables, of which a token reads one row too, count as one row. Weights that ONNX Runtime widens when it loads them (fp16,
     int8 in exact mode) count as the float32 that it reads.
     """
-    tables = {"llama.cpp": _gguf, "onnxruntime": _onnx, "static": _static}[file.engine](file)
+    engine = "onnxruntime" if file.is_head else file.engine
+    tables = {"llama.cpp": _gguf, "onnxruntime": _onnx, "static": _static}[engine](file)
     return sum(size // rows for size, rows in tables)
 
 
@@ -55,7 +56,7 @@ def _onnx(file: ExportedFile) -> list[tuple[int, int]]:
         external = {entry.key: entry.value for entry in tensor.external_data}
         return int(external["length"]) if "length" in external else len(tensor.raw_data)
 
-    by_row = {"cos_cache", "sin_cache", "model.embed_tokens.weight"}
+    by_row = {"cos_cache", "sin_cache", "model.embed_tokens.weight", "embedding.bytes", "embedding.scales"}
     graph = onnx.load(file.path / "model.onnx", load_external_data=False).graph
     return [
         (size(tensor), tensor.dims[0] if tensor.name.removesuffix("_F16") in by_row else 1)

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
+from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_shape, target_embedding
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_ACCURACY_LEVEL
 
 PRECISIONS = ("int8", "fp32")
-GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", "head.json"
+GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", HEAD_FILE
 OPSET, CONTRIB = 21, "com.microsoft"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 
@@ -44,6 +46,21 @@ def write_head_graph(
     with whole_folder(out_folder) as folder:
         onnx.save(model, folder / GRAPH, save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH)
         write_json(folder / SETTINGS, {"shape": shape, "vocab_size": len(embedding)})
+
+
+def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
+    """Write a head's folder as a graph. Returns {"bytes", "notes"}. Raises InputError where the two do not belong together."""
+    from safetensors.numpy import load_file
+
+    shape, embedding = head_shape(head_folder), target_embedding(target_folder).numpy()
+    if embedding.shape[1] != shape["hidden_size"]:
+        raise InputError(
+            f"the head in {head_folder} reads embeddings of {shape['hidden_size']} numbers and those in {target_folder} have "
+            f"{embedding.shape[1]}; train the head for this target"
+        )
+    write_head_graph(out_folder, shape, load_file(head_folder / WEIGHTS), embedding, precision)
+    size = sum(file.stat().st_size for file in out_folder.iterdir())
+    return {"bytes": size, "notes": ["the table of token embeddings is the target's, one byte a value"]}
 
 
 def packed(matrix: Array) -> tuple[NDArray[np.uint8], Array]:

@@ -43,6 +43,7 @@ PRECISIONS: dict[str, list[str]] = {
 }
 BUILT_AS = {"fp16": "fp32"}  # the builder's own fp16 is for GPUs; on a CPU it has no GroupQueryAttention
 FAST = frozenset({"int8", "int4"})  # with a graph that rounds activations
+HIDDEN_STATES = ["include_hidden_states=true"]
 COMMON = ["hf_token=false", "windowed_kv_cache=false"]  # a ring of keys and values could not be rolled back
 
 
@@ -63,10 +64,13 @@ def _builder() -> Any:
     return builder
 
 
-def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
+def export_onnx(
+    model_folder: Path, out_folder: Path, precision: str, *, hidden_states: bool = False
+) -> dict[str, Any]:
     """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
 
-    int4 and int8 also get model-fast.onnx, with accuracy level 4 in every matrix and no weights of its own.
+    int4 and int8 also get model-fast.onnx, with accuracy level 4 in every matrix and no weights of its own. With `hidden_states`
+    the graphs give, beside the logits, what the output layer reads: the features of a drafter that is a head.
 
     What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
     or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the builder fails.
@@ -80,7 +84,8 @@ def export_onnx(model_folder: Path, out_folder: Path, precision: str) -> dict[st
         with tempfile.TemporaryDirectory() as scratch, corrected_folder(model_folder) as readable:
             where = (None, str(readable), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
             try:
-                options = builder.parse_extra_options(*where, [*COMMON, *PRECISIONS[precision]])
+                told = [*COMMON, *PRECISIONS[precision], *(HIDDEN_STATES if hidden_states else [])]
+                options = builder.parse_extra_options(*where, told)
                 prepare(options["hf_details"]["hf_config"])
                 builder.create_model(*where, **options)
             except (NotImplementedError, ValueError, RuntimeError) as error:

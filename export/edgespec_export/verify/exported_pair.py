@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
@@ -19,14 +20,20 @@ from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.session import CachedEngine
-from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary
+from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
+from edgespec_runtime.heads.feature_engine import FeatureEngine
+from edgespec_runtime.heads.feature_head import FeatureHead
 from edgespec_runtime.pair.bundle import load_engine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
+from edgespec.core.files import read_json
 from edgespec.core.metrics import RawCounts, expected_acceptance
 from edgespec.core.progress import progress
-from edgespec_export.formats.export import ExportedFile
+from edgespec.core.shapes import ModelShape
+from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import own_file
+from edgespec_export.formats.export import ExportedFile, exported_files
 from edgespec_export.verify.file_check import SMALL
 
 # the first of these that is there is an engine's float pair
@@ -102,10 +109,41 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
     return found
 
 
-def open_file(file: ExportedFile, parameters: int, subset: Vocabulary | None) -> Engine:
+def open_models(
+    target: ExportedFile,
+    drafter: ExportedFile,
+    parameters: dict[str, int],
+    subset: Vocabulary | None,
+    opened: list[Engine],
+) -> tuple[CachedEngine, CachedEngine]:
+    """Both files of a pair; `opened` gets each engine once it is open, for the caller to close. See `acceptance_by_cause`."""
+    opened.append(open_file(target, parameters["target"], None, features=drafter.is_head))
+    first = CachedEngine(opened[0])
+    if drafter.is_head:
+        assert subset is not None
+        opened.append(FeatureEngine(FeatureHead(drafter.path, first.engine.context_length), subset, first))
+    else:
+        opened.append(open_file(drafter, parameters["drafter"], subset))
+    return first, CachedEngine(opened[1])
+
+
+def open_first_pair(
+    folder: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions
+) -> tuple[CachedEngine, CachedEngine]:
+    """The first pair of an export whose drafter is a head, on its engine."""
+    files = exported_files(folder, options, own_file(target_folder), head=True)
+    target, drafter = files[0], next(file for file in files if file.is_head)
+    size = ModelShape.from_config(read_json(target_folder / "config.json")).parameters
+    return open_models(target, drafter, {"target": size}, vocabulary_of(drafter_folder), [])
+
+
+def open_file(
+    file: ExportedFile, parameters: int, subset: Vocabulary | None, *, features: bool = False
+) -> Engine:
     """A file as the runtime's exact mode opens it; a drafter runs from its fast graph there."""
     graph = file.fast_graph if file.role == "drafter" else None
-    engine = load_engine(file.engine, file.path, None, 1 if parameters < SMALL else None, None, graph)
+    threads = 1 if parameters < SMALL else None
+    engine = load_engine(file.engine, file.path, None, threads, None, graph, features)
     return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)
 
 
@@ -133,9 +171,8 @@ def acceptance_by_cause(
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
             opened: list[Engine] = []
             try:
-                for role, name in (("target", target), ("drafter", drafter)):
-                    opened.append(open_file(at[engine, role, name], parameters[role], subset))
-                models = CachedEngine(opened[0]), CachedEngine(opened[1])
+                files_of = at[engine, "target", target], at[engine, "drafter", drafter]
+                models = open_models(*files_of, parameters, subset, opened)
                 limit = min(model.engine.context_length for model in models)
                 fitting = [prompt for prompt in prompts if len(prompt) < limit]
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))

@@ -58,6 +58,9 @@ BOUNDS = {
     "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
     "q5_k_m": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
     "q6_k": Bounds(weights=4e-2, engine=1e-1, block=1e-4),
+    "head-int8": Bounds(
+        weights=2e-2, engine=5e-2, block=1.0
+    ),  # weights 5e-3; engine 7e-3: activations are rounded too
     # static graphs: weights 1e-2; engine 1e-1 / 2e-2 of rounded activations; block a step of the rounded logits at most
     "qdq8": Bounds(weights=2e-2, engine=3e-1, block=1e-2),
     "qdq16": Bounds(weights=2e-2, engine=1e-1, block=1e-2),

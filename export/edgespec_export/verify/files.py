@@ -51,12 +51,13 @@ class Standard:
     """What the files of one model are held against: here its most exact file, the first that runs.
 
     `prompts` are token ids in the model's own numbers; `logits` [n, V] float32 for every passage, None where nobody knows them.
+    `source`: what its tokenizers are held against, None where its files have none.
     """
 
     without_engine = "settings alone"
 
     def __init__(
-        self, shape: ModelShape, parameters: int, source: Source, prompts: Sequence[list[int]]
+        self, shape: ModelShape, parameters: int, source: Source | None, prompts: Sequence[list[int]]
     ) -> None:
         self.shape, self.parameters, self.source = shape, parameters, source
         self.passages = passages_of(prompts, shape)
@@ -69,6 +70,10 @@ class Standard:
             return MOST_EXACT.index(file.precision) if file.precision in MOST_EXACT else len(MOST_EXACT)
 
         return sorted(files, key=exactness)
+
+    def check(self, file: ExportedFile) -> FileCheck:
+        """Measure one file and hold it against the bounds of its precision."""
+        return check_file(file, self)
 
     def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
         """Note what the file says of itself; the logits that its own weights should give, None where nobody knows."""
@@ -98,14 +103,17 @@ def verify_files(
     sources, parameters = {}, {}
     with progress("verify", 2 * len(files) + 1, "check") as bar:
         for role, standard in standards:
-            sources[role], parameters[role] = standard.source, standard.parameters
+            parameters[role] = standard.parameters
+            if standard.source is not None:
+                sources[role] = standard.source
             for file in standard.ordered(file for file in files if file.role == role):
                 bar.set_postfix_str(f"{role} {file.precision}")
-                checks.append(check_file(file, standard))
+                checks.append(standard.check(file))
                 bar.update(1)
         bar.set_postfix_str("tokenizers")
+        with_tokenizer = [file for file in files if file.role in sources]
         tokenizers = check_tokenizers(
-            files, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
+            with_tokenizer, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
         )
     runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
     return {

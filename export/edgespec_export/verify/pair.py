@@ -14,7 +14,7 @@ their own. A drafter with a vocabulary subset is compared in its own numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
+from edgespec.model_folder.head import is_head
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials
 from edgespec_export.verify.file_check import FileCheck, relative
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
+from edgespec_export.verify.head_check import check_head
 from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights, static_weights
 from edgespec_export.verify.report import broken_of, report_of
 from edgespec_export.verify.tokenizers import Source
@@ -91,6 +93,28 @@ class Reference(Standard):
             check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
         return self.run(weights) if weights else self.logits
 
+    def features(self) -> list[torch.Tensor]:
+        """The last hidden states [n, H], behind the final norm, at every token of each passage."""
+        with torch.inference_mode():
+            tokens = [torch.tensor([passage.tokens]) for passage in self.passages]
+            return [self.model.model(each, use_cache=False).last_hidden_state[0].float() for each in tokens]
+
+
+class Head(Standard):
+    """A head that reads the target's hidden states: its one folder, held against its own tensors in torch."""
+
+    def __init__(self, folder: Path, target: Reference) -> None:
+        super().__init__(target.shape, 0, None, [])
+        self.folder, self.target = folder, target
+
+    def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
+        return [next(file for file in files if file.is_head)]
+
+    def check(self, file: ExportedFile) -> FileCheck:
+        embedding = self.target.model.get_input_embeddings().weight.detach().float()
+        texts = [passage.tokens for passage in self.target.passages]
+        return check_head(file, self.folder, embedding, texts, self.target.features())
+
 
 def verify_pair(
     out: Path,
@@ -108,7 +132,8 @@ def verify_pair(
     the tables when a bound is broken (verify.json is written all the same).
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
-    files = exported_files(export_folder, options, own_file(target_folder))
+    head = is_head(drafter_folder)
+    files = exported_files(export_folder, options, own_file(target_folder), head=head)
     result = verify_with_models(files, folders, prompts, trials, target_folder)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
@@ -131,8 +156,17 @@ def verify_with_models(
     tokenizer_folder: Path,
 ) -> dict[str, Any]:
     """`verify_files` with the models in `folders`, by role, as standards."""
-    standards = ((role, Reference(folder, prompts)) for role, folder in folders.items())
-    return verify_files(files, standards, vocabulary_of(folders["drafter"]), trials, tokenizer_folder)
+
+    def standards() -> Iterator[tuple[str, Standard]]:
+        target = Reference(folders["target"], prompts)
+        yield "target", target
+        if is_head(folders["drafter"]):
+            yield "drafter", Head(folders["drafter"], target)
+            return
+        del target  # one model at a time is in memory
+        yield "drafter", Reference(folders["drafter"], prompts)
+
+    return verify_files(files, standards(), vocabulary_of(folders["drafter"]), trials, tokenizer_folder)
 
 
 def _read(file: ExportedFile, shape: ModelShape) -> Iterable[tuple[str, Array]]:

@@ -206,6 +206,9 @@ def pack_conversations(
 
 def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a model is told of packed rows. Positions start anew in every conversation; packing.py gives them to the model so that
-    each conversation sees itself only.
+    each conversation sees itself only. A feature drafter's rows have `features`, and it tells texts apart by their numbers.
     """
-    return {name: batch[name] for name in ("input_ids", "position_ids")}
+    names = (
+        ("input_ids", "features", "document_ids") if "features" in batch else ("input_ids", "position_ids")
+    )
+    return {name: batch[name] for name in names}

@@ -171,7 +171,9 @@ def evaluate(
     with progress("evaluate on held-out prompts", parts, "part") as bar:
 
         def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
-            found = _part(out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given))
+            found = finished_part(
+                out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given)
+            )
             bar.update(1)
             return found
 
@@ -200,7 +202,7 @@ def evaluate(
     }
 
 
-def _part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:
+def finished_part(path: Path, size: int, compute: Callable[[], list[Any]]) -> list[Any]:
     """One item per prompt: read from `path`, or computed and written there whole."""
     if path.exists():
         try:

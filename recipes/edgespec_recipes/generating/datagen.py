@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from edgespec_runtime.pair.bundle import LLAMACPP
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
@@ -24,6 +26,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_system
 from edgespec_recipes.generating.decoding import sample_responses, stop_ids
 from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.written_states import Wanted, check_states, write_states
 from edgespec_recipes.models.loading import load_tokenizer, shape_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
@@ -71,11 +74,17 @@ def about_file(shard: Path) -> Path:
     return shard.with_suffix(".json")
 
 
-def write_shard(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The rows, and then the checksum that says they are whole."""
+def write_shard(
+    path: Path,
+    rows: list[dict[str, Any]],
+    states: Mapping[str, np.ndarray] | None = None,
+    wanted: Wanted | None = None,
+) -> None:
+    """The rows, what is wanted of the `states` beside them, and then the checksums that say they are whole."""
     about_file(path).unlink(missing_ok=True)
     write_jsonl(path, rows)
-    write_json(about_file(path), {"rows": len(rows), "sha256": sha256_file(path)})
+    kept = write_states(path, wanted, states) if wanted and states else {}
+    write_json(about_file(path), {"rows": len(rows), "sha256": sha256_file(path), **kept})
 
 
 def read_shard(path: Path) -> list[dict[str, Any]]:
@@ -89,9 +98,10 @@ def read_shard(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path)
 
 
-def answers_to(requests: list[Request], path: Path) -> list[dict[str, Any]]:
-    """The rows of a shard, which must answer these requests. Raises InputError."""
+def answers_to(requests: list[Request], path: Path, wanted: Wanted | None = None) -> list[dict[str, Any]]:
+    """The rows of a shard, which must answer these requests and have beside them what is wanted. Raises InputError."""
     rows = read_shard(path)
+    check_states(path, read_json(about_file(path)), wanted)
     if len(rows) != len(requests):
         raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
     for row, request in zip(rows, requests, strict=True):
@@ -112,6 +122,7 @@ def damaged_shards(folder: Path) -> list[str]:
     for about in sorted(folder.glob("shard-*.json")):
         try:
             read_shard(about.with_suffix(".jsonl"))
+            check_states(about.with_suffix(".jsonl"), read_json(about))
         except InputError:
             found.append(about.with_suffix(".jsonl").name)
     return found
@@ -147,6 +158,20 @@ class Writer(Protocol):
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
+
+
+@runtime_checkable
+class StateWriter(Writer, Protocol):
+    """A writer that can keep what it computes."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What it keeps."""
+
+    def rows_and_states(
+        self, number: int, requests: list[Request], bar: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+        """As `rows`, and beside them the arrays that `wanted` names."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +213,30 @@ class _TorchWriter:
 
 
 def writer_of(
-    target_folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, inference: InferenceOptions
+    target_folder: Path,
+    tokenizer: Any,
+    options: GenerateOptions,
+    seed: int,
+    inference: InferenceOptions,
+    top_k: int = 0,
 ) -> Writer:
-    """The target where `inference` says it runs. Raises what the source raises."""
-    if inference.source == "file":
-        from edgespec_recipes.generating.file_target import FileTarget, FileWriter
+    """The target where `inference` says it runs. A GGUF file keeps the `top_k` most probable tokens of what it writes.
 
+    Raises InputError where features are wanted of a target that gives none, and what the source raises.
+    """
+    if inference.source == "file":
+        from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
+
+        if locate(inference)[0] == LLAMACPP:
+            from edgespec_recipes.generating.batch_writer import BatchWriter
+
+            return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
+    if options.features:
+        raise InputError(
+            "generate.features is on, and only a GGUF file gives its hidden states while it writes; give --inference.source file "
+            "--inference.file FILE.gguf, or turn it off"
+        )
+    if inference.source == "file":
         return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
     if inference.source == "server":
         from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
@@ -211,12 +254,16 @@ def generate(
     options: GenerateOptions,
     seed: int,
     inference: InferenceOptions | None = None,
+    top_k: int = 0,
 ) -> dict[str, Any]:
     """Write `out`/shard-00000.jsonl ... (rows: id, messages, prompt_ids, response_ids, temperature); skip whole shards.
 
     Process r makes the shards r, r + world, ...; all return the same counts. A shard that was whole and is damaged is named in
     the log and in the counts, and made again. `inference` says where the target runs (default: in torch, float32); its tokenizer
-    is that of `target_folder`. Raises InputError: no instruction fits, more processes than shards, what the source raises.
+    is that of `target_folder`. `top_k`: a target that runs as a GGUF file keeps its distributions' k most probable tokens beside
+    the rows (written_states.py), so that storing them needs no pass of its own. `state_bytes` of the counts is what that takes.
+
+    Raises InputError: no instruction fits, more processes than shards, what the source raises.
     """
     world = processes.world()
     if world > (most := -(-options.prompts // options.shard_size)):
@@ -224,7 +271,8 @@ def generate(
             f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
         )
     tokenizer = load_tokenizer(target_folder)
-    writer = writer_of(target_folder, tokenizer, options, seed, inference or InferenceOptions())
+    writer = writer_of(target_folder, tokenizer, options, seed, inference or InferenceOptions(), top_k)
+    wanted = writer.wanted if isinstance(writer, StateWriter) else None
     requests, left_out = plan_requests(options, tokenizer, writer.context_length)
     shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
     mine = range(processes.rank(), len(shards), world)
@@ -235,16 +283,16 @@ def generate(
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.update(len(answers_to(shards[number], path)))
+                    bar.update(len(answers_to(shards[number], path, wanted)))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)
                     remade.append(number)
             start = time.monotonic()
-            rows = writer.rows(number, shards[number], bar)
+            rows, states = _answered(writer, number, shards[number], bar)
             seconds += time.monotonic() - start
             written += sum(len(row["response_ids"]) for row in rows)
-            write_shard(path, rows)
+            write_shard(path, rows, states, wanted)
     processes.wait()
     rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
     again = processes.gathered(torch.tensor(remade, dtype=torch.long))
@@ -261,9 +309,19 @@ def generate(
         "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
         "instructions_too_long": left_out,
         "tokens_per_second": round(float(rate.sum()), 1) or None,
+        "state_bytes": sum(path.stat().st_size for path in out.glob("shard-*.npy")),
         "precision": writer.precision.name,
         "precision_reason": writer.precision.reason,
     }
+
+
+def _answered(
+    writer: Writer, number: int, requests: list[Request], bar: Any
+) -> tuple[list[dict[str, Any]], Mapping[str, np.ndarray] | None]:
+    """A shard's rows, and what its writer computed for them where it keeps that."""
+    if isinstance(writer, StateWriter):
+        return writer.rows_and_states(number, requests, bar)
+    return writer.rows(number, requests, bar), None
 
 
 def _batches(requests: list[Request], size: int) -> list[list[Request]]:

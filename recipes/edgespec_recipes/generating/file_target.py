@@ -67,6 +67,28 @@ def identity(how: InferenceOptions) -> str:
     return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
+def check_vocabulary(engine: Any, path: Path, target_folder: Path) -> None:
+    """Hold a loaded file's tokens against the target's. Raises InputError.
+
+    A GGUF file carries its tokens; ONNX folders and files without a vocabulary have only its size.
+    """
+    wanted, seen = int(read_json(target_folder / "config.json")["vocab_size"]), engine.vocab_size
+    if seen != wanted:
+        raise InputError(
+            f"{path} has a vocabulary of {seen} tokens and the target in {target_folder} of {wanted}; give a file that was "
+            "exported from this target"
+        )
+    text_of = getattr(engine, "token_text", None)
+    if text_of is None or text_of(0) is None:
+        return
+    known = load_tokenizer(target_folder).get_vocab()
+    same = sum(text_of(number) == token for token, number in known.items())
+    if same < SAME * len(known):
+        raise InputError(
+            f"of the target's {len(known)} tokens {same} are the same in {path}; give a file exported from this target"
+        )
+
+
 class FileTarget:
     """The target's file on its engine, held against the target's folder (config.json and tokenizer; no weights are read).
 
@@ -79,25 +101,7 @@ class FileTarget:
         self.engine = CachedEngine(load_engine(engine, path, how.context, how.threads))
         self.vocab_size, self.folder = wanted, target_folder
         self.precision = Precision(path.name, f"the target is {path} on {engine}")
-        seen = self.engine.engine.vocab_size
-        if seen != wanted:
-            raise InputError(
-                f"{path} has a vocabulary of {seen} tokens and the target in {target_folder} of {wanted}; give a file that was "
-                "exported from this target"
-            )
-        self._check_tokens(path)
-
-    def _check_tokens(self, path: Path) -> None:
-        """A GGUF file carries its tokens, a bundle its tokenizer: they must be the target's."""
-        text_of = getattr(self.engine.engine, "token_text", None)
-        if text_of is None or text_of(0) is None:
-            return  # ONNX folders and files without a vocabulary have only its size
-        known = load_tokenizer(self.folder).get_vocab()
-        same = sum(text_of(number) == token for token, number in known.items())
-        if same < SAME * len(known):
-            raise InputError(
-                f"of the target's {len(known)} tokens {same} are the same in {path}; give a file exported from this target"
-            )
+        check_vocabulary(self.engine.engine, path, target_folder)
 
     @property
     def context_length(self) -> int:

@@ -143,7 +143,7 @@ def write_instructions(
     """
     tokenizer = load_tokenizer(target_folder)
     turn = user_turn(tokenizer)
-    how = replace(options, max_new_tokens=INSTRUCTION_TOKENS, top_p=TOP_P, min_p=0.0, temperatures=(1.0,))
+    how = _sampling(options, INSTRUCTION_TOKENS)
     writer = writer_of(
         target_folder, tokenizer, how, _seed(seed, "instructions"), inference or InferenceOptions()
     )
@@ -169,7 +169,7 @@ def write_text(
 ) -> dict[str, Any]:
     """Write `out`/text.jsonl: `wanted` tokens of running text that the target wrote. Counts and errors as above."""
     tokenizer = load_tokenizer(target_folder)
-    how = replace(options, max_new_tokens=DOCUMENT_TOKENS, top_p=TOP_P, min_p=0.0, temperatures=(1.0,))
+    how = _sampling(options, DOCUMENT_TOKENS)
     own = _seed(seed, "text")
     writer = writer_of(target_folder, tokenizer, how, own, inference or InferenceOptions())
     special = set(specials(tokenizer).values())
@@ -197,6 +197,13 @@ def write_text(
         whole=True,
     )
     return job.run(writer, out / TEXT)
+
+
+def _sampling(options: GenerateOptions, longest: int) -> GenerateOptions:
+    """How the target's own texts are sampled; nothing is kept of them but their tokens."""
+    return replace(
+        options, max_new_tokens=longest, top_p=TOP_P, min_p=0.0, temperatures=(1.0,), features=False
+    )
 
 
 def _seed(seed: int, purpose: str) -> int:

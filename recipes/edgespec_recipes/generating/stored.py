@@ -27,8 +27,9 @@ from edgespec.core.table import count
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import logits_at
-from edgespec_recipes.generating.top_k import compress, divergence_errors, expand, record_type
-from edgespec_recipes.losses.head_loss import Rows, TargetRows
+from edgespec_recipes.generating.top_k import compress, divergence_errors, record_type, target_rows_of
+from edgespec_recipes.generating.written_states import WrittenTarget
+from edgespec_recipes.losses.head_loss import TargetRows
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.loading import load_tokenizer
@@ -71,6 +72,15 @@ def whole_shard(folder: Path, number: int) -> dict[str, Any]:
     return about
 
 
+class Store(Protocol):
+    """Distributions of a target that need not run: `StoredTargets`, or what it kept while it wrote (written_rows.py)."""
+
+    vocab_size: int
+
+    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
+        """Target rows over the compared positions of these rows, one row after the other."""
+
+
 class StoredTargets:
     """A finished store, mapped from disk. Raises InputError where it is not finished or a shard is not as it was written."""
 
@@ -108,26 +118,9 @@ class StoredTargets:
         return records[starts[place] : starts[place + 1]]
 
     def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """Target rows over the compared positions of these packed rows, one row after the other.
-
-        `ids` [C] int64 (each once): the target's ids that the draft's columns stand for, where it knows a part of the vocabulary.
-        The result then has these columns, else all of the vocabulary; what the target gives other stored tokens is left out, and
-        a divergence takes what is left as the whole.
-        """
+        """Target rows over the compared positions of these packed rows, one row after the other (see target_rows_of)."""
         records = np.concatenate([self._row(row) for row in row_ids])
-        columns = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
-        log_p = torch.from_numpy(np.ascontiguousarray(records["log_p"])).to(device)
-        log_rest = torch.from_numpy(np.ascontiguousarray(records["log_rest"])).to(device)
-        if ids is not None:
-            column_of = torch.full((self.vocab_size,), len(ids), device=device)
-            column_of[ids.to(device)] = torch.arange(len(ids), device=device)
-            columns = column_of[columns]
-
-        def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
-            width = self.vocab_size if ids is None else len(ids)
-            return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, self.vocab_size)
-
-        return target_rows
+        return target_rows_of(records, self.vocab_size, device, ids)
 
 
 class Distributions(Protocol):
@@ -189,6 +182,7 @@ def store_targets(
     shard_rows: int = SHARD_ROWS,
     inference: InferenceOptions | None = None,
     model: Any | None = None,
+    written: Path | None = None,
 ) -> dict[str, Any]:
     """Write `out`/shard-00000.npy ..., and `store.json` when all are there; whole shards of the same rows and target are kept.
 
@@ -196,6 +190,7 @@ def store_targets(
     Process r makes the shards r, r + world, ... A corrupt shard is named in the log and in the counts, and made again. A shard
     made for something else is no accident of the disk but maybe hours of another target's work: refused, not overwritten.
     `inference` says where the target runs (default: in torch, float32); `model` is the target where it is loaded already.
+    `written`: the generate stage's folder; where this target kept there the distributions of these very rows, they are taken.
 
     Raises InputError: shards of something else, top_k above the vocabulary, more processes than shards.
     """
@@ -224,7 +219,7 @@ def store_targets(
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
     start, tokens = time.monotonic(), 0
     if missing:  # else the target is not even loaded
-        target = _open_target(target_folder, inference, model)
+        target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         with progress(
@@ -261,6 +256,18 @@ def store_targets(
         "precision": precision.name if precision else None,
         "precision_reason": precision.reason if precision else "nothing was left to do",
     }
+
+
+def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any]) -> WrittenTarget | None:
+    """What the same target kept while it wrote these rows, if it did."""
+    if folder is None:
+        return None
+    try:
+        found = WrittenTarget(folder, made_for["target"], made_for["top_k"], made_for["vocab_size"])
+    except InputError as error:
+        log.info("%s: the target reads the rows again", error)
+        return None
+    return found if found.holds(rows) else None
 
 
 def _target_hash(folder: Path) -> str:

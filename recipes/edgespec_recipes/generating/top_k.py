@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgespec_recipes.losses.head_loss import Rows, TargetRows
+
 LEAST = -80.0  # log of the least remainder: exp(−80) is still a normal float32
 
 
@@ -46,6 +48,30 @@ def expand(columns: Tensor, log_p: Tensor, log_rest: Tensor, width: int, vocab_s
     each = log_rest - math.log(max(1, vocab_size - columns.shape[-1]))
     spread = each[:, None].repeat(1, width + (width < vocab_size))
     return spread.scatter_(-1, columns, log_p)[:, :width]
+
+
+def target_rows_of(
+    records: np.ndarray, vocab_size: int, device: torch.device, ids: Tensor | None = None
+) -> TargetRows:
+    """Target rows from records of `record_type`, one a position.
+
+    `ids` [C] int64 (each once): the target's ids that the draft's columns stand for, where it knows a part of the vocabulary. The
+    result then has these columns, else all of the vocabulary; what the target gives other stored tokens is left out, and a
+    divergence takes what is left as the whole.
+    """
+    columns = torch.from_numpy(records["ids"].astype(np.int64)).to(device)
+    log_p = torch.from_numpy(np.ascontiguousarray(records["log_p"])).to(device)
+    log_rest = torch.from_numpy(np.ascontiguousarray(records["log_rest"])).to(device)
+    if ids is not None:
+        column_of = torch.full((vocab_size,), len(ids), device=device)
+        column_of[ids.to(device)] = torch.arange(len(ids), device=device)
+        columns = column_of[columns]
+
+    def target_rows(part: Rows, draft_logits: Tensor) -> Tensor:
+        width = vocab_size if ids is None else len(ids)
+        return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, vocab_size)
+
+    return target_rows
 
 
 def divergence_errors(

@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from edgespec_runtime.engines.vocabulary import Vocabulary, read_vocabulary, write_vocabulary
+from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, read_vocabulary, write_vocabulary
 from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, whole_folder, write_json
-
-HEAD_FILE = "head.json"
-WEIGHTS = "model.safetensors"
-VOCABULARY = "vocabulary.json"
+from edgespec.model_folder.head import HEAD_FILE, WEIGHTS
+from edgespec_recipes.models.vocabulary import SubsetHead
 
 
 @dataclass(frozen=True)
@@ -97,10 +95,11 @@ class HeadLayer(nn.Module):
         self.up_proj = nn.Linear(width, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, width, bias=False)
 
-    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]], same: Tensor | None = None) -> Tensor:
         """One unrolled step of x [B, T, H]. `past`: keys and values [B, T, heads, d] of the steps before; this one's are added.
 
         At step k (from 0) slot s sees the true slots up to s − k, and of the steps j = 1 .. k the slot s − k + j alone.
+        `same` (bool [B, 1, T, T]): which slots are of one text, where a row holds several.
         """
         shape, (batch, length, _) = self.shape, x.shape
         y, slots = self.input_layernorm(x), torch.arange(x.shape[1], device=x.device)
@@ -121,6 +120,8 @@ class HeadLayer(nn.Module):
         scale = 1.0 / math.sqrt(shape.head_dim)
         scores = torch.einsum("bthd,buhd->bhtu", q, past[0][0]) * scale
         seen = slots[None, :] <= slots[:, None] - step
+        if same is not None:
+            seen = seen & same
         scores = scores.masked_fill(~seen, -torch.inf)
         own = [
             (q * _later(past[j][0], step - j)).sum(-1).transpose(1, 2)[..., None] * scale
@@ -148,9 +149,7 @@ def _later(values: Tensor, by: int) -> Tensor:
 
 
 class FeatureHead(nn.Module):
-    """The head. `ids` [V']: the target's tokens that its output rows belong to."""
-
-    ids: Tensor
+    """The head; `lm_head` knows which of the target's tokens its V' output rows belong to."""
 
     def __init__(self, shape: HeadShape, vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -165,21 +164,25 @@ class FeatureHead(nn.Module):
         self.fc = nn.Linear(shape.hidden_size + shape.feature_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(shape) for _ in range(shape.layers)])
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.draft_vocab_size, bias=False)
-        self.register_buffer("ids", torch.from_numpy(vocabulary.ids), False)
+        rows = torch.empty(shape.draft_vocab_size, shape.hidden_size)
+        self.lm_head = SubsetHead(nn.Parameter(nn.init.kaiming_uniform_(rows, a=math.sqrt(5))), vocabulary)
 
-    def unrolled(self, embeddings: Tensor, features: Tensor, steps: int) -> Iterator[Tensor]:
+    def unrolled(
+        self, embeddings: Tensor, features: Tensor, steps: int, documents: Tensor | None = None
+    ) -> Iterator[Tensor]:
         """g [B, T, H] of each of `steps` own steps, from embeddings e(x_s) [B, T, H] and true features f_{s−1} [B, T, F].
 
-        Step k (from 0) is what a draft's token k + 1 is drawn from at a slot whose last k features are the head's own. Slots
-        below k have no such past: leave them out of a loss. Several steps need features of the head's own width.
+        Step k (from 0) is what a draft's token k + 1 is drawn from at a slot whose last k features are the head's own. The first
+        k slots of a text have no such past: leave them out of a loss. Several steps need features of the head's own width.
+        `documents` [B, T]: the number of each slot's text, where a row holds several; each sees itself only.
         """
+        same = None if documents is None else (documents[:, None, :, None] == documents[:, None, None, :])
         pasts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
         known = self.embedding_norm(embeddings)
         for step in range(steps):
             x = self.fc(torch.cat([known, self.feature_norm(features)], -1))
             for layer, past in zip(self.layers, pasts, strict=True):
-                x = layer(x, past)
+                x = layer(x, past, same)
             own = self.norm(x)
             yield own
             if step + 1 < steps:

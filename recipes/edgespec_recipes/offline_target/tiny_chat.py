@@ -22,8 +22,8 @@ from edgespec.core.files import read_jsonl, write_json, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.progress import progress
-from edgespec.recipe.read import load_recipe
 from edgespec.recipe.schema import TrainingOptions
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, cache_folder
 from edgespec.stages.record import DONE
 from edgespec.stages.stage import run_stage

@@ -83,7 +83,13 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     rows = responses_of(inputs.responses, options.context, packing.together)
     counts = {
         **store_targets(
-            out, inputs.target, rows, options.stored_top_k, inference=inputs.inference, model=target
+            out,
+            inputs.target,
+            rows,
+            options.stored_top_k,
+            inference=inputs.inference,
+            model=target,
+            written=inputs.responses,
         ),
         **packing.record(),
     }

@@ -26,7 +26,7 @@ from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
-from edgespec_recipes.generating.stored import StoredTargets
+from edgespec_recipes.generating.stored import Store
 from edgespec_recipes.losses.head_loss import TargetRows, head_loss, head_values, in_head
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.mean_loss import label_losses
@@ -76,7 +76,7 @@ class Objective:
         *,
         stops: Sequence[int],
         seed: int,
-        store: StoredTargets | None = None,
+        store: Store | None = None,
         reference: Any | None = None,
     ) -> None:
         self.target, self.reference, self.store = target, reference, store
@@ -160,9 +160,9 @@ class Objective:
         """The target's distributions at the compared positions; `set_aside`: see live_rows."""
         stored = batch["kind"] == TARGET if self.store else torch.zeros_like(batch["kind"], dtype=torch.bool)
         live = ~stored
-        parts = {name: values[live] for name, values in batch.items()} if stored.any() else batch
         from_target = None
         if live.any():
+            parts = {name: values[live] for name, values in batch.items()} if stored.any() else batch
             from_target = live_rows(self.target, parts["compared"], inputs_of(parts), set_aside=set_aside)
         ids = batch["row_id"][stored].tolist()
 
@@ -183,18 +183,20 @@ class Objective:
 
     def acceptance(self, model: Any, batches: Sequence[Batch]) -> dict[str, float]:
         """{"alpha": teacher-forced acceptance rate at temperature 1}: the mean of Σ min(p, q) (DistillSpec, Eq. 3)."""
-        overlaps = []
-        for batch in batches:
-            target_rows = self.target_rows(batch)(None)
-
-            def add(hidden: Tensor, head: Any, rows: TargetRows = target_rows) -> Tensor:
-                overlaps.append(_acceptance(hidden, head, rows))
-                return overlaps[-1].sum()
-
-            with torch.no_grad():
-                _run(model, batch, add)
-        found = torch.cat(overlaps)
+        found = torch.cat([self.overlaps(model, batch) for batch in batches])
         return {"alpha": float(found.sum()) / max(1, len(found))}
+
+    def overlaps(self, model: Any, batch: Batch) -> Tensor:
+        """Σ min(p, q) [n] at the compared positions, over all of the target's tokens."""
+        target_rows, found = self.target_rows(batch)(None), list[Tensor]()
+
+        def note(hidden: Tensor, head: Any) -> Tensor:
+            found.append(_acceptance(hidden, head, target_rows))
+            return hidden[:1]
+
+        with torch.no_grad():
+            _run(model, batch, note)
+        return found[0]
 
 
 def _run(model: Any, batch: Batch, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:

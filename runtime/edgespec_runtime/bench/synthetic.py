@@ -26,8 +26,7 @@ from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, Trace, as_json, text
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.kept_costs import keep_synthetic
-from edgespec_runtime.chooser.pair_costs import BUSY
+from edgespec_runtime.chooser.kept_costs import BUSY, keep_synthetic
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, ReplyOptions, plain

@@ -2,7 +2,7 @@
 
 Every size takes its turn in every round, so that a slow moment of the machine hits all of them; medians are kept. A turn is some
 passes one after another, as decoding makes them, of which the last counts: the first ones after another size wait for threads,
-caches and buffers. A drafter's steps are timed where the loop makes them, after a pass of the target that took its place in the
+caches and buffers. Drafter steps are timed where the loop makes them, after a pass of the target that took their place in the
 processor's caches. Knows engines; no rules, no text.
 """
 
@@ -23,9 +23,7 @@ from edgespec_runtime.engines.session import CachedEngine
 
 LEAST_PASS = 4  # passes of fewer tokens are measured however little time there is
 DRAFT_STEPS = 3
-PLAIN_TURNS = 2  # of plain steps in a round: all else is counted in them
 SETTLED = 5e-3  # seconds of passes of one size, after which the next ones take what they take from then on
-MOST_SWEEPS = 3
 PREFILL_SHARE = 0.25  # of the time may go into filling the caches
 
 
@@ -60,7 +58,8 @@ def calibrate(
             f"{target.engine.name}: a context of {room} token has no room for a pass behind it; load it with a longer --context"
         )
     try:
-        return _Measurement(target, draft, how, room, longest).run()
+        longest = min(longest, room - 1, *(model.engine.block_length for model in models))
+        return _Measurement(target, draft, how.seconds, longest, room).run(how.contexts)
     finally:
         for model in models:
             model.rewind(0)
@@ -68,73 +67,59 @@ def calibrate(
 
 class _Measurement:
     def __init__(
-        self, target: CachedEngine, draft: CachedEngine | None, how: CalibrateOptions, room: int, longest: int
+        self, target: CachedEngine, draft: CachedEngine | None, seconds: float, longest: int, room: int
     ) -> None:
-        self._start = perf_counter()
-        self._target, self._draft = target, draft
+        self._start, self._seconds = perf_counter(), seconds
+        self._target, self._draft, self._longest = target, draft, longest
         self._models = [model for model in (target, draft) if model is not None]
-        self._seconds, self._room = how.seconds, room
         self._generator = np.random.default_rng(0)
         vocabulary = min(model.engine.vocab_size for model in self._models)
         self._ids: list[int] = self._generator.integers(0, vocabulary, room).tolist()
-        block = min(model.engine.block_length for model in self._models)
-        self._longest = min(longest, block, room - 1)
-        self._wanted = how.contexts
         self._verify: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._step: defaultdict[int, list[float]] = defaultdict(list)
-        self._read2: defaultdict[int, list[float]] = defaultdict(list)
 
-    def run(self) -> Costs:
-        self._ramp()
-        for sweep in range(self._sweeps):
-            for model in self._models:
-                model.prefill(self._ids[: self._contexts[-1]])
-            for place, context in enumerate(reversed(self._contexts)):  # going down costs nothing
-                left = self._seconds - (perf_counter() - self._start)
-                turns = (self._sweeps - sweep) * len(self._contexts) - place
-                end = perf_counter() + left / turns
-                self._round(context)
-                while perf_counter() < end:
-                    self._round(context)
-        return self._costs()
-
-    def _ramp(self) -> None:
-        """Warm up with passes of 1, 2, 4 ... tokens, and see what the time suffices for."""
-        times: dict[int, float] = {}
-        size = 1
+    def run(self, wanted: Sequence[int]) -> Costs:
+        contexts = self._affordable(wanted)
         for model in self._models:
-            model.rewind(0)
-        while size <= self._longest:
+            model.prefill(self._ids[: contexts[-1]])
+        for left, context in reversed([*enumerate(contexts, 1)]):  # going down costs nothing
+            now = perf_counter()
+            end = now + (self._seconds - (now - self._start)) / left
+            self._round(context)
+            while perf_counter() < end:
+                self._round(context)
+        sizes = range(1, self._longest + 1)
+        verify = tuple(tuple(_middle(self._verify[at, size]) for size in sizes) for at in contexts)
+        steps = (_middle(self._step[at]) if self._draft is not None else 0.0 for at in contexts)
+        return Costs(contexts, verify, tuple(steps))
+
+    def _affordable(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        """Warm up with passes of 1, 2, 4 ... tokens, and see for which sizes and contexts the time suffices.
+
+        A round of passes of up to 2n tokens takes about 2n times as long as one of n: all of them where the weights decide what a
+        pass takes, on average where the tokens do. It may take half of the time.
+        """
+        size = 1
+        while True:
             for _ in range(2):  # the second one counts: the first may read the weights from the disk
-                times[size] = self._time(self._target, self._ids[:size], 0)
-            if self._draft is not None:
-                self._time(self._draft, self._ids[:1], 0)
-            if size >= LEAST_PASS and perf_counter() - self._start > self._seconds / 8:
+                seconds = self._time(self._target, self._ids[:size], 0)
+            if 2 * size > self._longest:
+                break
+            if size >= LEAST_PASS and 2 * size * seconds > self._seconds / 2:
+                self._longest = size
                 break
             size *= 2
-        sizes = sorted(times)
-        while len(sizes) > 1 and sizes[-1] > LEAST_PASS:
-            passes = range(1, min(self._longest, sizes[-1]) + 1)
-            if 2 * float(np.interp(passes, sizes, [times[size] for size in sizes]).sum()) < self._seconds:
-                break
-            sizes.pop()
-        slow = sizes[-1] * 2 <= self._longest
-        self._longest = sizes[-1] if slow else self._longest
-        token = times[sizes[-1]] / sizes[-1]
-        affordable = int(PREFILL_SHARE * self._seconds / token)
-        limit = self._room - self._longest
-        fitting = sorted({min(context, limit) for context in self._wanted})
-        self._contexts = [context for context in fitting if context <= affordable] or [
-            max(1, min(fitting[0], affordable))
-        ]
-        self._sweeps = max(1, min(MOST_SWEEPS, affordable // self._contexts[-1]))
+        affordable = int(PREFILL_SHARE * self._seconds * size / seconds)
+        limit = len(self._ids) - self._longest
+        fitting = sorted({min(context, limit) for context in wanted})
+        few = max(1, min(fitting[0], affordable))
+        return tuple(context for context in fitting if context <= affordable) or (few,)
 
     def _round(self, context: int) -> None:
         """Every size in its turn, in random order."""
         for model in self._models:
             model.rewind(context)
-        sizes = [*[1] * (PLAIN_TURNS - 1), *range(1, self._longest + 1)]
-        for size in self._generator.permutation(sizes).tolist():
+        for size in self._generator.permutation(range(1, self._longest + 1)).tolist():
             self._verify[context, size].append(self._settled(context, size))
 
     def _settled(self, context: int, size: int) -> float:
@@ -142,20 +127,13 @@ class _Measurement:
         after = self._ids[context:]
         spent = seconds = 0.0
         while spent < SETTLED:
-            if size > 1 or self._longest == 1:
-                self._draft_steps(context, after)
+            if self._draft is not None and (size > 1 or self._longest == 1):
+                self._draft_steps(self._draft, context, after)
             seconds = self._time(self._target, after[:size], context)
             spent += seconds
         return seconds
 
-    def _draft_steps(self, context: int, after: list[int]) -> None:
-        """Single steps and the reading of two tokens, in turns."""
-        draft = self._draft
-        if draft is None:
-            return
-        if len(self._read2[context]) < len(self._step[context]):
-            self._read2[context].append(self._time(draft, after[:2], context))
-            return
+    def _draft_steps(self, draft: CachedEngine, context: int, after: list[int]) -> None:
         count = min(DRAFT_STEPS, len(after))
         start = perf_counter()
         for token in after[:count]:
@@ -171,18 +149,7 @@ class _Measurement:
         model.rewind(context)
         return seconds
 
-    def _costs(self) -> Costs:
-        def middle(times: list[float]) -> float:
-            return median(times[1:] if len(times) > 3 else times)  # the first of a shape also allocates
 
-        contexts = self._contexts
-        verify = tuple(
-            tuple(middle(self._verify[context, size]) for size in range(1, self._longest + 1))
-            for context in contexts
-        )
-        if self._draft is None:
-            return Costs(tuple(contexts), verify, (0.0,) * len(contexts))
-        read2 = tuple(middle(self._read2[context]) for context in contexts) if self._read2 else None
-        return Costs(
-            tuple(contexts), verify, tuple(middle(self._step[context]) for context in contexts), read2
-        )
+def _middle(times: list[float]) -> float:
+    """The first of a shape also allocates."""
+    return median(times[1:] if len(times) > 3 else times)

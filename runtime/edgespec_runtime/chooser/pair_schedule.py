@@ -8,11 +8,12 @@ from typing import Any
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.calibrate import QUICK
 from edgespec_runtime.chooser.expected_acceptance import expected_rate
-from edgespec_runtime.chooser.pair_costs import costs_of, load_costs
+from edgespec_runtime.chooser.kept_costs import costs_of, load_costs
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import NOBODY, DecodingOptions
 from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.pair.bundle import Pair
+from edgespec_runtime.rules.acceptance import Rule, at_temperature
 
 
 class Schedules:
@@ -28,19 +29,23 @@ class Schedules:
         self._made: dict[tuple[Any, ...], Schedule] = {}
 
     def of(self, options: DecodingOptions) -> Schedule:
-        how = (options.drafter, options.draft_length, options.max_draft_length, options.temperature)
+        rule = options.acceptance_rule()
+        if options.draft_length is not None or options.drafter == NOBODY or not isinstance(rule, Rule):
+            return Fixed(
+                options.draft_length or 0
+            )  # rules that are no `Rule` have a loop and draft lengths of their own
+        mixes = at_temperature(rule, options.temperature).mixes
+        how = (options.drafter, options.max_draft_length, options.temperature, mixes)
         if how not in self._made:
-            self._made[how] = self._make(options)
+            expected = expected_rate(self._pair.manifest.metrics, options.temperature)
+            self._made[how] = Adaptive(self._measured(), expected, options.max_draft_length, mixes=mixes)
         return self._made[how]
 
-    def _make(self, options: DecodingOptions) -> Schedule:
-        if options.draft_length is not None or options.drafter == NOBODY:
-            return Fixed(options.draft_length or 0)
+    def _measured(self) -> Costs:
         if self._costs is None:
             if load_costs(self._pair, lambda _: None) is None:
                 self._note(
                     f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
                 )
             self._costs, _ = costs_of(self._pair, QUICK, self._note)
-        expected = expected_rate(self._pair.manifest.metrics, options.temperature)
-        return Adaptive(self._costs, expected, options.max_draft_length)
+        return self._costs

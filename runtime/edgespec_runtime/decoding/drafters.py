@@ -21,6 +21,7 @@ from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.lookup import NgramIndex
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, NOBODY, SHIFT, SINKS, ReplyOptions
 from edgespec_runtime.engines.session import CachedEngine, Window
+from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, warp
 
@@ -98,7 +99,11 @@ def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | N
                 "the hybrid drafter has no drafter model; load it, or choose the drafter 'lookup'"
             )
         return None
-    drafter = ModelDrafter(model, options.p_min, window_of(model, options))
+    drafter = (
+        FeatureDrafter(model, options.p_min)
+        if isinstance(model.engine, FeatureEngine)
+        else ModelDrafter(model, options.p_min, window_of(model, options))
+    )
     return (
         HybridDrafter(LookupDrafter(options.lookup_ngram), drafter) if options.drafter == HYBRID else drafter
     )
@@ -154,6 +159,20 @@ class ModelDrafter:
             return ids
         keep = self._window.keep
         return [*ids[:keep], *ids[keep + self._dropped :]]
+
+
+class FeatureDrafter(ModelDrafter):
+    """A head that reads its target's hidden states (EAGLE; Li et al. 2024): a model drafter that takes its guesses back.
+
+    While it drafts, the features behind the text are the head's own. When the target has read the block, the true ones are there:
+    the slots that guessed are forgotten, and read again in the first pass of the next draft. So a draft's first token comes from
+    true features only. Its context is its target's, so it never shifts by itself.
+    """
+
+    def settle(self, length: int) -> None:
+        engine = self._model.engine
+        assert isinstance(engine, FeatureEngine)
+        self._model.rewind(min(length, engine.true_slots))
 
 
 class LookupDrafter:

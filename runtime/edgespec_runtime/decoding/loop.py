@@ -1,5 +1,7 @@
 """The decoding loop: a generator of blocks. Plain decoding is the same loop with no drafter (γ = 0).
 
+    prefill -> (draft -> verify -> emit -> settle) until the reply ends
+
 One block: the drafter proposes γ tokens, the target reads them in one pass, the rule keeps a beginning of them and adds one
 token of the target's. Caches never hold a rejected token, and are valid however the generator is left.
 
@@ -14,17 +16,20 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import sys
 from collections.abc import Collection, Generator, Sequence
-from time import perf_counter
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
+from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, REREAD, VERIFY, BlockClock
 from edgespec_runtime.decoding.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding.drafters import Drafter, drafter_of, propose, window_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.decoding.schedule import Fixed, Schedule
+from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine, most_kept
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule
+from edgespec_runtime.heads.feature_engine import FeatureEngine
+from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
 from edgespec_runtime.rules.table import LoopRule
@@ -57,102 +62,129 @@ def decode(
         EdgespecError: an engine failed; its cache is empty then, and the next reply works if the engine does.
     """
     check_prompt(target, draft, prompt, options)
-    limit = target.engine.context_length
-    window = window_of(target, options)
-    rule = rule or options.acceptance_rule()
-    drafter = drafter_of(options, draft)
+    rule, drafter = rule or options.acceptance_rule(), drafter_of(options, draft)
+    check_law(draft, rule)
     if isinstance(rule, LoopRule):
         if draft is not None and drafter is not None:
             yield from decode_by(rule, Reply(target, draft, prompt, options, stop, counts))
             return
         rule = LOSSLESS  # nobody drafts: plain decoding
+    how = Warp.of(options)
+    rule = at_temperature(rule, how.temperature)
+    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
+    source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
     schedule.begin()
-    how = Warp.of(options)
-    if rule.mixes and not rule.raw and how.temperature == 0.0:
-        rule = LOSSLESS  # of greedy distributions such a rule keeps the target's token and no other (cascades, Lemma 6)
-    source = source_of(rule, options.seed)
-    draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
-    ids = list(prompt)
-    end = len(ids) + options.max_new_tokens
-    if window is None:
-        end = min(end, limit)
-    longest = target.engine.block_length - 1
-
-    start = perf_counter()
-    target.prefill(ids[:-1])
-    counts.prefill_seconds += perf_counter() - start
-    # What the drafter reads before its first draft; there may be none.
-    unread = None if drafter is None else list(ids)
-
+    clock, text = BlockClock(counts, schedule), _Text(target, drafter, prompt, options)
+    clock.prefill(text.prefill)
     finish = ""
     try:
         while not finish:
-            start = perf_counter()
-            shifted_at = start
-            if window is not None and len(ids) >= limit:
-                dropped = window.surplus(len(ids))
-                del ids[window.keep : window.keep + dropped]
-                end -= dropped
-                source.shift(dropped)
-                target.prefill(ids[:-1])
-                if unread is not None:
-                    unread = list(ids)
-                elif drafter is not None:
-                    _read(drafter, ids)
-                shifted_at = perf_counter()
-            context = len(ids)
-            if not target.holds_for(context):
-                target.prefill(ids[:-1])
-                shifted_at = perf_counter()
-            reach = target.reach(context)
-            room = min(end - context - 1, limit - context - 1, reach - context, longest)
-            length = schedule.draft_length(context, room)
-            chosen_at = perf_counter()
-            choosing = chosen_at - shifted_at
+            clock.begin()
+            if text.is_full():
+                source.shift(clock.timed(REREAD, text.make_room))
+            context = len(text.ids)
+            length = clock.timed(CHOOSE, schedule.draft_length, context, text.room())
             proposed = NOTHING
             if drafter is not None and (length or rule.mixes):
-                if unread is not None:
-                    seconds = _read(drafter, unread)
-                    unread = None
-                    counts.prefill_seconds += seconds
-                    start, shifted_at, chosen_at = start + seconds, shifted_at + seconds, chosen_at + seconds
-                proposed = propose(drafter, ids, length, draft_how, source, rule)
-            drafted = proposed.tokens
-            drafted_at = perf_counter()
-            size = min(schedule.pass_length(1 + len(drafted), context), reach - context + 1)
-            rows = target.forward([ids[-1], *drafted, *[ids[-1]] * (size - 1 - len(drafted))])
-            verified_at = perf_counter()
-            accepted, added = rule.verify(rows, proposed, how, source, context)
-            new = [*drafted[:accepted], added]
-            finish = _cut(new, stop)
-            ids += new
-            accepted = min(accepted, len(new))
-            if not finish and len(ids) >= end:
-                finish = "context" if end == limit and window is None else "length"
-            _settle(target, drafter if unread is None else None, len(ids))
-            draft_seconds, verify_seconds = drafted_at - chosen_at, verified_at - drafted_at
-            seconds = perf_counter() - chosen_at
-            counts.draft_seconds += draft_seconds
-            counts.verify_seconds += verify_seconds + (shifted_at - start)
-            counts.add_block(len(drafted), accepted, len(new), proposed.copied)
-            schedule.observe(
-                Outcome(
-                    context,
-                    len(drafted),
-                    accepted,
-                    len(new),
-                    size,
-                    draft_seconds,
-                    verify_seconds,
-                    seconds,
-                    choosing,
-                )
+                if text.unread:
+                    clock.prefill(text.prefill_drafter)
+                proposed = clock.timed(DRAFT, propose, drafter, text.ids, length, draft_how, source, rule)
+            drafted = len(proposed.tokens)
+            rows = clock.timed(
+                VERIFY, text.verify, proposed.tokens, schedule.pass_length(1 + drafted, context)
             )
-            counts.total_seconds += perf_counter() - start
+            accepted, added = rule.verify(rows, proposed, how, source, context)
+            new, finish = text.emit([*proposed.tokens[:accepted], added], stop)
+            accepted = min(accepted, len(new))  # a stop token among them ends the reply
+            text.settle()
+            counts.add_block(drafted, accepted, len(new), proposed.copied)
+            clock.end(context, drafted, accepted, len(new), len(rows))
             yield Block(tuple(new), accepted, finish)
     finally:
-        _settle(target, drafter if unread is None else None, len(ids))
+        text.settle()
+
+
+class _Text:
+    """The text of a reply so far, and what both caches hold of it. The arguments are those of `decode`.
+
+    Attributes:
+        ids: prompt and reply, as far as the context shows them.
+        unread: the prompt, until the drafter has read it before its first draft; there may be none.
+    """
+
+    def __init__(
+        self, target: CachedEngine, drafter: Drafter | None, prompt: Sequence[int], options: DecodingOptions
+    ) -> None:
+        self._target, self._drafter, self.ids = target, drafter, list(prompt)
+        self.unread = [] if drafter is None else list(prompt)
+        self._window, self._limit = window_of(target, options), target.engine.context_length
+        self._longest = target.engine.block_length - 1  # draft
+        self._end = len(prompt) + options.max_new_tokens
+        self._shift_at = self._limit
+        if self._window is None:
+            self._end, self._shift_at = min(self._end, self._limit), sys.maxsize
+
+    def prefill(self) -> None:
+        """The target reads all but the last token."""
+        self._target.prefill(self.ids[:-1])
+
+    def prefill_drafter(self) -> None:
+        assert self._drafter is not None
+        for _ in self._drafter.prefill_steps(self.unread):
+            pass
+        self.unread = []
+
+    def is_full(self) -> bool:
+        """Whether the context must shift, or the target's keys no longer fit the text."""
+        length = len(self.ids)
+        return length >= self._shift_at or not self._target.holds_for(length)
+
+    def make_room(self) -> int:
+        """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
+        dropped = 0
+        if self._window is not None and len(self.ids) >= self._shift_at:
+            dropped = self._window.surplus(len(self.ids))
+            del self.ids[self._window.keep : self._window.keep + dropped]
+            self._end -= dropped
+            if self._drafter is not None:
+                read, self.unread = not self.unread, list(self.ids)
+                if read:  # it had read what is dropped
+                    self.prefill_drafter()
+        self.prefill()
+        return dropped
+
+    def room(self) -> int:
+        """Most tokens of the next draft."""
+        context = len(self.ids)
+        most = min(self._end, self._limit) - context - 1
+        return min(most, self._target.reach(context) - context, self._longest)
+
+    def verify(self, drafted: list[int], size: int) -> Logits:
+        """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
+        last, context = self.ids[-1], len(self.ids)
+        if size > 1 + len(drafted):
+            size = min(size, self._target.reach(context) - context + 1)
+        return self._target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
+
+    def emit(self, new: list[int], stop: Collection[int]) -> tuple[list[int], str]:
+        """Append a block up to a stop token. Returns (its tokens, why the reply ends: eos, length, context or '')."""
+        finish = ""
+        for position, token in enumerate(new):
+            if token in stop:
+                del new[position + 1 :]
+                finish = "eos"
+                break
+        self.ids += new
+        if not finish and len(self.ids) >= self._end:
+            finish = "context" if self._end == self._limit and self._window is None else "length"
+        return new, finish
+
+    def settle(self) -> None:
+        """Both caches hold at most what was emitted, less the last token, which the next block reads."""
+        self._target.rewind(len(self.ids) - 1)
+        if self._drafter is not None and not self.unread:
+            self._drafter.settle(len(self.ids) - 1)
 
 
 def source_of(rule: Rule, seed: int | None) -> TokenSource:
@@ -186,6 +218,16 @@ def check_prompt(
     check_vocabulary(target, draft)
 
 
+def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
+    """Raise InputError for a rule that needs a drafter whose answer depends on the text alone, where the drafter is a head."""
+    is_head = draft is not None and isinstance(draft.engine, FeatureEngine)
+    if is_head and (isinstance(rule, LoopRule) or rule.mixes):
+        raise InputError(
+            "this rule mixes the drafter's probabilities into the output, and those of a head depend on where a block "
+            "began; choose --rule lossless, block or reproducible, or a drafter that is a model"
+        )
+
+
 def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:
     """Raise InputError where the drafter model is of another vocabulary; before it reads a token."""
     if draft is not None and draft.engine.vocab_size != target.engine.vocab_size:
@@ -193,27 +235,3 @@ def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:
             f"the drafter's vocabulary has {draft.engine.vocab_size} tokens and the target's {target.engine.vocab_size}; "
             "they must be the same: build the drafter for this target"
         )
-
-
-def _read(drafter: Drafter, ids: Sequence[int]) -> float:
-    """The drafter knows the text but its last token; what it knows of it already is not computed again. Returns seconds."""
-    start = perf_counter()
-    for _ in drafter.prefill_steps(ids):
-        pass
-    return perf_counter() - start
-
-
-def _cut(new: list[int], stop: Collection[int]) -> str:
-    """Drop what follows a stop token inside the block; 'eos' where there is one."""
-    for position, token in enumerate(new):
-        if token in stop:
-            del new[position + 1 :]
-            return "eos"
-    return ""
-
-
-def _settle(target: CachedEngine, drafter: Drafter | None, length: int) -> None:
-    """Both caches hold at most what was emitted, less the last token, which the next block reads."""
-    target.rewind(length - 1)
-    if drafter is not None:
-        drafter.settle(length - 1)

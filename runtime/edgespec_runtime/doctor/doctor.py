@@ -18,7 +18,7 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
-from edgespec_runtime.chooser.pair_costs import costs_of
+from edgespec_runtime.chooser.kept_costs import costs_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.doctor.report import (

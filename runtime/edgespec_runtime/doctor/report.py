@@ -102,12 +102,11 @@ def cost_table(costs: Costs, *, markdown: bool = False) -> str:
             str(context),
             f"{1e3 * costs.verify(1, context):.3g}",
             f"{1e3 * costs.draft(context):.3g}",
-            f"{1e3 * costs.draft_read2(context):.3g}",
             f"{costs.c_t(context):.3f}",
         )
         for context in costs.contexts
     ]
-    headers = ("context", "plain step ms", "drafter step ms", "reading two ms", "c_t")
+    headers = ("context", "plain step ms", "drafter step ms", "c_t")
     return table(headers, rows, markdown=markdown)
 
 

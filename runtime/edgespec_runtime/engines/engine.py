@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from edgespec.core.errors import InputError
 
 Logits = NDArray[np.float32]
+Features = NDArray[np.float32]
+"""[n, H]: a target's last hidden states behind the final norm, which a feature drafter reads."""
 
 
 class Engine(Protocol):

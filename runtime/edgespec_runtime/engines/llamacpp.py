@@ -21,7 +21,7 @@ import numpy as np
 from edgespec.core.errors import BundleError, EdgespecError, InputError, MissingExtra
 from edgespec_runtime.engines.block_kernels import VERIFIED, BlockKernels, kernels_for
 from edgespec_runtime.engines.device import is_amd_with_bf16
-from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.untrusted.gguf_file import read_header
 
 BLOCK_LENGTH = 256  # prefill pieces: near full speed, and a logits buffer of 33 MB at 32,000 tokens
@@ -65,13 +65,37 @@ def is_available() -> bool:
     return True
 
 
+def load_weights(file: Path, *, repacked: bool) -> Any:
+    """A llama_model on the CPU; `repacked`: llama.cpp may interleave rows for speed. Raises BundleError where it cannot."""
+    lib = load_library()
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = 0
+    params.use_extra_bufts = repacked
+    _messages.clear()
+    model = lib.llama_model_load_from_file(os.fsencode(file), params)
+    if not model:
+        raise BundleError(f"llama.cpp cannot load {file}: {reason()}; export it again")
+    return model
+
+
+def text_of(model: Any, token: int) -> str | None:
+    """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+    lib = load_library()
+    vocab = lib.llama_model_get_vocab(model)
+    none = lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE
+    if none or not 0 <= token < lib.llama_vocab_n_tokens(vocab):
+        return None
+    text: bytes = lib.llama_vocab_get_text(vocab, token)
+    return text.decode("utf-8", "replace")
+
+
 class LlamaCppEngine:
     """One GGUF model and its key/value cache (16 bits).
 
     `flash_attention=None` chooses by the file: on for quantised weights, where it and what block_kernels adds make a block's
     logits equal those of single steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why).
     `threads=None` takes every core this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not
-    exact.
+    exact. With `features` a pass gives the last hidden states too: the attribute `features`, float32 [n, H], else None.
 
     Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
     """
@@ -82,8 +106,9 @@ class LlamaCppEngine:
         context_length: int | None = None,
         threads: int | None = None,
         flash_attention: bool | None = None,
+        features: bool = False,
     ) -> None:
-        self._lib = lib = load_library()
+        self._lib = load_library()
         self._model: Any = None
         self._context: Any = None
         self._batch: Any = None
@@ -92,14 +117,9 @@ class LlamaCppEngine:
         header = read_header(file)
         types = header.types
         self.float_weights = types <= FLOAT_TYPES
+        self._gives_features = features
         self._choose_kernels(types, threads, flash_attention)
-        model_params = lib.llama_model_default_params()
-        model_params.n_gpu_layers = 0
-        model_params.use_extra_bufts = self._kernels.repacked
-        _messages.clear()
-        self._model = lib.llama_model_load_from_file(os.fsencode(file), model_params)
-        if not self._model:
-            raise BundleError(f"llama.cpp cannot load {file}: {_reason()}; export it again")
+        self._model = load_weights(file, repacked=self._kernels.repacked)
         try:
             self._open(file, context_length, header.rope_border)
         except BaseException:
@@ -147,6 +167,7 @@ class LlamaCppEngine:
             params.type_k = self._kernels.key_type
         if self._kernels.value_type is not None:
             params.type_v = self._kernels.value_type
+        params.embeddings, params.pooling_type = self._gives_features, lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
         self._make_context(
             self.context_length
@@ -165,6 +186,11 @@ class LlamaCppEngine:
         self._steps = np.arange(self.block_length, dtype=np.int32)
         rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
         self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
+        self._hidden: Features | None = None
+        if self._gives_features:
+            width = int(lib.llama_model_n_embd(self._model))
+            self._hidden = np.empty((self.block_length, width), dtype=np.float32)
+        self.features = self._hidden
 
     def _make_context(self, length: int) -> None:
         """An empty context of `length` tokens in place of the one there is."""
@@ -176,7 +202,7 @@ class LlamaCppEngine:
         self._context = lib.llama_init_from_model(self._model, self._params)
         if not self._context:
             raise EdgespecError(
-                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {_reason()}; give a shorter --context"
+                f"llama.cpp cannot make a context of {length} tokens for {self.name}: {reason()}; give a shorter --context"
             )
         self._memory = lib.llama_get_memory(self._context)
         self._made_for, self._buffer_address, self.n_past = length, 0, 0
@@ -196,20 +222,22 @@ class LlamaCppEngine:
         """
         count, piece = len(tokens), self._kernels.piece
         check_room(self, count)
+        if self._hidden is not None:
+            self.features = self._hidden[:count]
         if not piece < count <= len(self._joined):
             return self._decoded(tokens)
         before = self.n_past
         try:
             for start in range(0, count, piece):
                 part = tokens[start : start + piece]
-                self._joined[start : start + len(part)] = self._decoded(part)
+                self._joined[start : start + len(part)] = self._decoded(part, start)
         except EdgespecError:
             self.rewind(before)
             raise
         return self._joined[:count]
 
-    def _decoded(self, tokens: Sequence[int]) -> Logits:
-        """One pass; the logits are llama.cpp's own memory (no copy)."""
+    def _decoded(self, tokens: Sequence[int], place: int = 0) -> Logits:
+        """One pass; the logits are llama.cpp's own memory (no copy), hidden states are copied to rows from `place` on."""
         count = len(tokens)
         lib, batch = self._lib, self._batch
         self._tokens[:count] = tokens
@@ -226,9 +254,14 @@ class LlamaCppEngine:
                     f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
                 )
             raise EdgespecError(
-                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {_reason()}"
+                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {reason()}"
             )
         self.n_past += count
+        if self._hidden is not None:
+            width = self._hidden.shape[1]
+            address = ctypes.cast(lib.llama_get_embeddings(self._context), ctypes.c_void_p).value or 0
+            values = (ctypes.c_float * (count * width)).from_address(address)
+            self._hidden[place : place + count] = np.ctypeslib.as_array(values).reshape(count, width)
         return self._rows(count)
 
     def _rows(self, count: int) -> Logits:
@@ -265,13 +298,8 @@ class LlamaCppEngine:
         return list(buffer[:count])
 
     def token_text(self, token: int) -> str | None:
-        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
-        vocab = self._lib.llama_model_get_vocab(self._model)
-        none = self._lib.llama_vocab_type(vocab) == self._lib.LLAMA_VOCAB_TYPE_NONE
-        if none or not 0 <= token < self.vocab_size:
-            return None
-        text: bytes = self._lib.llama_vocab_get_text(vocab, token)
-        return text.decode("utf-8", "replace")
+        """See `text_of`."""
+        return text_of(self._model, token)
 
     def close(self) -> None:
         """Free the model; a second call does nothing."""
@@ -284,5 +312,6 @@ class LlamaCppEngine:
         self._batch = self._context = self._model = None
 
 
-def _reason() -> str:
+def reason() -> str:
+    """What llama.cpp said last of an error."""
     return "; ".join(_messages) or "no reason given"

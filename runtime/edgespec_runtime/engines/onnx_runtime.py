@@ -16,13 +16,15 @@ import numpy as np
 import onnxruntime as ort
 
 from edgespec.core.errors import BundleError, EdgespecError
-from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
+from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 ROPE_BORDER = (
     "edgespec.rope_border"  # metadata of the graph: most tokens of a text with the short RoPE factors
 )
+HIDDEN_STATES = "hidden_states"  # an output of a graph whose drafter is a head
+MOST_WIDTH = 2**17  # of hidden states, which size memory
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
 
 
@@ -34,6 +36,9 @@ class OnnxRuntimeEngine:
         context_length: KV buffer length in tokens; default and upper bound: the model's own.
         threads: compute threads; default: the processors this process may use.
         graph: a graph file in the folder to run instead of the one the settings name: same weights, other kernels.
+
+    Attributes:
+        features: float32 [n, H], the last hidden states of the last pass, where the graph gives them; else None.
 
     Raises:
         BundleError: the folder is not such a model.
@@ -92,6 +97,8 @@ class OnnxRuntimeEngine:
         self._mask = np.ones(self.context_length, dtype=np.int64)
         self._least_mask, self._padded = 0, False  # its length at least; whether it has zeros behind the text
         self._logits = np.zeros((self.block_length, self.vocab_size), dtype=np.float32)
+        self._hidden = self._hidden_states()
+        self.features: Features | None = None if self._hidden is None else self._hidden[:0]
         self._names = (settings.ids, settings.mask, settings.logits)
         self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
         self._bound = 0  # tokens of the pass that the ids and the logits are bound for
@@ -119,6 +126,16 @@ class OnnxRuntimeEngine:
                 self._binding.bind_input(past, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
                 self._binding.bind_output(present, "cpu", 0, dtype, kv_shape, buffer.ctypes.data)
 
+    def _hidden_states(self) -> Features | None:
+        """Memory for the graph's last hidden states, where it gives them."""
+        found = next((value for value in self._session.get_outputs() if value.name == HIDDEN_STATES), None)
+        if found is None:
+            return None
+        width = found.shape[-1]
+        if not isinstance(width, int) or not 1 <= width <= MOST_WIDTH:
+            raise ValueError(f"its {HIDDEN_STATES} have the width {str(width)[:40]!r}")
+        return np.zeros((self.block_length, width), np.float32)
+
     def _bind_tokens(self, count: int) -> None:
         ids, mask, logits = self._names
         bind, addresses = self._binding, self._addresses
@@ -132,6 +149,9 @@ class OnnxRuntimeEngine:
         if count != self._bound:  # a small drafter's pass takes little longer than binding its tensors
             bind.bind_input(ids, "cpu", 0, np.int64, (1, count), addresses[0])
             bind.bind_output(logits, "cpu", 0, np.float32, (1, count, self.vocab_size), addresses[2])
+            if self._hidden is not None:
+                dims = (1, count, self._hidden.shape[1])
+                bind.bind_output(HIDDEN_STATES, "cpu", 0, np.float32, dims, self._hidden.ctypes.data)
             self._bound = count
 
     def forward(self, tokens: Sequence[int]) -> Logits:
@@ -146,6 +166,8 @@ class OnnxRuntimeEngine:
                 f"ONNX Runtime failed on {count} tokens after {self.n_past}: {str(error)[:300]}"
             ) from error
         self.n_past += count
+        if self._hidden is not None:
+            self.features = self._hidden[:count]
         return self._logits[:count]
 
     def rewind(self, n_past: int) -> None:

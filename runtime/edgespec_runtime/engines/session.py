@@ -12,8 +12,14 @@ from contextlib import suppress
 import numpy as np
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec_runtime.engines.engine import Engine, Logits
+from edgespec_runtime.engines.engine import Engine, Features, Logits
 from edgespec_runtime.engines.rope_border import BorderedEngine
+
+
+def feature_width(engine: Engine) -> int:
+    """Width of the hidden states that an engine gives beside its logits; 0 where it gives none."""
+    features = getattr(engine, "features", None)
+    return 0 if features is None else int(features.shape[1])
 
 
 class CachedEngine:
@@ -21,12 +27,17 @@ class CachedEngine:
 
     Attributes:
         before_pass: called before every pass, None for nothing. What it raises stops the reply, and the cache stays as it was.
+        features: float32 [context, H], the engine's last hidden state at each of `tokens`; None where it gives none.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.tokens: list[int] = []
         self.before_pass: Callable[[], None] | None = None
+        width = feature_width(engine)
+        self.features: Features | None = (
+            np.zeros((engine.context_length, width), np.float32) if width else None
+        )
         self._bordered = engine if isinstance(engine, BorderedEngine) else None
         engine.rewind(0)
 
@@ -70,6 +81,9 @@ class CachedEngine:
             raise EdgespecError(
                 f"{engine.name} failed on {len(tokens)} tokens after {held}: {reason}; its cache is emptied, try again"
             ) from error
+        if self.features is not None:
+            held = len(self.tokens)
+            self.features[held : held + len(tokens)] = engine.features  # type: ignore[attr-defined]
         self.tokens.extend(tokens)
         return logits
 

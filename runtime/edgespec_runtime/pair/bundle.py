@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.manifest import ROLES, Manifest, open_manifest
+from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
@@ -123,17 +123,18 @@ def load_engine(
     threads: int | None,
     flash_attention: bool | None = None,
     graph: Path | None = None,
+    features: bool = False,
 ) -> Engine:
     """One model file or folder on one engine; `graph`: run this graph of an ONNX folder instead of its usual one.
+
+    `features`: llama.cpp gives hidden states too, for a drafter that is a head; an ONNX graph gives them if it was exported so.
 
     Raises InputError where flash attention is asked of an engine without that choice.
     """
     if engine == LLAMACPP:
         from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 
-        return across_border(
-            LlamaCppEngine(path, context_length=context, threads=threads, flash_attention=flash_attention)
-        )
+        return across_border(LlamaCppEngine(path, context, threads, flash_attention, features))
     if flash_attention is not None:
         raise InputError(
             f"flash_attention is {'on' if flash_attention else 'off'}, and {engine} has no such choice; "
@@ -171,7 +172,8 @@ def load_model(
                 f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
                 f"build the bundle again, or leave --mode at {EXACT}"
             )
-    return load_engine(engine, path, options.context, threads, flash_attention, graph)
+    features = role == "target" and manifest.drafter.kind == HEAD
+    return load_engine(engine, path, options.context, threads, flash_attention, graph, features)
 
 
 def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
@@ -235,7 +237,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     ratios = manifest.cost_ratios(engine, precision)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
-    vocabulary = _drafters_vocabulary(manifest)
+    vocabulary, is_head = _drafters_vocabulary(manifest), manifest.drafter.kind == HEAD
     threads = options.threads or default_threads()
 
     def load(role: str) -> CachedEngine:
@@ -245,9 +247,13 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
             model = SubsetEngine(model, vocabulary)
         return CachedEngine(model)
 
+    target = load("target")
+    draft = None
+    if with_draft:
+        draft = _head(manifest, engine, precision, vocabulary, target) if is_head else load("drafter")
     return Pair(
-        target=load("target"),
-        draft=load("drafter") if with_draft else None,
+        target=target,
+        draft=draft,
         tokenizer=ChatTokenizer(manifest.folder / "tokenizer"),
         manifest=manifest,
         engine=engine,
@@ -256,3 +262,15 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         threads=threads,
         mode=options.mode,
     )
+
+
+def _head(
+    manifest: Manifest, engine: str, precision: str, vocabulary: Vocabulary | None, target: CachedEngine
+) -> CachedEngine:
+    """The drafter that is a head, beside its target; on ONNX Runtime and one thread, whatever the target runs on."""
+    from edgespec_runtime.heads.feature_engine import FeatureEngine
+    from edgespec_runtime.heads.feature_head import FeatureHead
+
+    assert vocabulary is not None  # the manifest was checked
+    path = manifest.model_path("drafter", engine, precision)
+    return CachedEngine(FeatureEngine(FeatureHead(path, target.engine.context_length), vocabulary, target))

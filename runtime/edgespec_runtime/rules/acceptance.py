@@ -162,6 +162,11 @@ LOSSLESS = TokenRule(
 """min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
 
 
+def at_temperature(rule: Rule, temperature: float) -> Rule:
+    """The rule to decode with: of greedy distributions one that mixes keeps the target's token (cascades, Lemma 6)."""
+    return LOSSLESS if rule.mixes and not rule.raw and temperature == 0.0 else rule
+
+
 def unmatched(p: Categorical, q: Categorical) -> Categorical:
     """norm(p·(1 − q)); p itself where nothing is left of it, or all of p is one token."""
     if p.certain:

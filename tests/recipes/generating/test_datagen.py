@@ -174,7 +174,7 @@ from edgespec_recipes.generating import datagen
 from edgespec_recipes.parallel import processes
 written = []
 plain = datagen.write_shard
-datagen.write_shard = lambda path, rows: (written.append(path.name), plain(path, rows))
+datagen.write_shard = lambda path, rows, *kept: (written.append(path.name), plain(path, rows, *kept))
 target, options, seed, out = sys.argv[1:]
 counts = datagen.generate(Path(out), Path(target), GenerateOptions(**json.loads(options)), int(seed))
 Path(out, f"counts-{processes.rank()}").write_text(json.dumps([processes.world(), written, counts]))

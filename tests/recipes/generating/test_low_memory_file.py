@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,11 +100,11 @@ def test_a_cut_run_goes_on_with_the_next_shard(
     generate(tmp_path / "whole", folder / "slim", options, 1, how)
     plain = datagen.write_shard
 
-    def cut(path: Path, rows: list[dict[str, object]]) -> None:
+    def cut(path: Path, rows: list[dict[str, object]], *kept: Any) -> None:
         asked.append(path.name)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        plain(path, rows)
+        plain(path, rows, *kept)
 
     monkeypatch.setattr(datagen, "write_shard", cut)
     with pytest.raises(KeyboardInterrupt):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from edgespec_export.onnx.head_graph import packed, write_head_graph
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape, load_head, save_head
-from edgespec_runtime.engines.feature_head import FeatureHead as HeadEngine
 from edgespec_runtime.engines.vocabulary import Vocabulary
+from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
+from torch.nn import functional
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
@@ -55,7 +56,10 @@ def unrolled_logits(
 ) -> list[np.ndarray]:
     ids, embedding, features = text
     with torch.no_grad():
-        return [head.lm_head(own)[0].numpy() for own in head.unrolled(embedding[ids], features, STEPS)]
+        return [
+            functional.linear(own, head.lm_head.weight)[0].numpy()
+            for own in head.unrolled(embedding[ids], features, STEPS)
+        ]
 
 
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 2e-4), ("int8", 0.1)])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from edgespec_runtime.chooser import calibrate as calibrate_module
-from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.calibrate import QUICK, CalibrateOptions, calibrate
 from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import ToyEngine, random_model
@@ -61,9 +61,9 @@ def test_the_first_steps_after_loading_do_not_speak_for_a_short_step(
     usual: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While threads wake up, for a millisecond, steps of a tenth of that take three times as long."""
-    monkeypatch.setattr(pair_costs, "perf_counter", lambda: ClockEngine.clock)
+    monkeypatch.setattr(kept_costs, "perf_counter", lambda: ClockEngine.clock)
     waking = ClockEngine(lambda count, context: usual, busy=lambda time: 3.0 if time < 1e-3 else 1.0)
-    assert pair_costs.step_seconds(CachedEngine(waking)) == pytest.approx(usual)
+    assert kept_costs.step_seconds(CachedEngine(waking)) == pytest.approx(usual)
 
 
 @pytest.mark.usefixtures("clock")
@@ -76,7 +76,6 @@ def test_measured_costs_are_the_engines_own() -> None:
         for n in range(1, 17):
             assert costs.verify(n, context) == pytest.approx(saw_seconds(n, context))
         assert costs.draft(context) == pytest.approx(step_seconds(1, context))
-        assert costs.draft_read2(context) == pytest.approx(step_seconds(2, context))
     assert 18.0 < ClockEngine.clock < 20.5
     assert target.tokens == draft.tokens == target.engine.seen == draft.engine.seen == []  # type: ignore[attr-defined]
 

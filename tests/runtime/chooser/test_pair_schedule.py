@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.chooser import pair_costs
-from edgespec_runtime.chooser.adaptive import FIRST_STEPS, Adaptive
+from edgespec_runtime.chooser import kept_costs
+from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
-from edgespec_runtime.chooser.pair_costs import load_costs, store_costs
+from edgespec_runtime.chooser.kept_costs import load_costs, store_costs
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import DecodingOptions, plain
-from edgespec_runtime.decoding.schedule import Fixed, Outcome
+from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+
+LENIENT = "lenient-lin:epsilon=0.5"  # it mixes p and q
 
 
 @pytest.fixture
@@ -39,15 +41,28 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
 def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
     store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
-    monkeypatch.setattr(pair_costs, "step_seconds", lambda target: 1.2)
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.2)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
-    for _ in range(FIRST_STEPS):  # by which gains are measured
-        assert schedule.draft_length(40, 100) == 0
-        schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
+    assert schedule.draft_length(40, 100) == 0  # with a plain step all gains are compared
+    schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
     assert notes == []
+
+
+def test_rules_that_mix_have_schedules_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pay for the drafter in plain steps too. Where all is greedy they do not mix; and some rules have their own loop."""
+    store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.9,)), 1.5)
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.0)
+    schedules = Schedules(pair, lambda text: None)
+    warm: dict[str, Schedule] = {
+        rule: schedules.of(DecodingOptions(temperature=1.0, rule=rule))
+        for rule in ("lossless", "block", LENIENT)
+    }
+    assert warm["block"] is warm["lossless"] is not warm[LENIENT]
+    assert schedules.of(DecodingOptions(rule=LENIENT)) is schedules.of(DecodingOptions())
+    assert isinstance(schedules.of(DecodingOptions(temperature=1.0, rule="token-cascade:a=0.5")), Fixed)
 
 
 def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair) -> None:

@@ -1,22 +1,11 @@
-"""Costs of passes: arithmetic on made-up tables, and tables kept in the user's cache folder, damaged ones among them."""
+"""Costs of passes: arithmetic on made-up tables."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
-from edgespec_runtime.chooser.pass_costs import (
-    Costs,
-    Subject,
-    best_draft_length,
-    break_even,
-    read_costs,
-    speedup,
-    write_costs,
-)
-from edgespec_runtime.engines.device import Device
+from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even, speedup
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import predicted_block_efficiency
@@ -30,14 +19,12 @@ def made_up(v: Sequence[float], c_t: float, step: float = 0.1) -> Costs:
 
 
 def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
-    costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5), (0.2, 0.8))
+    costs = Costs((100, 300), ((1.0, 2.0), (3.0, 5.0)), (0.1, 0.5))
     assert [costs.verify(2, at) for at in (1, 100, 150, 200, 300, 900)] == [2.0, 2.0, 2.75, 3.5, 5.0, 5.0]
     assert costs.draft(200) == pytest.approx(0.3)
-    assert costs.draft_read2(200) == pytest.approx(0.5)
     assert costs.v(2, 200) == pytest.approx(3.5 / 2.0)
     assert costs.c_t(200) == pytest.approx(0.15)
     assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
-    assert replace(costs, draft_read2_seconds=None).draft_read2(100) == pytest.approx(0.2)
     with pytest.raises(ValueError, match="a pass of 0 tokens"):
         costs.verify(0, 100)
 
@@ -56,7 +43,6 @@ def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
         {"draft_seconds": (0.1,)},
         {"draft_seconds": (0.1, -1.0)},
         {"draft_seconds": (0.1, float("inf"))},
-        {"draft_read2_seconds": (0.1,)},
     ],
 )
 def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
@@ -64,7 +50,6 @@ def test_a_table_with_holes_is_refused(table: dict[str, object]) -> None:
         "contexts": (100, 300),
         "verify_seconds": ((1.0, 2.0), (3.0, 5.0)),
         "draft_seconds": (0.1, 0.5),
-        "draft_read2_seconds": (0.2, 0.8),
     }
     Costs(**whole)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="measure again"):
@@ -78,10 +63,16 @@ def test_three_tokens_are_padded_to_four_on_a_saw_tooth() -> None:
     assert [smooth.cheapest_length(n, 64) for n in range(1, 8)] == [1, 2, 3, 4, 5, 6, 7]
     noise = made_up((1.0, 1.08, 1.25, 1.24), 0.02)
     assert noise.cheapest_length(3, 64) == 3  # 1 % is no reason to pad
-    assert (
-        made_up((1.0, 0.9, 1.25), 0.02).cheapest_length(1, 64) == 1
-    )  # nor a tenth, in the place of a plain step
-    assert made_up((1.0, 0.7, 1.25), 0.02).cheapest_length(1, 64) == 2
+    # A plain step is never padded: with it all gains are compared.
+    assert made_up((1.0, 0.7, 1.25), 0.02).cheapest_length(1, 64) == 1
+
+
+def test_a_row_is_the_table_at_one_context() -> None:
+    costs = made_up(SAW, 0.02)
+    draft, verify, size = costs.row(64)
+    assert draft == pytest.approx(0.1 * 0.02)
+    assert verify[1:] == pytest.approx([0.1 * value for value in SAW])
+    assert size == [costs.cheapest_length(n, 64) for n in range(1, 9)]
 
 
 def test_speedup_is_the_formula_with_the_cheaper_pass() -> None:
@@ -115,130 +106,3 @@ def test_the_best_draft_length_is_zero_where_nothing_pays() -> None:
     length, gain = best_draft_length(made_up(SAW, 0.02), 0.7, 64)
     assert (length, gain) == (3, pytest.approx(2.533 / 1.46))
     assert best_draft_length(made_up((1.0,) * 16, 0.0), 0.9, 64)[0] == 15
-
-
-SUBJECT = Subject(
-    models={"target/model.gguf": "a" * 64, "drafter/model.gguf": "b" * 64},
-    engine="llama.cpp",
-    engine_version="1.0",
-    precision="q8_0",
-    threads=2,
-    flash_attention=True,
-    context_length=1024,
-)
-DEVICE = Device("A processor", 2, 16, "Linux x86_64")
-TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
-
-
-def test_costs_are_kept_and_found_again() -> None:
-    notes: list[str] = []
-    subject = replace(SUBJECT, precision="kept")
-    assert read_costs(subject, DEVICE, notes.append) is None
-    write_costs(subject, DEVICE, TABLE, seconds=9.0)
-    assert read_costs(subject, DEVICE, notes.append) == TABLE
-    assert read_costs(subject, DEVICE, notes.append, at_least_seconds=9.0) == TABLE
-    assert read_costs(subject, DEVICE, notes.append, at_least_seconds=10.0) is None  # measured too briefly
-    without = replace(TABLE, draft_read2_seconds=None)
-    write_costs(subject, DEVICE, without, seconds=9.0)
-    assert read_costs(subject, DEVICE, notes.append) == without
-    assert notes == []
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"models": {**SUBJECT.models, "drafter/model.gguf": "c" * 64}},
-        {"models": {"target/model.gguf": "a" * 64}},
-        {"threads": 1},
-        {"flash_attention": False},
-        {"precision": "f16"},
-        {"context_length": 64},
-    ],
-)
-def test_costs_of_another_subject_are_not_found(other: dict[str, object]) -> None:
-    write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    notes: list[str] = []
-    strange = replace(SUBJECT, **other)  # type: ignore[arg-type]
-    assert read_costs(strange, DEVICE, notes.append) is None
-    assert notes == []
-    strange.file().write_bytes(SUBJECT.file().read_bytes())  # copied under the other's name
-    assert read_costs(strange, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert "is not used: it was measured " in notes[0]
-    strange.file().unlink()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"cpu": "Another processor"}, "with cpu 'Another processor', and here that is 'A processor'"),
-        ({"cores": 4}, "with cores 4, and here that is 2"),
-        ({"memory_gib": 8}, "with memory gib 8"),
-    ],
-)
-def test_costs_of_another_machine_are_passed_over_with_a_note(change: dict[str, object], words: str) -> None:
-    write_costs(SUBJECT, replace(DEVICE, **change), TABLE, seconds=1.0)  # type: ignore[arg-type]
-    notes: list[str] = []
-    assert read_costs(SUBJECT, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert words in notes[0]
-
-
-def test_costs_of_another_engine_version_are_passed_over_and_replaced() -> None:
-    write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    notes: list[str] = []
-    newer = replace(SUBJECT, engine_version="2.0")
-    assert read_costs(newer, DEVICE, notes.append) is None
-    assert "with engine version '1.0', and here that is '2.0'" in notes[0]
-    write_costs(newer, DEVICE, TABLE, seconds=1.0)
-    assert read_costs(newer, DEVICE, notes.append) == TABLE
-    assert len(notes) == 1
-
-
-def spoilt(*keys: str, value: object) -> Callable[[str], str]:
-    """A kept file with one value replaced, or, with None, taken out."""
-
-    def spoil(text: str) -> str:
-        whole = here = json.loads(text)
-        for key in keys[:-1]:
-            here = here[key]
-        here[keys[-1]] = value
-        if value is None:
-            del here[keys[-1]]
-        return json.dumps(whole)
-
-    return spoil
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda text: "",
-        lambda text: text[: len(text) // 2],
-        lambda text: "[]",
-        lambda text: "7",
-        lambda text: "\x00" * 100,
-        lambda text: "[" * 100_000,
-        spoilt("schema", value=2),
-        spoilt("schema", value=None),
-        spoilt("device", value=[]),
-        spoilt("subject", value=None),
-        spoilt("seconds", value="long"),
-        spoilt("costs", value=[1]),
-        spoilt("costs", "contexts", value=[256, 32]),
-        spoilt("costs", "contexts", value=32),
-        spoilt("costs", "verify_seconds", value=[[1.0, "fast"], [1.0, 1.0]]),
-        spoilt("costs", "verify_seconds", value=[[1.0, 1.5], [1.0]]),
-        spoilt("costs", "verify_seconds", value=[[1.0, -1.5], [1.0, 1.0]]),
-        spoilt("costs", "draft_seconds", value=None),
-        spoilt("costs", "colour", value="red"),
-    ],
-)
-def test_a_damaged_file_is_passed_over_with_a_note(spoil: Callable[[str], str]) -> None:
-    path = write_costs(SUBJECT, DEVICE, TABLE, seconds=1.0)
-    path.write_text(spoil(path.read_text()))
-    notes: list[str] = []
-    assert read_costs(SUBJECT, DEVICE, notes.append) is None
-    assert len(notes) == 1
-    assert str(path) in notes[0]
-    assert "\n" not in notes[0]

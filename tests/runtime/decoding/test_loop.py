@@ -236,6 +236,20 @@ def test_seconds_are_of_what_they_are_called() -> None:
     assert whole < counts.total_seconds
 
 
+def test_reading_the_prompt_is_no_part_of_a_block() -> None:
+    """The drafter reads it slowly, in the middle of the reply: seconds are counted once, as prefill."""
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"])
+    assert setup.draft is not None
+    setup.draft.before_pass = lambda: time.sleep(0.2) if not setup.draft.tokens else None  # type: ignore[union-attr]
+    told = Told(plain=3, length=2)
+    for _ in decode(
+        setup.target, setup.draft, [3] * 20, DecodingOptions(max_new_tokens=20), (), setup.counts, told
+    ):
+        pass
+    assert setup.counts.prefill_seconds > 0.2
+    assert max(outcome.seconds for outcome in told.outcomes) < 0.2
+
+
 def test_a_prompt_that_continues_the_last_one_computes_only_what_is_new() -> None:
     setup = Setup(random_model(5, V), random_model(6, V), block_length=4)
     first = [1, 2, 3, 4, 5, 6, 7]

@@ -122,7 +122,9 @@ def test_prompts_are_read_whole(files: dict[str, Path], monkeypatch: pytest.Monk
     engine = LlamaCppEngine(files["q6_k"], threads=1)
     passes: list[int] = []
     whole = engine._decoded
-    monkeypatch.setattr(engine, "_decoded", lambda tokens: (passes.append(len(tokens)), whole(tokens))[1])
+    monkeypatch.setattr(
+        engine, "_decoded", lambda tokens, place=0: (passes.append(len(tokens)), whole(tokens))[1]
+    )
     engine.forward(TOKENS[: VERIFIED + 1])
     engine.forward(TOKENS[:16])
     assert passes == [VERIFIED + 1, 7, 7, 2]

@@ -15,7 +15,7 @@ from edgespec_export.bundle.write import write_bundle
 from edgespec_export.formats.export import export_pair
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
 from edgespec_export.verify.pair import verify_pair
-from edgespec_runtime.chooser.pair_costs import subject_of
+from edgespec_runtime.chooser.kept_costs import subject_of
 from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.engines.exactness import EXACT, FAST, Exactness, Way, exactness_of
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine

@@ -12,17 +12,15 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.files import read_json
-from edgespec_runtime.engines.engine import Logits, check_rewind, check_room
+from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 GRAPH, SETTINGS = "model.onnx", "head.json"
 BLOCK_LENGTH = 128  # as the target's prefill pieces
 MOST = 2**24  # of every number in the settings, which size memory
-Features = NDArray[np.float32]
 _NUMBERS = (
     "hidden_size",
     "kv_heads",

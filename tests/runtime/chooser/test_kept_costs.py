@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.chooser import pair_costs
+from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.pair_costs import costs_of, load_costs, step_seconds, store_costs, subject_of
+from edgespec_runtime.chooser.kept_costs import (
+    Subject,
+    costs_of,
+    load_costs,
+    step_seconds,
+    store_costs,
+    subject_of,
+)
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.engines.device import this_device
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
-TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1), (0.15, 0.15))
+TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1))
 
 
 @pytest.mark.usefixtures("steady")
@@ -60,7 +71,7 @@ def test_kept_costs_that_no_longer_hold_are_measured_again(
     pair = open_pair(bundle, LoadOptions())
     try:
         store_costs(pair, TABLE, seconds=1.0)
-        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+        monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
         costs, kept = costs_of(pair, how, notes.append)
         assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
     finally:
@@ -82,7 +93,7 @@ def test_kept_costs_that_nearly_hold_are_taken(
     pair = open_pair(bundle, LoadOptions())
     try:
         store_costs(pair, TABLE, seconds=1.0)
-        monkeypatch.setattr(pair_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+        monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
         assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append) == (TABLE, True)
     finally:
         pair.close()
@@ -94,7 +105,7 @@ def test_what_is_measured_beside_other_programs_is_not_kept(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     shares = iter((1.0, 0.6, 1.0, 0.9))
-    monkeypatch.setattr(pair_costs, "free_share", lambda threads: next(shares))
+    monkeypatch.setattr(kept_costs, "free_share", lambda threads: next(shares))
     notes: list[str] = []
     pair = open_pair(bundle, LoadOptions())
     try:
@@ -124,3 +135,114 @@ def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
     assert costs.longest >= 4
     assert len(notes) == 1
     assert notes[0].startswith("the measured costs are not kept: ")
+
+
+@pytest.fixture
+def pair(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """With a cache folder of its own."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    loaded = open_pair(bundle, LoadOptions(threads=1))
+    yield loaded
+    loaded.close()
+
+
+def test_costs_are_kept_and_found_again(pair: Pair) -> None:
+    notes: list[str] = []
+    assert load_costs(pair, notes.append) is None
+    store_costs(pair, TABLE, seconds=9.0)
+    assert load_costs(pair, notes.append) == TABLE
+    assert load_costs(pair, notes.append, at_least_seconds=9.0) == TABLE
+    assert load_costs(pair, notes.append, at_least_seconds=10.0) is None  # measured too briefly
+    assert notes == []
+
+
+def test_a_file_of_an_earlier_edgespec_serves(pair: Pair) -> None:
+    """Written before shapes were kept, and while a drafter step that reads two tokens was measured too."""
+    path, notes = store_costs(pair, TABLE, 1.0), list[str]()
+    value = json.loads(path.read_text())
+    del value["shapes"]
+    value["costs"]["draft_read2_seconds"] = [0.15, 0.15]
+    path.write_text(json.dumps(value))
+    assert load_costs(pair, notes.append) == TABLE
+    assert notes == []
+
+
+def test_a_note_says_what_is_different(pair: Pair) -> None:
+    path, notes = store_costs(pair, TABLE, 1.0), list[str]()
+    value = json.loads(path.read_text())
+    value["device"]["cores"] = 99
+    path.write_text(json.dumps(value))
+    assert load_costs(pair, notes.append) is None
+    assert notes == [
+        f"{path} is not used: it was measured with cores 99, and here that is {asdict(this_device())['cores']}"
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"models": {}},
+        {"threads": 7},
+        {"flash_attention": False},
+        {"precision": "f16"},
+        {"context_length": 63},
+    ],
+)
+def test_another_subject_has_another_file(pair: Pair, other: dict[str, object]) -> None:
+    subject: Subject = subject_of(pair)
+    assert replace(subject, **other).file() != subject.file()  # type: ignore[arg-type]
+    assert replace(subject, engine_version="0.1").file() == subject.file()  # the newer one replaces it
+
+
+def spoilt(*keys: str, value: object) -> Callable[[str], str]:
+    """A kept file with one value replaced, or, with None, taken out."""
+
+    def spoil(text: str) -> str:
+        whole = here = json.loads(text)
+        for key in keys[:-1]:
+            here = here[key]
+        here[keys[-1]] = value
+        if value is None:
+            del here[keys[-1]]
+        return json.dumps(whole)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "7",
+        lambda text: "\x00" * 100,
+        lambda text: "[" * 100_000,
+        spoilt("schema", value=2),
+        spoilt("schema", value=None),
+        spoilt("device", value=[]),
+        spoilt("device", "cpu", value="Another processor"),
+        spoilt("subject", "engine_version", value="0.1"),
+        spoilt("subject", "models", value={}),
+        spoilt("subject", value=None),
+        spoilt("seconds", value="long"),
+        spoilt("costs", value=[1]),
+        spoilt("costs", "contexts", value=[256, 32]),
+        spoilt("costs", "contexts", value=32),
+        spoilt("costs", "verify_seconds", value=[[1.0, "fast"], [1.0, 1.0]]),
+        spoilt("costs", "verify_seconds", value=[[1.0, 1.5], [1.0]]),
+        spoilt("costs", "verify_seconds", value=[[1.0, -1.5], [1.0, 1.0]]),
+        spoilt("costs", "draft_seconds", value=None),
+        spoilt("costs", "colour", value="red"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_passed_over_with_a_note(
+    pair: Pair, spoil: Callable[[str], str]
+) -> None:
+    path = store_costs(pair, TABLE, 1.0)
+    path.write_text(spoil(path.read_text()))
+    notes: list[str] = []
+    assert load_costs(pair, notes.append) is None
+    assert len(notes) == 1
+    assert str(path) in notes[0]
+    assert "\n" not in notes[0]

@@ -1,0 +1,142 @@
+"""How fast a GGUF target writes responses: from prompts to stored rows, today's ways and the batched one, in turn.
+
+    python benchmarks/generating.py FILE.gguf MODEL [--rounds 3] [--prompts 128] [--new 64] [--threads N]
+    python benchmarks/generating.py FILE.gguf MODEL --passes [--threads N]
+
+MODEL is the target's folder (config, tokenizer; weights for the torch way). Every measurement is a process of its own that runs
+the generate stage into a new folder; loading is not counted. Prints tokens a second (median and range over the rounds), the
+ratio to the batched way within each round, and the peak of resident memory. The way of one sequence gets an eighth.
+--passes: milliseconds of processor time of one pass of 1 to 64 texts with 160 tokens each, of the file and of its float16 copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.batched.float_copy import float_copy
+from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece
+
+from edgespec.core.table import table
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+
+TORCH, ONE, MANY, KEEPS = "torch", "file, one sequence", "file, many", "file, many, top 64 kept"
+WAYS = (TORCH, ONE, MANY, KEEPS)
+TOP_K, PAST, PASSES = 64, 160, 8
+
+
+def measured(
+    way: str, file: str, model: Path, options: GenerateOptions, threads: int | None
+) -> dict[str, Any]:
+    """One run of the generate stage in this process."""
+    import torch
+    from edgespec_recipes.generating import datagen
+    from edgespec_recipes.generating.file_target import FileTarget, FileWriter
+
+    how = InferenceOptions() if way == TORCH else InferenceOptions(source="file", file=file, threads=threads)
+    if threads:
+        torch.set_num_threads(threads)
+    if way == ONE:
+        datagen.writer_of = lambda folder, tokenizer, options, seed, how, top_k: FileWriter(  # type: ignore[assignment]
+            FileTarget(how, folder), tokenizer, options, seed
+        )
+    with tempfile.TemporaryDirectory() as out:
+        counts = datagen.generate(Path(out), model, options, 0, how, TOP_K if way == KEEPS else 0)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return {"rate": counts["tokens_per_second"], "tokens": counts["response_tokens"], "peak": peak}
+
+
+def child(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """`measured` in a process of its own."""
+    command = [sys.executable, __file__, arguments.file, str(arguments.model), "--way", way]
+    for name in ("prompts", "new", "threads"):
+        if getattr(arguments, name):
+            command += [f"--{name}", str(getattr(arguments, name))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{way}: {found}", file=sys.stderr, flush=True)
+    return found
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    rounds = [{way: child(way, arguments) for way in WAYS} for _ in range(arguments.rounds)]
+    lines = []
+    for way in WAYS:
+        rates = [each[way]["rate"] for each in rounds]
+        ratios = [each[MANY]["rate"] / each[way]["rate"] for each in rounds]
+        lines.append(
+            (
+                way,
+                f"{statistics.median(rates):.0f} ({min(rates):.0f}-{max(rates):.0f})",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})",
+                f"{max(each[way]['peak'] for each in rounds):.0f}",
+            )
+        )
+    print(table(("way", "tokens/s", "many / this", "peak MiB"), lines))
+
+
+def passes(arguments: argparse.Namespace) -> None:
+    """Processor time, the least of several: other work beside it counts less."""
+    generator = np.random.default_rng(0)
+    file = Path(arguments.file)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in (("the file", file), ("float16 copy", float_copy(file, Path(folder), 1))):
+            engine = LlamaCppSequences(path, threads=arguments.threads)
+            for texts in (1, 4, 8, 16, 32, 64):
+                engine.open(texts, 256)
+                for text in range(texts):
+                    engine.forward(
+                        [Piece(text, generator.integers(0, engine.vocab_size, PAST).tolist(), False)]
+                    )
+                times = []
+                for _ in range(PASSES):
+                    tokens = generator.integers(0, engine.vocab_size, texts).tolist()
+                    start = time.process_time()
+                    engine.forward([Piece(text, [token], True) for text, token in enumerate(tokens)])
+                    times.append(time.process_time() - start)
+                lines.append((name, str(texts), f"{min(times) * 1e3:.1f}", f"{texts / min(times):.0f}"))
+            engine.close()
+    print(table(("weights", "texts", "ms of processor", "tokens per second of it"), lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file")
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--passes", action="store_true")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.way:
+        prompts = max(1, arguments.prompts // 8) if arguments.way == ONE else arguments.prompts
+        options = GenerateOptions(prompts=prompts, max_new_tokens=arguments.new, shard_size=arguments.prompts)
+        print(
+            json.dumps(measured(arguments.way, arguments.file, arguments.model, options, arguments.threads))
+        )
+    elif arguments.passes:
+        passes(arguments)
+    else:
+        compare(arguments)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()

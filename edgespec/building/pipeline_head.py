@@ -1,0 +1,81 @@
+"""The build of a drafter that is a head: no pretraining and no stored targets, since the target keeps both while it writes.
+
+Its acceptance is measured on the exported files: a head has no life without an engine that gives it features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.building.pipeline import Build
+from edgespec.recipe.drafter import DrafterShape
+from edgespec.recipe.schema import SELF_TEXT, reference_options
+from edgespec.stages import sources as sources
+
+
+@dataclass
+class HeadBuild(Build):
+    """From a target that is a GGUF file to a bundle with a head."""
+
+    def _made(self, target: Path, cost_ratio: float, shape: DrafterShape) -> Path:
+        drafter = self._distilled(target)
+        self._exported(target, drafter)
+        self._measured_files(target, drafter, cost_ratio)
+        return drafter
+
+    def _distilled(self, target: Path) -> Path:
+        """The head's folder."""
+        from edgespec_recipes.training.distill_head import distill_head
+
+        out, seed = self.out, self.recipe.seed
+        writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        recipe, own = self._self_written(target, writer)
+        self._written(target, recipe, writer, own - {SELF_TEXT})
+        written, options = out / "generate", recipe.distill
+        reads = writer | self._checkpoint() | sources.stages(out, "generate")
+        reference = None
+        if options.select_fraction < 1:
+            taught = reference_options(recipe)
+            self.stage(
+                "reference",
+                "AdaSPEC's reference: the head distilled with forward KL",
+                taught,
+                lambda place: distill_head(place, target, written, recipe.drafter, taught, seed),
+                reads=reads,
+                together=True,
+            )
+            reads |= sources.stages(out, "reference")
+            reference = out / "reference" / "model"
+        self.stage(
+            "distill",
+            f"a head learns from the target's hidden states, {options.divergence}",
+            options,
+            lambda place: distill_head(place, target, written, recipe.drafter, options, seed, reference),
+            reads=reads,
+            together=True,
+        )
+        return out / "distill" / "model"
+
+    def _measured_files(self, target: Path, drafter: Path, cost_ratio: float) -> None:
+        """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""
+        from edgespec_export.verify.exported_pair import open_first_pair
+        from edgespec_recipes.evaluation.file_pair import evaluate_files
+        from edgespec_recipes.evaluation.report import evaluation_table
+
+        recipe = self.recipe
+        self.stage(
+            "evaluate",
+            "acceptance and block efficiency of the exported files, held-out prompts",
+            recipe.evaluate,
+            lambda place: evaluate_files(
+                place,
+                target,
+                lambda: open_first_pair(self.out / "export", target, drafter, recipe.export),
+                recipe.evaluate,
+                recipe.seed,
+                cost_ratio,
+            ),
+            reads=self._model("target", target) | sources.stages(self.out, "export") | self._prompts(),
+        )
+        print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)

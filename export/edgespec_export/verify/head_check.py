@@ -1,0 +1,145 @@
+"""A head's exported graph against torch: its bytes read back, its logits with true features. Written apart from the trained head.
+
+The features are the target's own, on held-out prompts. A head may round as it likes, because its target judges every token. So
+the bound on arithmetic tells a wrong graph, and what rounding costs is reported beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from edgespec_runtime.heads.feature_head import FeatureHead
+from torch import Tensor
+from torch.nn import functional
+
+from edgespec.model_folder.head import WEIGHTS, head_shape
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.verify.file_check import FileCheck, bounds_of, relative
+from edgespec_export.verify.logit_distance import distance
+
+Array = np.ndarray[Any, Any]
+HEAD = "head-int8"
+"""Its name among the bounds."""
+
+
+def check_head(
+    file: ExportedFile,
+    head_folder: Path,
+    embedding: Tensor,
+    texts: Sequence[Sequence[int]],
+    features: Sequence[Tensor],
+) -> FileCheck:
+    """Measure a head's folder and hold it against its bounds.
+
+    `embedding` [V, H] is the target's; `features` [n, F] of each text are its last hidden states at the text's tokens.
+    """
+    from safetensors.torch import load_file
+
+    check = FileCheck("drafter", "onnxruntime", file.held, checked_with="onnxruntime", stored=HEAD)
+    shape, weights = head_shape(head_folder), load_file(head_folder / WEIGHTS)
+    stored, table = read_back(file.path)
+    for name, value in stored.items():
+        wanted = weights[name]
+        error = relative(float((value - wanted).square().mean()), float(wanted.square().mean()))
+        if not error <= (check.weights_relative or 0.0):
+            check.weights_relative, check.worst_weight = error, name
+    missing = sorted(set(weights) - set(stored))
+    if missing:
+        check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")
+        return check
+    engine = FeatureHead(file.path)
+    seen, own, plain = list[Array](), list[Array](), list[Array]()
+    try:
+        for tokens, known in zip(texts, features, strict=True):
+            ids, before = torch.tensor(tokens), functional.pad(known[:-1], (0, 0, 1, 0))
+            seen.append(_in_pieces(engine, tokens, before.numpy()))
+            own.append(head_logits(shape, stored, table[ids], before).numpy())
+            plain.append(head_logits(shape, weights, embedding[ids], before).numpy())
+    finally:
+        engine.close()
+    both = np.concatenate(seen), np.concatenate(own)
+    centred = [values - values.mean(1, keepdims=True) for values in both]
+    check.engine_relative = relative(
+        float(np.square(centred[0] - centred[1]).mean()), float(np.square(centred[1]).mean())
+    )
+    found = distance(seen, plain, [[0] for _ in texts])  # no perplexity: it does not write every token
+    check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
+    check.positions = found.positions
+    bounds = bounds_of(HEAD)
+    for what, measured in (("weights", check.weights_relative), ("engine", check.engine_relative)):
+        if measured is not None and not measured <= getattr(bounds, what):
+            check.broken.append(f"{what} difference {measured:.2g} above {getattr(bounds, what):g}")
+    return check
+
+
+def _in_pieces(engine: FeatureHead, tokens: Sequence[int], features: Array) -> Array:
+    engine.rewind(0)
+    size = engine.block_length
+    return np.concatenate(
+        [
+            engine.forward(tokens[at : at + size], features[at : at + size])[0].copy()
+            for at in range(0, len(tokens), size)
+        ]
+    )
+
+
+def read_back(folder: Path) -> tuple[dict[str, Tensor], Tensor]:
+    """(the head's tensors by name, the table of token embeddings [V, H]) as a graph's file has them."""
+    import onnx
+    from onnx import numpy_helper
+
+    graph = onnx.load(folder / "model.onnx").graph
+    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    found = {}
+    for name, value in held.items():
+        if name.endswith(".bytes") and name != "embedding.bytes":
+            plain = name.removesuffix(".bytes")
+            steps = value.astype(np.float32) - 128.0
+            scales = held[f"{plain}.scales"].reshape(*steps.shape[:2], 1)
+            found[f"{plain}.weight"] = torch.from_numpy((steps * scales).reshape(len(steps), -1))
+        elif name.endswith(".weight"):
+            found[name] = torch.from_numpy(value.T.copy() if value.ndim == 2 else value.copy())
+    table = held["embedding.bytes"].astype(np.float32) * held["embedding.scales"]
+    return found, torch.from_numpy(table)
+
+
+def head_logits(
+    shape: Mapping[str, Any], weights: Mapping[str, Tensor], embedded: Tensor, features: Tensor
+) -> Tensor:
+    """Logits [n, V'] from token embeddings [n, H] and the features [n, F] before them."""
+    eps, size = shape["rms_norm_eps"], shape["head_dim"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], eps)
+
+    count = len(embedded)
+    rates = shape["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = (torch.arange(count)[:, None] * rates).float()
+    turn = torch.polar(torch.ones_like(angles), angles)[:, None]  # [n, 1, d / 2]
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., : size // 2].contiguous(), x[..., size // 2 :].contiguous()) * turn
+        return torch.cat([pairs.real, pairs.imag], -1)
+
+    joined = torch.cat([norm(embedded, "embedding_norm"), norm(features, "feature_norm")], -1)
+    x = joined @ weights["fc.weight"].T
+    for number in range(shape["layers"]):
+        at = f"layers.{number}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (
+            (y @ weights[f"{at}.{part}_proj.weight"].T).view(count, -1, size).transpose(0, 1)
+            for part in ("q", "k", "v")
+        )
+        q, k = (rotated(part.transpose(0, 1)).transpose(0, 1) for part in (q, k))
+        mixed = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, enable_gqa=True
+        )[0]
+        x = x + mixed.transpose(0, 1).reshape(count, -1) @ weights[f"{at}.o_proj.weight"].T
+        y = norm(x, f"{at}.post_attention_layernorm")
+        inner = functional.silu(y @ weights[f"{at}.gate_proj.weight"].T)
+        x = x + (inner * (y @ weights[f"{at}.up_proj.weight"].T)) @ weights[f"{at}.down_proj.weight"].T
+    return norm(x, "norm") @ weights["lm_head.weight"].T

@@ -1,0 +1,136 @@
+"""The evaluation of a pair of files on the runtime's engines, in the form of the one in torch: for drafters that need an engine.
+
+Prompt by prompt, since an engine has one sequence. What the counts mean is report.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.sampling import Warp, warp
+from edgespec_runtime.rules.table import LOSSLESS
+
+from edgespec.core.files import write_json
+from edgespec.core.metrics import RawCounts
+from edgespec.core.progress import progress
+from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, Sampling
+from edgespec_recipes.evaluation.evaluation import finished_part, held_out_prompts
+from edgespec_recipes.evaluation.report import label_of, summarise
+from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
+
+Pair = tuple[CachedEngine, CachedEngine]
+DRAFTER = "distilled"
+
+
+def evaluate_files(
+    out: Path,
+    target_folder: Path,
+    open_pair: Callable[[], Pair],
+    options: EvaluateOptions,
+    seed: int,
+    cost_ratio: float,
+) -> dict[str, Any]:
+    """Write `out`/evaluation.json as `evaluation.evaluate` does; finished settings in `out`/settings are not computed again.
+
+    `open_pair`: opens target and drafter; they are closed here. `cost_ratio` is c for MBSU. Raises InputError: too few prompts.
+    """
+    tokenizer = load_tokenizer(target_folder)
+    stops = frozenset(stop_ids_of(target_folder, tokenizer))
+    target, draft = open_pair()
+    try:
+        prompts = held_out_prompts(tokenizer, options, target.engine.context_length)
+        settings = []
+        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompt") as bar:
+            for sampling in SAMPLINGS:
+                found = finished_part(
+                    out / "settings" / f"{DRAFTER}-{sampling.key}.json",
+                    len(prompts),
+                    lambda how=sampling: [  # type: ignore[misc]
+                        _of_prompt((target, draft), prompt, how, options, seed + number, stops, bar)
+                        for number, prompt in enumerate(prompts)
+                    ],
+                )
+                for place, gamma in enumerate(options.draft_lengths):
+                    settings.append(
+                        {
+                            "drafter": DRAFTER,
+                            **asdict(sampling),
+                            "draft_length": gamma,
+                            "counts": [item["counts"][place] for item in found],
+                            "teacher_forced": [item["agreement"] for item in found],
+                        }
+                    )
+    finally:
+        draft.engine.close()
+        target.engine.close()
+    result = summarise(settings, [DRAFTER], cost_ratio, seed)
+    write_json(out / "evaluation.json", result)
+    return {
+        "prompts": len(prompts),
+        "settings": len(settings),
+        **{f"tau_{DRAFTER}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
+    }
+
+
+def _of_prompt(
+    pair: Pair,
+    prompt: list[int],
+    sampling: Sampling,
+    options: EvaluateOptions,
+    seed: int,
+    stops: frozenset[int],
+    bar: Any,
+) -> dict[str, Any]:
+    """Counts for each draft length, and how far p and q agree on the target's own reply."""
+    target, draft = pair
+    how = DecodingOptions(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_new_tokens=options.max_new_tokens,
+        seed=seed,
+        rule=LOSSLESS,
+    )
+
+    def decoded(draft_length: int) -> tuple[RawCounts, list[int]]:
+        counts, reply = RawCounts(), list[int]()
+        each = replace(how, draft_length=draft_length) if draft_length else plain(how)
+        for block in decode(target, draft, prompt, each, stops, counts):
+            reply += block.tokens
+        return counts, reply
+
+    _, reply = decoded(0)
+    found = {
+        "counts": [asdict(decoded(gamma)[0]) for gamma in options.draft_lengths],
+        "agreement": agreement(target, draft, prompt, reply, Warp.of(how)),
+    }
+    bar.update(1)
+    return found
+
+
+def agreement(
+    target: CachedEngine, draft: CachedEngine, prompt: Sequence[int], reply: Sequence[int], how: Warp
+) -> list[float]:
+    """[Σ min(p, q), number of positions, Σ p(argmax q), Σ p·q] over the positions of a reply: see evaluation.teacher_forced."""
+    sums, text = np.zeros(3), [*prompt, *reply]
+    for model in (target, draft):
+        model.prefill(prompt[:-1])
+    for place in range(len(prompt) - 1, len(text) - 1):
+        q = warp(draft.forward([text[place]])[0], how)
+        p = warp(target.forward([text[place]])[0], how)
+        shared = q.on(p)
+        first = int(q.probs.argmax())
+        likeliest = first if q.ids is None else int(q.ids[first])
+        sums += (
+            min(1.0, float(np.minimum(p.probs, shared).sum())),
+            p.prob(likeliest),
+            float((p.probs * shared).sum()),
+        )
+    overlap, top, drawn = sums.tolist()
+    return [overlap, float(len(reply)), top, drawn]

@@ -1,0 +1,132 @@
+"""The target as a GGUF file that writes many responses at once, and keeps what it computed for them. See datagen.Writer.
+
+An answer is a function of the file, the request and the seed up to rounding, which the texts beside it change a little: where two
+tokens are nearly as good, it may be the other one. A shard is a function of its requests and the seed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.batched.float_copy import float_copy, wants_copy
+from edgespec_runtime.batched.sequences import LlamaCppSequences
+from edgespec_runtime.engines.engine import default_threads
+
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count
+from edgespec.model_folder.config import read_config
+from edgespec.planning import costs
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec.recipe.targets import cache_folder
+from edgespec_recipes.generating.batch_sampling import Cuts
+from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
+from edgespec_recipes.generating.file_target import check_vocabulary, identity, locate
+from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.models.loading import stop_ids_of
+from edgespec_recipes.parallel.precision import Precision
+
+CACHE_BYTES = (
+    2**30
+)  # keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
+CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
+COPIES = "copies"  # in edgespec's cache folder
+CACHE_STEP = 256  # tokens: llama.cpp rounds the room of a text up to a multiple
+
+
+class BatchWriter:
+    """A GGUF file that writes `generate.batch_size` responses at once, or as many as CACHE_BYTES hold.
+
+    `top_k`: keep the distributions' k most probable tokens; `generate.features`: keep the last hidden states.
+    Raises InputError where the file is not the target's, BundleError where llama.cpp refuses it.
+    """
+
+    def __init__(
+        self,
+        how: InferenceOptions,
+        target_folder: Path,
+        tokenizer: Any,
+        options: GenerateOptions,
+        seed: int,
+        top_k: int = 0,
+    ) -> None:
+        engine, path = locate(how)
+        note = "many responses at once"
+        fast = path
+        if wants_copy(path):
+            fast = float_copy(path, cache_folder() / COPIES, how.threads or default_threads())
+            note = f"many responses at once from its float16 copy {fast}: its own type has no product for many rows"
+        self.engine = LlamaCppSequences(fast, how.context, how.threads)
+        check_vocabulary(self.engine, path, target_folder)
+        if top_k > self.engine.vocab_size:
+            raise InputError(
+                f"stored_top_k is {top_k}; the target's vocabulary has {self.engine.vocab_size} tokens: give at most that"
+            )
+        self.options, self.seed = options, seed
+        self.stops = stop_ids_of(target_folder, tokenizer)
+        self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
+        keeps = bool(top_k or options.features)
+        self.wanted = Wanted(
+            identity(how) if keeps else "", self.engine.vocab_size, self.engine.width, top_k, options.features
+        )
+        shape = ModelShape.from_config(read_config(target_folder))
+        self._token_bytes = CACHE_VALUE * costs.cache_values(shape)
+
+    @property
+    def context_length(self) -> int:
+        return self.engine.context_length
+
+    def at_once(self, length: int) -> int:
+        """How many texts of `length` tokens are written at once."""
+        room = -(-length // CACHE_STEP) * CACHE_STEP
+        return max(1, min(self.options.batch_size, CACHE_BYTES // (self._token_bytes * room)))
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """See datagen.Writer."""
+        return self.rows_and_states(number, requests, bar)[0]
+
+    def rows_and_states(
+        self, number: int, requests: list[Request], bar: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+        """The answers in the order of the requests, and the arrays that are kept of them, one row's after the other's."""
+        longest = max(len(request.prompt_ids) for request in requests) + self.options.max_new_tokens
+        # of a text without an end, as self-written ones are, as much as fits
+        length = min(longest, self.context_length)
+        self.engine.open(
+            min(len(requests), self.at_once(length)), length, features=self.options.features
+        )  # anew for every shard: what was written before it changes nothing
+        start, tokens, found = time.monotonic(), 0, dict[int, Written]()
+        for text in write_texts(
+            self.engine, self._prompts(requests, length), self._cuts, self.stops, self.wanted.top_k
+        ):
+            found[text.number] = text
+            tokens += len(text.tokens)
+            bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.update(1)
+        texts = [found[request.id] for request in requests]
+        rows = [row_of(request, text.tokens) for request, text in zip(requests, texts, strict=True)]
+        return rows, {
+            RECORDS: np.concatenate([text.records for text in texts]),
+            FEATURES: np.concatenate([text.features for text in texts]),
+        }
+
+    @property
+    def _cuts(self) -> Cuts:
+        return Cuts(self.options.top_p, self.options.min_p)
+
+    def _prompts(self, requests: list[Request], length: int) -> list[Prompt]:
+        """In the order of their tokens: prompts with one beginning follow each other, and it is read once."""
+        return [
+            Prompt(
+                request.id,
+                request.prompt_ids,
+                request.temperature,
+                self.seed * 1_000_003 + request.id,
+                min(self.options.max_new_tokens, length - len(request.prompt_ids)),
+            )
+            for request in sorted(requests, key=lambda request: (request.prompt_ids, request.id))
+        ]

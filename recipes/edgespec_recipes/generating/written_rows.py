@@ -1,0 +1,82 @@
+"""What the target wrote, as rows to train a feature drafter on: tokens, its hidden states before them, its distributions.
+
+A row is one of `mixing.response_rows` with `features` [T, F] beside it: slot s has the target's last hidden state at the slot
+before, and zeros at the beginning of a text. The distributions are a source like `stored.StoredTargets`. Both come from the files
+that were kept while the target wrote (written_states.py), so that no second pass of the target is needed. Mapped, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec_recipes.data.mixing import response_rows
+from edgespec_recipes.data.token_rows import Row, Rows
+from edgespec_recipes.generating.top_k import target_rows_of
+from edgespec_recipes.generating.written_states import check_states, key_of, read_states, texts_of
+from edgespec_recipes.losses.head_loss import TargetRows
+
+
+class WrittenRows(Dataset[Row]):
+    """Rows of `context` tokens from the generate stage's folder, and the distributions of their compared positions.
+
+    Attributes:
+        vocab_size: the target's. width: F, of a hidden state. target: the checksum of the file that wrote.
+        counts: [vocab_size] how often each token was written or read.
+
+    Raises InputError where a shard lacks hidden states or distributions, or one is damaged.
+    """
+
+    def __init__(self, folder: Path, context: int) -> None:
+        self._texts: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        conversations = []
+        about: dict[str, Any] = {}
+        for shard in sorted(folder.glob("shard-*.jsonl")):
+            about = read_json(shard.with_suffix(".json"))
+            check_states(shard, about)
+            for row, records, features in read_states(shard):
+                if records is None or features is None:
+                    raise InputError(
+                        f"{shard} has no hidden states or no distributions beside its rows; write it again with "
+                        "--generate.features and --distill.target-side stored"
+                    )
+                prompt, response = row["prompt_ids"], row["response_ids"]
+                conversations.append((prompt, response))
+                if len(prompt) < context:
+                    key = key_of([*prompt, *response[: context - len(prompt)]], len(prompt))
+                    self._texts.setdefault(key, (records, features))
+        if not about:
+            raise InputError(f"{folder} has no responses; run the generate stage first")
+        self.vocab_size, self.width = int(about["top_k"]["vocab_size"]), int(about["features"]["width"])
+        self.target = str(about["features"]["target"])
+        self.packed: Rows = response_rows(conversations, context)
+        tokens = self.packed.arrays["input_ids"][self.packed.arrays["document_ids"] >= 0]
+        self.counts = np.bincount(tokens, minlength=self.vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self.packed[index]
+        features = np.zeros((len(row["input_ids"]), self.width), np.float16)
+        for slots, key, _ in texts_of(row):
+            features[slots[1:]] = self._texts[key][1][: len(slots) - 1]
+        return {**row, "features": features}
+
+    def records(self, index: int) -> np.ndarray:
+        """The records of a row's compared positions."""
+        found = [self._texts[key][0][:compared] for _, key, compared in texts_of(self.packed[index])]
+        return np.concatenate(found)
+
+    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
+        """As `StoredTargets.rows`."""
+        records = np.concatenate([self.records(row) for row in row_ids])
+        return target_rows_of(records, self.vocab_size, device, ids)

@@ -1,0 +1,172 @@
+"""What the target computed while it wrote, kept beside its rows: distributions, and hidden states where a drafter reads them.
+
+Beside shard-00000.jsonl lie, where they were asked for,
+
+    shard-00000.top_k.npy      records (top_k.record_type) of all response tokens, row after row: the untempered distribution
+                               that each one was drawn from. 4 bytes for each of the k (6 for vocabularies above 65,536) and 2.
+    shard-00000.features.npy   float16 [tokens, H], row after row: the last hidden state, after the final norm, of every token of
+                               prompt and response but the last, which the target never read. 2 H bytes a token.
+
+shard-00000.json, written last, has their checksums and whose they are. Knows no engine and no training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
+from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.generating.top_k import record_type
+from edgespec_recipes.parallel.precision import Precision
+
+log = logging.getLogger(__name__)
+
+RECORDS, FEATURES = "top_k", "features"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be kept. `top_k`: tokens of a record, 0 for no records; `target`: a checksum of the target's file."""
+
+    target: str
+    vocab_size: int
+    width: int
+    top_k: int = 0
+    features: bool = False
+
+    def about(self) -> dict[str, dict[str, Any]]:
+        """What shard-00000.json says of each file, beside its size and checksum."""
+        found: dict[str, dict[str, Any]] = {}
+        if self.top_k:
+            found[RECORDS] = {"target": self.target, "top_k": self.top_k, "vocab_size": self.vocab_size}
+        if self.features:
+            found[FEATURES] = {"target": self.target, "width": self.width}
+        return found
+
+
+def state_path(shard: Path, kind: str) -> Path:
+    """Where a shard's records or features lie."""
+    return shard.with_suffix(f".{kind}.npy")
+
+
+def write_states(shard: Path, wanted: Wanted, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Write the arrays that are wanted; returns what is to be written into shard-00000.json about them."""
+    found = wanted.about()
+    for kind, about in found.items():
+        path = state_path(shard, kind)
+        with whole_file(path) as temporary, open(temporary, "wb") as stream:
+            np.save(stream, arrays[kind], allow_pickle=False)
+        about |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    return found
+
+
+def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = None) -> None:
+    """Raise InputError where a file is not as `about` (shard-00000.json) has it, or is not what is wanted."""
+    for kind, fields in (wanted.about() if wanted else {}).items():
+        seen = about.get(kind) or {}
+        other = [
+            f"{name} {seen.get(name)!s:.12}" for name, value in fields.items() if seen.get(name) != value
+        ]
+        if other:
+            raise InputError(f"{shard} has no {kind} as they are wanted ({', '.join(other)})")
+    for kind in (RECORDS, FEATURES):
+        if kind not in about:
+            continue
+        path = state_path(shard, kind)
+        if not path.is_file():
+            raise InputError(f"{path} is missing")
+        if sha256_file(path) != about[kind].get("sha256"):
+            raise InputError(f"{path} is not as it was written")
+
+
+def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None, np.ndarray | None]]:
+    """(row, its records [R], its features [P + R − 1, H]) of every row of a shard, mapped from disk; None where not kept.
+
+    P and R are the lengths of row["prompt_ids"] and row["response_ids"]. Checksums are `check_states`'s. Raises InputError where
+    the arrays are not of these rows.
+    """
+    rows = read_jsonl(shard)
+    arrays: dict[str, np.ndarray | None] = {}
+    sizes = {
+        RECORDS: [len(row["response_ids"]) for row in rows],
+        FEATURES: [len(row["prompt_ids"]) + len(row["response_ids"]) - 1 for row in rows],
+    }
+    for kind, lengths in sizes.items():
+        path = state_path(shard, kind)
+        arrays[kind] = np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
+        array = arrays[kind]
+        if array is not None and len(array) != sum(lengths):
+            raise InputError(f"{path} has {len(array)} rows; those of {shard.name} need {sum(lengths)}")
+    ends = {kind: np.cumsum(lengths).tolist() for kind, lengths in sizes.items()}
+    for number, row in enumerate(rows):
+        parts = []
+        for kind in (RECORDS, FEATURES):
+            array, end = arrays[kind], ends[kind][number]
+            parts.append(None if array is None else array[end - sizes[kind][number] : end])
+        yield row, parts[0], parts[1]
+
+
+class WrittenTarget:
+    """The records of a folder of shards as a source of distributions (stored.Distributions): the target need not run again."""
+
+    def __init__(self, folder: Path, target: str, top_k: int, vocab_size: int) -> None:
+        """Raises InputError where a shard has no such records, or is damaged."""
+        self.precision = Precision("as written", "kept while the target wrote these rows")
+        self.type = record_type(top_k, vocab_size)
+        self._indices: dict[int, dict[bytes, np.ndarray]] = {}
+        wanted = Wanted(target, vocab_size, 0, top_k)
+        self._rows = []
+        for shard in sorted(folder.glob("shard-*.jsonl")):
+            check_states(shard, read_json(shard.with_suffix(".json")), wanted)
+            for row, records, _ in read_states(shard):
+                assert records is not None
+                self._rows.append((row["prompt_ids"], row["response_ids"], records))
+
+    def _index(self, context: int) -> dict[bytes, np.ndarray]:
+        """Records by text, as `token_rows.pack_conversations` cuts it for rows of so many tokens."""
+        if context not in self._indices:
+            self._indices[context] = {
+                key_of([*prompt, *response[: context - len(prompt)]], len(prompt)): records
+                for prompt, response, records in reversed(self._rows)  # of equal texts the first
+                if len(prompt) < context
+            }
+        return self._indices[context]
+
+    def holds(self, rows: Any) -> bool:
+        """Whether every text of packed rows was written here."""
+        return all(
+            key in self._index(len(rows[number]["input_ids"]))
+            for number in range(len(rows))
+            for _, key, _ in texts_of(rows[number])
+        )
+
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+        """See stored.Distributions; `top_k` is the one that was asked for."""
+        for number in part:
+            row = rows[number]
+            index = self._index(len(row["input_ids"]))
+            found = [index[key][:compared] for _, key, compared in texts_of(row)]
+            yield np.concatenate([np.empty(0, self.type), *found]), 1
+
+
+def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes, int]]:
+    """(its slots in the row, its `key_of`, how many of them are compared) of each text of a packed row."""
+    owner = row["document_ids"]
+    for document in range(int(owner.max(initial=PADDING)) + 1):
+        slots = np.flatnonzero(owner == document)
+        compared = np.flatnonzero(row["compared"][slots])
+        yield slots, key_of(row["input_ids"][slots], int(compared[0]) + 1), len(compared)
+
+
+def key_of(tokens: Sequence[int] | np.ndarray, prompt: int) -> bytes:
+    """Of a text and the length of its prompt."""
+    data = np.asarray([prompt, *tokens], np.int64).tobytes()
+    return hashlib.sha256(data).digest()

@@ -1,0 +1,208 @@
+"""Distillation of a feature drafter: its own steps unrolled, the target's kept hidden states and distributions, any loss.
+
+A row of T slots becomes K rows, one for each own step of the head (EAGLE-3's training-time test). So the loss, AdaSPEC's
+selection, means and micro-batches are objective.py's, which sees K · B rows and knows nothing of features. The target itself is
+not run: everything was kept while it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from edgespec.core.errors import InputError
+from edgespec.model_folder.head import target_embedding
+from edgespec.recipe.schema import DistillOptions, DrafterOptions
+from edgespec_recipes.data.mixing import TARGET, Mixture, shares
+from edgespec_recipes.generating.written_rows import WrittenRows
+from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
+from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.start_head import start_head
+from edgespec_recipes.models.vocabulary import special_tokens
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.sharding import whole
+from edgespec_recipes.training.checkpoints import discard_checkpoints
+from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.trainer import collate, train
+
+Batch = dict[str, Tensor]
+
+
+class UnrolledHead(nn.Module):
+    """A head as the trainer and the objective know a model: rows in, an output layer that can be replaced."""
+
+    embedding: Tensor
+
+    def __init__(self, head: FeatureHead, embedding: Tensor) -> None:
+        """`embedding` [V, H] is the target's and is not trained."""
+        super().__init__()
+        self.head = head
+        self.config = SimpleNamespace(use_cache=False, vocab_size=len(embedding), model_type="feature head")
+        self.register_buffer("embedding", embedding, False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head.lm_head
+
+    def forward(self, input_ids: Tensor, features: Tensor, document_ids: Tensor, **_: Any) -> SimpleNamespace:
+        """input_ids, document_ids [K · B, T] (K times the same), features [B, T, F] -> logits of the K steps, one's rows after
+        the other's."""
+        rows = len(features)
+        steps = self.head.unrolled(
+            nn.functional.embedding(input_ids[:rows], self.embedding),
+            features,
+            len(input_ids) // rows,
+            document_ids[:rows],
+        )
+        return SimpleNamespace(logits=self.head.lm_head(torch.cat(list(steps))))
+
+
+def unrolled(batch: Batch, steps: int) -> Batch:
+    """The rows of a batch once for each own step, with slots of their own; the features stay single.
+
+    Step k looks k slots back: the first k of a text have no such past, and a prompt has more tokens than that.
+    """
+    several = {
+        name: values.repeat(steps, *[1] * (values.dim() - 1))
+        for name, values in batch.items()
+        if name != "features"
+    }
+    step = torch.arange(steps, device=several["slot"].device).repeat_interleave(len(batch["slot"]))
+    return {**several, "slot": several["slot"] * steps + step, "features": batch["features"]}
+
+
+class _HeadObjective(Objective):
+    """The objective of the rows of every own step."""
+
+    def __init__(self, steps: int, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.steps = steps
+
+    def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        return super().__call__(model, [unrolled(batch, self.steps) for batch in batches])
+
+    def acceptance(self, model: Any, batches: Sequence[Batch]) -> dict[str, float]:
+        """{"alpha": ..., "alpha_2": ...}: the teacher-forced acceptance rate of each own step at temperature 1."""
+        found = [self.overlaps(model, unrolled(batch, self.steps)).chunk(self.steps) for batch in batches]
+        means = [float(torch.cat(step).mean()) for step in zip(*found, strict=True)]
+        return {"alpha" if not step else f"alpha_{step + 1}": mean for step, mean in enumerate(means)}
+
+
+def head_problem(options: DistillOptions) -> str:
+    """What a head cannot learn from, in words; '' where all is well."""
+    if options.text_fraction or options.fixed_fraction or options.student_fraction:
+        return (
+            "a head learns from what the target wrote, with the hidden states that were kept then; give "
+            "distill.text_fraction, distill.fixed_fraction and distill.student_fraction 0"
+        )
+    return ""
+
+
+def distill_head(
+    out: Path,
+    target: Path,
+    written: Path,
+    drafter: DrafterOptions,
+    options: DistillOptions,
+    seed: int,
+    reference: Path | None = None,
+) -> dict[str, Any]:
+    """Train a feature drafter on what the target wrote into `written`; `out`/model is its folder. Goes on from a checkpoint.
+
+    `reference`: AdaSPEC's reference head, where tokens are selected. Raises InputError: data that a head cannot learn from, a
+    selection without a reference, no hidden states.
+    """
+    if problem := head_problem(options):
+        raise InputError(problem)
+    if options.select_fraction < 1 and reference is None:
+        raise InputError(
+            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
+        )
+    rows = WrittenRows(written, options.context)
+    tokenizer, device = load_tokenizer(target), processes.device()
+    embedding = target_embedding(target)
+    if rows.width != embedding.shape[1] or rows.vocab_size != len(embedding):
+        raise InputError(
+            f"{written} has hidden states of {rows.width} numbers and a vocabulary of {rows.vocab_size}; the target in {target} "
+            f"has {embedding.shape[1]} and {len(embedding)}: write the responses again with this target"
+        )
+    head = _started(target, drafter, rows, tokenizer, seed)
+    model = UnrolledHead(head, embedding)
+    judge = None
+    if options.select_fraction < 1 and reference is not None:
+        judge = UnrolledHead(load_head(reference), embedding).to(device).requires_grad_(False)
+    objective = _HeadObjective(
+        options.unrolled_steps,
+        None,
+        options,
+        stops=stop_ids_of(target, tokenizer),
+        seed=seed,
+        store=rows,
+        reference=judge,
+    )
+    learnt, watched = _held_out(rows, options.watch_rows if options.watch_steps else 0)
+    batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watched]
+    scale = options.select_fraction if options.scale_learning_rate else 1.0
+    counts = train(
+        model,
+        Mixture({TARGET: learnt}, shares(options), options.steps * options.batch_size, seed),
+        objective,
+        out,
+        replace(options, learning_rate=options.learning_rate * scale),
+        seed=seed,
+        label=f"distil a head, {options.divergence}",
+        ordered=True,
+        watch=(lambda model: objective.acceptance(model, batches)) if batches else None,
+        watch_steps=options.watch_steps,
+    )
+    about = {"target_sha256": rows.target, "unrolled_steps": options.unrolled_steps}
+    if not processes.rank():
+        save_head(whole(model).head, out / "model", about)
+        discard_checkpoints(out)
+    processes.wait()
+    covered = rows.counts[head.vocabulary.ids].sum() / rows.counts.sum()
+    return {
+        **counts,
+        "divergence": options.divergence,
+        "response_rows": len(rows),
+        "written_tokens": int(rows.counts.sum()),
+        "draft_vocab_size": head.shape.draft_vocab_size,
+        "covered_share": round(float(covered), 4),
+        "parameters": sum(values.numel() for values in head.parameters()),
+        "multiplications": head.shape.multiplications,
+    }
+
+
+def _started(
+    target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer: Any, seed: int
+) -> FeatureHead:
+    """The head that training starts from: one that was trained before, or from the target's weights."""
+    if drafter.init == "checkpoint":
+        return load_head(Path(drafter.checkpoint))
+    special = special_tokens(tokenizer, target)
+    return start_head(load_model(target), drafter, rows.counts, special, seed)
+
+
+class _Part:
+    """Some of the rows; they keep their numbers."""
+
+    def __init__(self, rows: Any, numbers: range) -> None:
+        self.rows, self.numbers = rows, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[self.numbers[index]]
+
+
+def _held_out(rows: WrittenRows, wanted: int) -> tuple[_Part, list[Any]]:
+    """(rows to learn, rows on which the acceptance rate is watched); never more than a quarter is held out."""
+    learnt = len(rows) - min(wanted, len(rows) // 4)
+    watched = [{**rows[row], "kind": TARGET, "slot": row} for row in range(learnt, len(rows))]
+    return _Part(rows, range(learnt)), watched

@@ -1,0 +1,1 @@
+"""Many texts at once: for a target that writes data, not for one reader."""

@@ -1,0 +1,192 @@
+"""llama.cpp as an engine of many sequences: one pass appends tokens to any of them. For throughput, not for one reader's wait.
+
+Each sequence has a stream of its own in the key/value cache, so a token attends to the cells of its own text only: with one
+cache for all (kv_unified), a token of 64 texts would meet 64 times as many cells and have all but its own masked.
+
+The logits of a row depend a little on which rows share the pass: kernels sum blocks in another order than single rows. Nothing
+here is exact in the sense of `llamacpp.LlamaCppEngine`. The same calls in the same order give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec_runtime.engines.engine import Logits, default_threads
+from edgespec_runtime.engines.llamacpp import (
+    CONTEXT_STEP,
+    FLOAT_TYPES,
+    load_library,
+    load_weights,
+    reason,
+    text_of,
+)
+from edgespec_runtime.untrusted.gguf_file import read_header
+
+PASS_TOKENS = 512  # of one pass; from here on kernels are no faster for a token, and buffers grow
+
+
+class Piece(NamedTuple):
+    """Tokens to be appended to one sequence; `wanted`: the last one's logits are asked for."""
+
+    sequence: int
+    tokens: Sequence[int]
+    wanted: bool
+
+
+class LlamaCppSequences:
+    """One GGUF model; `open` gives it room for texts, `forward` reads on.
+
+    Args:
+        file: the GGUF file.
+        context_length: longest text (default: the model's own). Where the model has two sets of RoPE factors, that of the short
+            ones at most: llama.cpp takes one set for a whole context.
+        threads: default: every core this process may use. Results may differ between numbers of threads.
+
+    Raises InputError for a missing file, BundleError for one llama.cpp cannot load.
+    """
+
+    def __init__(self, file: Path, context_length: int | None = None, threads: int | None = None) -> None:
+        self._lib = lib = load_library()
+        self._model: Any = None
+        self._context: Any = None
+        if not file.is_file():
+            raise InputError(f"{file} is missing; give a GGUF file")
+        header = read_header(file)
+        self.flash_attention = not header.types <= FLOAT_TYPES  # as LlamaCppEngine has it
+        self.threads = threads or default_threads()
+        self.name = f"llama.cpp {file.name}"
+        self._model = load_weights(file, repacked=True)
+        trained = int(lib.llama_model_n_ctx_train(self._model))
+        self.context_length = min(context_length or trained, trained, header.rope_border or trained)
+        self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
+        self.width = int(lib.llama_model_n_embd(self._model))  # of a hidden state
+        self._make_batch()
+
+    def _make_batch(self) -> None:
+        """A llama_batch in numpy's memory: filled by slices, where llama_batch_init's is filled token by token."""
+        lib = self._lib
+        self._tokens, self._positions, self._sequences, self._ones = (
+            np.ones(PASS_TOKENS, np.int32) for _ in range(4)
+        )
+        self._wanted = np.zeros(PASS_TOKENS, np.int8)
+        first, step = self._sequences.ctypes.data, self._sequences.itemsize
+        self._pointers = np.arange(PASS_TOKENS, dtype=np.uintp) * step + first
+
+        def at(array: np.ndarray, kind: Any) -> Any:
+            return ctypes.cast(array.ctypes.data, ctypes.POINTER(kind))
+
+        batch = self._batch = lib.llama_batch()
+        batch.token, batch.pos = at(self._tokens, lib.llama_token), at(self._positions, lib.llama_pos)
+        batch.n_seq_id, batch.logits = at(self._ones, ctypes.c_int32), at(self._wanted, ctypes.c_int8)
+        batch.seq_id = at(self._pointers, ctypes.POINTER(lib.llama_seq_id))
+
+    def open(self, sequences: int, length: int, *, features: bool = False) -> None:
+        """Empty room for so many sequences of `length` tokens. With `features` a pass gives the last hidden states too.
+
+        Raises InputError where `length` is above `context_length`, EdgespecError where memory does not hold it.
+        """
+        lib = self._lib
+        if length > self.context_length:
+            raise InputError(
+                f"{length} tokens were asked for; the context of {self.name} has {self.context_length}"
+            )
+        self._free_context()
+        each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
+        params.n_batch = params.n_ubatch = PASS_TOKENS
+        params.n_threads = params.n_threads_batch = self.threads
+        params.flash_attn_type = (
+            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
+        params.no_perf = True
+        self._context = lib.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise EdgespecError(
+                f"llama.cpp cannot make room for {sequences} texts of {length} tokens for {self.name}: {reason()}; lower "
+                "generate.batch_size"
+            )
+        self._memory = lib.llama_get_memory(self._context)
+        self._features, self.length = features, length
+        self.lengths = [0] * sequences
+
+    def forward(self, pieces: Sequence[Piece]) -> tuple[Logits, np.ndarray]:
+        """Append the pieces, at most PASS_TOKENS tokens together and one piece of a sequence.
+
+        Returns float32 logits [w, V] behind the w pieces that want them, in order, and float32 last hidden states [n, H] of all
+        n tokens, in order (after the final norm: what the output layer reads; [0, H] without `features`). Both are llama.cpp's
+        own memory until the next call. Raises EdgespecError where llama.cpp fails.
+        """
+        lib, at, last = self._lib, 0, []
+        for sequence, tokens, _ in pieces:
+            end = at + len(tokens)
+            self._tokens[at:end] = tokens
+            start = self.lengths[sequence]
+            self._positions[at:end] = np.arange(start, start + len(tokens))
+            self._sequences[at:end] = sequence
+            last.append(end - 1)
+            at = end
+        wanted = [place for place, piece in zip(last, pieces, strict=True) if piece.wanted]
+        self._wanted[:at] = self._features  # llama.cpp gives hidden states where it gives logits
+        self._wanted[wanted] = 1
+        self._batch.n_tokens = at
+        status = lib.llama_decode(self._context, self._batch)
+        if status != 0:
+            raise EdgespecError(
+                f"llama.cpp failed on {at} tokens of {len(pieces)} texts (status {status}): {reason()}"
+            )
+        for sequence, tokens, _ in pieces:
+            self.lengths[sequence] += len(tokens)
+        if not self._features:
+            return self._rows(lib.llama_get_logits, len(wanted), self.vocab_size), np.empty((0, self.width))
+        logits = self._rows(lib.llama_get_logits, at, self.vocab_size)
+        return logits[wanted], self._rows(lib.llama_get_embeddings, at, self.width)
+
+    def _rows(self, function: Any, rows: int, width: int) -> Any:
+        if not rows:
+            return np.empty((0, width), np.float32)
+        address = ctypes.cast(function(self._context), ctypes.c_void_p).value or 0
+        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(
+            rows, width
+        )
+
+    def cut(self, sequence: int, length: int) -> int:
+        """Keep at most the first `length` tokens of a sequence; returns how many are left (0 where it cannot be cut inside)."""
+        length = min(length, self.lengths[sequence])
+        if length < self.lengths[sequence] and not self._lib.llama_memory_seq_rm(
+            self._memory, sequence, length, -1
+        ):
+            self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)  # a recurrent state goes whole
+            length = 0
+        self.lengths[sequence] = length
+        return length
+
+    def move(self, source: int, sequence: int) -> None:
+        """Copy the text of `source` to another sequence's place and empty `source`."""
+        self._lib.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+        self._lib.llama_memory_seq_cp(self._memory, source, sequence, -1, -1)
+        self._lib.llama_memory_seq_rm(self._memory, source, -1, -1)
+        self.lengths[sequence], self.lengths[source] = self.lengths[source], 0
+
+    def token_text(self, token: int) -> str | None:
+        """A token as the file's vocabulary writes it; None where the file has none, or no such token."""
+        return text_of(self._model, token)
+
+    def _free_context(self) -> None:
+        if self._context:
+            self._lib.llama_free(self._context)
+        self._context = None
+
+    def close(self) -> None:
+        """Free the model; a second call does nothing."""
+        self._free_context()
+        if self._model:
+            self._lib.llama_model_free(self._model)
+        self._model = None

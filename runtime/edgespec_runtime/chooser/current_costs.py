@@ -1,0 +1,71 @@
+"""What drafter steps and target passes cost now: the measured table times one slowly moving factor per size of pass.
+
+A laptop gets hot, another program starts, sampling takes its time: the table alone would be wrong soon. Knows costs and seconds;
+nothing of acceptance.
+"""
+
+from __future__ import annotations
+
+from edgespec_runtime.chooser.pass_costs import BUCKET, Costs, Row
+from edgespec_runtime.decoding.schedule import Outcome
+
+WEIGHT = 0.1  # of the newest block in a factor: some ten blocks move it, one does not
+CLIP = 2.0  # times what was expected: a block that took longer was held up by another program and tells nothing more
+
+
+class _Factor:
+    """Times what the table says: the mean of the first blocks, then slowly moving. The table counts as one block."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value, self._seen = value, 1
+
+    def learn(self, seconds: float, table: float) -> float:
+        """Returns the seconds that were believed."""
+        seconds = min(seconds, CLIP * self.value * table)
+        self._seen += 1
+        self.value += max(WEIGHT, 1.0 / self._seen) * (seconds / table - self.value)
+        return seconds
+
+
+class CurrentCosts:
+    """Seconds of drafts, passes and blocks.
+
+    Args:
+        costs: measured on this device for this pair.
+        mixes: the drafter also speaks behind the draft, as a rule wants that mixes p and q (acceptance.Rule).
+    """
+
+    def __init__(self, costs: Costs, mixes: bool) -> None:
+        self._costs, self._mixes = costs, mixes
+        self._drafting = _Factor()
+        self._passes: dict[int, _Factor] = {}  # by size, of those that were made so far
+        self._rows: dict[int, Row] = {}
+
+    def row(self, context: int) -> Row:
+        """Of the table, near this context: `BUCKET` contexts share a row, since making one takes longer than choosing."""
+        bucket = context // BUCKET
+        if bucket not in self._rows:
+            self._rows[bucket] = self._costs.row(bucket * BUCKET + BUCKET // 2)
+        return self._rows[bucket]
+
+    def block(self, row: Row, length: int) -> float:
+        """Expected seconds of a block with a draft of `length` tokens; 0: of a plain step."""
+        drafting, size = (length + self._mixes) * row.draft, row.size[length]
+        return drafting * self._drafting.value + row.verify[size] * self._factor(size).value
+
+    def learn(self, outcome: Outcome) -> float:
+        """Move the factors by what a block took. Returns its seconds, a pass that was held up clipped."""
+        row = self.row(outcome.context)
+        drafting, size = outcome.draft_seconds, outcome.size
+        table = (outcome.drafted + self._mixes) * row.draft
+        if table:
+            drafting = self._drafting.learn(drafting, table)
+        self._passes[size] = self._factor(size)
+        # a pass, and the sampling and the loop's work around it
+        return drafting + self._passes[size].learn(outcome.seconds - outcome.draft_seconds, row.verify[size])
+
+    def _factor(self, size: int) -> _Factor:
+        """Of a size that was never made, the nearest one's: it tells how fast the machine is."""
+        if size in self._passes or not self._passes:
+            return self._passes.get(size) or _Factor()
+        return _Factor(self._passes[min(self._passes, key=lambda made: abs(made - size))].value)

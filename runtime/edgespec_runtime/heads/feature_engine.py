@@ -1,0 +1,101 @@
+"""A feature drafter's head beside its target, as an engine of tokens: it looks up the features that each slot reads.
+
+Slot s reads the token x_s and the feature f_{s−1}. Where the target has read token s − 1, that is the target's hidden state;
+behind it, the head's own output at slot s − 1. A slot that read the head's own is a guess, and is to be read again once the
+target has been there: `true_slots` says how many of the first slots are none (decoding/feature_drafter.py rewinds to it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec_runtime.engines.engine import Logits, check_rewind, check_room
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.vocabulary import Vocabulary
+
+if TYPE_CHECKING:  # it imports ONNX Runtime, which a target on llama.cpp without a head does not need
+    from edgespec_runtime.heads.feature_head import FeatureHead
+
+
+class FeatureEngine:
+    """The Engine of a head that follows one target. Logits are [n, V], -inf for tokens that it does not draft.
+
+    Args:
+        head: its graph, of this engine alone from now on.
+        vocabulary: the target's tokens that the head's V' outputs stand for.
+        target: whose features it reads; both hold the same text.
+
+    Raises BundleError where the three do not belong together.
+    """
+
+    def __init__(self, head: FeatureHead, vocabulary: Vocabulary, target: CachedEngine) -> None:
+        if target.features is None:
+            raise BundleError(
+                f"{target.engine.name} gives no hidden states, which the drafter reads; build the bundle again"
+            )
+        if target.features.shape[1] != head.feature_size or head.hidden_size != head.feature_size:
+            raise BundleError(
+                f"{head.name} reads features of {head.feature_size} numbers, {target.engine.name} gives "
+                f"{target.features.shape[1]}; build the drafter for this target"
+            )
+        if len(vocabulary.ids) != head.vocab_size:
+            raise BundleError(
+                f"{head.name} drafts over {head.vocab_size} tokens and its vocabulary lists {len(vocabulary.ids)}; fetch or "
+                "build the bundle again"
+            )
+        self.head, self.target = head, target
+        self.name, self.vocab_size = head.name, vocabulary.target_vocab_size
+        self.context_length, self.block_length = head.context_length, head.block_length
+        self.n_past = head.n_past
+        self.true_slots = 0
+        self._ids = vocabulary.ids
+        self._logits = np.full((self.block_length, self.vocab_size), -np.inf, np.float32)
+        self._own = np.zeros((self.context_length, head.hidden_size), np.float32)
+        self._read = np.zeros((self.block_length, head.feature_size), np.float32)
+
+    def forward(self, tokens: Sequence[int]) -> Logits:
+        """Append tokens; float32 logits [n, V], valid until the next call.
+
+        Several slots in one pass need the target's features for all of them but one: a slot's own output comes too late for the
+        next. Where a feature is missing (nobody asks for such a draft), zeros stand in its place.
+        """
+        count, first = len(tokens), self.n_past
+        check_room(self, count)
+        if not all(0 <= token < self.vocab_size for token in tokens):
+            raise InputError(
+                f"token id {max(tokens)} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
+            )
+        known = len(self.target.tokens)  # features 0 .. known − 1
+        read = self._read[:count]
+        read[:] = 0.0
+        for place in range(count):
+            slot = first + place
+            if not slot:
+                continue
+            if slot <= known:
+                read[place] = self.target.features[slot - 1]  # type: ignore[index]
+            elif not place:
+                read[place] = self._own[slot - 1]
+        if self.true_slots >= first:
+            self.true_slots = max(first, min(first + count, known + 1))
+        logits, own = self.head.forward(tokens, read)
+        self.n_past = self.head.n_past
+        self._own[first : first + count] = own
+        rows = self._logits[:count]
+        for row, values in zip(rows, logits, strict=True):  # row by row: see SubsetEngine
+            row[self._ids] = values
+        return rows
+
+    def rewind(self, n_past: int) -> None:
+        """Forget every slot but the first `n_past`."""
+        check_rewind(self, n_past)
+        self.head.rewind(n_past)
+        self.n_past = n_past
+        self.true_slots = min(self.true_slots, n_past)
+
+    def close(self) -> None:
+        self.head.close()

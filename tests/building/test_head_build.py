@@ -1,0 +1,141 @@
+"""A drafter that is a head, from a GGUF target to a bundle, and what it decodes there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_recipes.generating.written_rows import WrittenRows
+from edgespec_recipes.models.feature_head import load_head
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.heads.feature_engine import FeatureEngine
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from small_build import write_data
+from tiny_models import make_model_folder
+
+from edgespec.cli import main
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json
+from edgespec.core.manifest import HEAD, open_manifest
+from edgespec.core.metrics import RawCounts
+
+pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
+
+PROMPT, NEW = [5, 9, 13, 5, 9], 40
+
+
+def command(data: Path) -> str:
+    return (
+        f"build-drafter --target {data / 'tiny.gguf'} --recipe smollm2-head --generate.instructions {data / 'asked.jsonl'} "
+        "--drafter.vocabulary 128 --generate.prompts 12 --generate.shard-size 6 --generate.max-new-tokens 24 "
+        "--generate.batch-size 4 --distill.steps 6 --distill.batch-size 2 --distill.context 128 --distill.warmup-steps 1 "
+        "--distill.watch-steps 3 --distill.watch-rows 1 --distill.stored-top-k 16 "
+        f"--evaluate.prompts-file {data / 'held.jsonl'} --evaluate.prompts 2 --evaluate.max-new-tokens 8 "
+        "--evaluate.draft-lengths 2 --export.onnx fp32,int8 --export.gguf q8_0 --export.verify-prompts 2 "
+        "--export.acceptance-prompts 2"
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("head")
+    export_gguf(make_model_folder(folder / "source"), folder / "tiny.gguf", "q8_0")
+    write_data(folder)
+    assert main([*command(folder).split(), "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_the_target_keeps_what_the_head_learns_from(built: Path) -> None:
+    rows = WrittenRows(built / "generate", 128)
+    row, head = rows[0], load_head(built / "distill" / "model")
+    starts = np.flatnonzero(row["position_ids"] == 0)
+    assert rows.width == head.shape.feature_size
+    assert not row["features"][starts[0]].any()
+    inside = np.flatnonzero(row["position_ids"] > 0)
+    assert row["features"][inside].any(1).all()
+    counts = read_json(built / "distill" / "stage.json")["counts"]
+    assert counts["draft_vocab_size"] == head.shape.draft_vocab_size == 128
+    assert 0.0 < counts["covered_share"] <= 1.0
+
+
+def test_the_bundle_says_what_it_is(built: Path) -> None:
+    manifest = open_manifest(built / "bundle")
+    assert manifest.drafter.kind == HEAD
+    assert manifest.pairs() == [("onnxruntime", "fp32"), ("onnxruntime", "int8"), ("llama.cpp", "q8_0")]
+    assert {path for table in manifest.drafter.files.values() for path in table.values()} == {
+        "drafter/head-int8"
+    }
+    checks = read_json(built / "bundle" / "verify.json")["files"]
+    head = next(check for check in checks if check["role"] == "drafter")
+    assert head["broken"] == []
+    assert 0.0 < head["engine_relative"] < 5e-2
+    evaluation = read_json(built / "bundle" / "evaluation.json")
+    assert {setting["drafter"] for setting in evaluation["settings"]} == {"distilled"}
+
+
+def decoded(pair: Pair, options: DecodingOptions) -> tuple[list[int], RawCounts]:
+    reply, counts = list[int](), RawCounts()
+    for block in decode(pair.target, pair.draft, PROMPT, options, (), counts):
+        reply += block.tokens
+    return reply, counts
+
+
+@pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
+@pytest.mark.parametrize("draft_length", [1, 3])
+def test_a_greedy_reply_is_the_targets(built: Path, engine: str, precision: str, draft_length: int) -> None:
+    pair = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
+    how = DecodingOptions(max_new_tokens=NEW, draft_length=draft_length)
+    alone, _ = decoded(pair, plain(how))
+    together, counts = decoded(pair, how)
+    assert together == alone
+    assert counts.drafted > 0
+    pair.close()
+
+
+@pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
+def test_a_draft_begins_with_true_features(built: Path, engine: str, precision: str) -> None:
+    """After every block the head holds no slot that guessed, and its next logits are those of a head that read the text anew."""
+    pair = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
+    fresh = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
+    assert pair.draft is not None
+    assert fresh.draft is not None
+    head = pair.draft.engine
+    assert isinstance(head, FeatureEngine)
+    text = list(PROMPT)
+    for block in decode(
+        pair.target, pair.draft, PROMPT, DecodingOptions(max_new_tokens=12, draft_length=3), (), RawCounts()
+    ):
+        text += block.tokens
+        assert head.n_past == head.true_slots <= len(text) - 1
+        if block.finish:
+            break
+        held = head.n_past
+        logits = pair.draft.read(text[held:]).copy()
+        pair.draft.rewind(held)
+        fresh.target.prefill(text[:-1])
+        fresh.draft.rewind(0)
+        np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
+    pair.close()
+    fresh.close()
+
+
+def test_rules_that_mix_are_refused(built: Path) -> None:
+    pair = open_pair(built / "bundle", LoadOptions(threads=1))
+    with pytest.raises(InputError, match="those of a head depend on where a block began"):
+        decoded(pair, DecodingOptions(temperature=1.0, rule="opt:a=0.3"))
+    pair.close()
+
+
+def test_a_build_that_a_head_cannot_learn_from_is_refused(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*command(built.parent).split(), "--out", str(built.parent / "other")]
+    assert main([*words, "--no-generate.features"]) == 2
+    assert (
+        "drafter.kind is 'head', which needs generate.features True (it is False)" in capsys.readouterr().err
+    )
+    assert main([*words, "--distill.text-fraction", "0.1"]) == 2
+    assert "no fixed or student data" in capsys.readouterr().err

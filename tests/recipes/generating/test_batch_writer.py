@@ -1,0 +1,355 @@
+"""A GGUF file that writes many responses at once: what one sequence would write, the same again, and nothing lost when cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_recipes.generating import batch_writer, stored, written_states
+from edgespec_recipes.generating.batch_sampling import Cuts
+from edgespec_recipes.generating.batch_writer import BatchWriter
+from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
+from edgespec_recipes.generating.datagen import damaged_shards, generate, read_responses
+from edgespec_recipes.generating.file_target import FileTarget, FileWriter
+from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.generating.written_states import read_states
+from edgespec_recipes.models.loading import load_model, load_tokenizer
+from edgespec_recipes.training.distill import responses_of
+from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
+from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from repository import REPOSITORY
+from tiny_models import make_model_folder
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_jsonl
+from edgespec.core.options import to_mapping
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+
+TOP_K = 8
+STOP = 2
+
+
+class Bar:
+    """A progress bar for nobody."""
+
+    def update(self, count: int) -> None: ...
+
+    def set_postfix_str(self, text: str, **_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("batch")
+    target = make_model_folder(root / "target", context=1024)
+    export_gguf(target, root / "f32.gguf", "f32")
+    texts = ["Hello", "What is a list?", "naïve café", "Tell me of the sea", "def f(x):"]
+    write_jsonl(root / "seed.jsonl", [{"instruction": text} for text in texts])
+    return root
+
+
+@pytest.fixture(scope="module")
+def options(folder: Path) -> GenerateOptions:
+    return GenerateOptions(
+        instructions=(str(folder / "seed.jsonl"),), prompts=30, max_new_tokens=20, shard_size=12, batch_size=4
+    )
+
+
+@pytest.fixture(scope="module")
+def how(folder: Path) -> InferenceOptions:
+    return InferenceOptions(source="file", file=str(folder / "f32.gguf"))
+
+
+@pytest.fixture(scope="module")
+def finished(
+    tmp_path_factory: pytest.TempPathFactory, folder: Path, options: GenerateOptions, how: InferenceOptions
+) -> Path:
+    out = tmp_path_factory.mktemp("finished")
+    counts = generate(out, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    assert counts["state_bytes"] == sum(
+        len(data) for name, data in contents(out).items() if name.endswith("npy")
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[LlamaCppSequences]:
+    found = LlamaCppSequences(folder / "f32.gguf")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Iterator[LlamaCppEngine]:
+    found = LlamaCppEngine(folder / "f32.gguf")
+    yield found
+    found.close()
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("shard-*"))}
+
+
+def written(engine: LlamaCppSequences, prompts: list[Prompt], at_once: int, **how: Any) -> list[Written]:
+    length = max(len(prompt.tokens) + prompt.most for prompt in prompts)
+    engine.open(at_once, length, features=how.pop("features", False))
+    return list(write_texts(engine, prompts, Cuts(0.95, 0.0), how.pop("stops", [STOP]), **how))
+
+
+def some_prompts(sizes: list[int], temperature: float = 0.0, most: int = 12) -> list[Prompt]:
+    generator = np.random.default_rng(1)
+    return [
+        Prompt(number, generator.integers(4, 500, size).tolist(), temperature, number, most)
+        for number, size in enumerate(sizes)
+    ]
+
+
+def greedy(alone: LlamaCppEngine, prompt: Prompt, stops: list[int]) -> list[int]:
+    alone.rewind(0)
+    for start in range(0, len(prompt.tokens), 256):
+        logits = alone.forward(prompt.tokens[start : start + 256])
+    found = [int(logits[-1].argmax())]
+    while found[-1] not in stops and len(found) < prompt.most:
+        found.append(int(alone.forward(found[-1:])[-1].argmax()))
+    return found
+
+
+def test_greedy_texts_are_those_of_one_sequence(engine: LlamaCppSequences, alone: LlamaCppEngine) -> None:
+    """Prompts longer than a pass, some that begin alike, more of them than places, texts of unlike lengths."""
+    prompts = some_prompts([3, 40, 1, PASS_TOKENS + 88, 17, 5, 300, 8, 9])
+    twins = [
+        replace(prompts[1], number=20),
+        replace(prompts[6], number=21, tokens=[*prompts[6].tokens[:250], 5, 6]),
+        replace(prompts[0], number=22, most=1),
+    ]
+    stops = [STOP, greedy(alone, prompts[4], [])[5]]
+    found = written(engine, [*prompts, *twins], 3, stops=stops)
+    assert sorted(text.number for text in found) == [*range(9), 20, 21, 22]
+    wanted = {prompt.number: greedy(alone, prompt, stops) for prompt in [*prompts, *twins]}
+    assert {text.number: text.tokens for text in found} == wanted
+    assert len({len(tokens) for tokens in wanted.values()}) > 2
+
+
+def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
+    import torch
+    from edgespec_recipes.generating.top_k import compress
+
+    shared = some_prompts([30, 4, 11, 7, 600], temperature=1.0)
+    prompts = [*shared, replace(shared[0], number=9, tokens=[*shared[0].tokens[:25], 77])]
+    model = load_model(folder / "target")
+    for text in written(engine, prompts, 2, top_k=TOP_K, features=True):
+        prompt = next(prompt for prompt in prompts if prompt.number == text.number)
+        ids = torch.tensor([[*prompt.tokens, *text.tokens][:-1]])
+        with torch.inference_mode():
+            hidden = model.model(ids).last_hidden_state[0]
+            logits = model.lm_head(hidden)[len(prompt.tokens) - 1 :]
+        assert text.features.shape == hidden.shape
+        np.testing.assert_allclose(text.features.astype(float), hidden.numpy(), atol=2e-2)
+        wanted_ids, log_p, log_rest = compress(logits, TOP_K)
+        assert (
+            text.records["ids"] == wanted_ids.numpy()
+        ).mean() > 0.95  # the cache is F16: near ties change places
+        np.testing.assert_allclose(text.records["log_p"].astype(float), log_p.numpy(), atol=2e-2)
+        np.testing.assert_allclose(text.records["log_rest"].astype(float), log_rest.numpy(), atol=2e-2)
+
+
+def test_rows_are_those_of_one_sequence_at_any_temperature(
+    folder: Path, options: GenerateOptions, how: InferenceOptions
+) -> None:
+    """The same seeds through the runtime's own loop."""
+    tokenizer = load_tokenizer(folder / "target")
+    prompts = some_prompts([5, 9, 30, 2, 14, 21])
+    requests = [
+        Request(one.number, [], list(one.tokens), (0.0, 0.3, 0.7, 1.0)[one.number % 4]) for one in prompts
+    ]
+    many = BatchWriter(how, folder / "target", tokenizer, options, 7).rows(0, requests, Bar())
+    one = FileWriter(FileTarget(how, folder / "target"), tokenizer, options, 7).rows(0, requests, Bar())
+    same = [ours["response_ids"] == theirs["response_ids"] for ours, theirs in zip(many, one, strict=True)]
+    assert (
+        sum(same) >= 4
+    )  # a number that falls on the border of two tokens may give the other one: the cache is F16
+    assert [{**row, "response_ids": 0} for row in many] == [{**row, "response_ids": 0} for row in one]
+
+
+def test_the_same_shards_again(
+    finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
+) -> None:
+    generate(tmp_path, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    assert contents(tmp_path) == contents(finished)
+    assert len(contents(finished)) == 3 * 4
+
+
+def test_rows_and_states_belong_together(finished: Path, options: GenerateOptions) -> None:
+    rows = read_responses(finished)
+    assert [row["id"] for row in rows] == list(range(30))
+    for shard in sorted(finished.glob("shard-*.jsonl")):
+        for row, records, features in read_states(shard):
+            prompt, response = row["prompt_ids"], row["response_ids"]
+            assert records is not None
+            assert features is not None
+            assert len(records) == len(response)
+            assert features.shape == (len(prompt) + len(response) - 1, 64)
+            assert features.dtype == np.float16
+            if row["temperature"] == 0:
+                assert records["ids"][:, 0].tolist() == response
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "top_k.npy", "features.npy"])
+def test_only_a_damaged_shard_is_made_again(
+    finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, kind: str
+) -> None:
+    before = contents(finished)
+    harmed = finished / f"shard-00001.{kind}"
+    harmed.write_bytes(before[harmed.name][:-3] + b"xyz")
+    assert damaged_shards(finished) == ["shard-00001.jsonl"]
+    counts = generate(finished, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    assert counts["remade_shards"] == ["shard-00001.jsonl"]
+    assert contents(finished) == before
+
+
+def test_shards_without_what_is_wanted_are_made_again(
+    folder: Path,
+    options: GenerateOptions,
+    how: InferenceOptions,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    generate(tmp_path, folder / "target", options, 3, how)
+    rows = read_responses(tmp_path)
+    assert not list(tmp_path.glob("*.npy"))
+    counts = generate(tmp_path, folder / "target", options, 3, how, TOP_K)
+    assert len(counts["remade_shards"]) == 3
+    assert "has no top_k as they are wanted (target None, top_k None, vocab_size None)" in caplog.text
+    assert read_responses(tmp_path) == rows
+
+
+PROGRAM = """
+import json, os, signal, sys
+from pathlib import Path
+from edgespec.core.options import from_mapping
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec_recipes.generating import batch_writer, datagen
+
+out, target, file, options, after = sys.argv[1:]
+plain, asked = batch_writer.write_texts, []
+def killed(*given, **more):
+    asked.append(1)
+    for text in plain(*given, **more):
+        yield text
+        if len(asked) == int(after):
+            os.kill(os.getpid(), signal.SIGKILL)
+batch_writer.write_texts = killed
+options = from_mapping(GenerateOptions, json.loads(options))
+datagen.generate(Path(out), Path(target), options, 3, InferenceOptions(source="file", file=file), 8)
+"""
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_shards(
+    finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
+) -> None:
+    wanted = replace(options, features=True)
+    places = [str(REPOSITORY / part) for part in (".", "runtime", "recipes")]
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            tmp_path,
+            folder / "target",
+            how.file,
+            json.dumps(to_mapping(wanted)),
+            "2",
+        ],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["shard-00000.json"]
+    first = (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns
+    assert not generate(tmp_path, folder / "target", wanted, 3, how, TOP_K)["remade_shards"]
+    assert (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns == first
+    assert contents(tmp_path) == contents(finished)
+
+
+@pytest.mark.parametrize("context", [400, 48])
+def test_the_store_is_filled_without_another_pass(
+    finished: Path,
+    folder: Path,
+    how: InferenceOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: int,
+) -> None:
+    """The rows of the present path and its distributions; texts that a short row cuts off too."""
+    rows = responses_of(finished, context)
+    ours = store_targets(tmp_path / "pass", folder / "target", rows, TOP_K, inference=how)
+    monkeypatch.setattr(stored, "_open_target", lambda *_: pytest.fail("the target ran"))
+    counts = store_targets(tmp_path / "kept", folder / "target", rows, TOP_K, inference=how, written=finished)
+    assert counts["stored_positions"] == ours["stored_positions"]
+    assert counts["precision"] == "as written"
+    for name in sorted(path.name for path in (tmp_path / "pass").glob("*.npy")):
+        found, wanted = (np.load(tmp_path / one / name) for one in ("kept", "pass"))
+        assert len(found) == len(wanted)
+        assert (found["ids"] == wanted["ids"]).mean() > 0.97  # rounding: near ties change places
+        for part in ("log_p", "log_rest"):
+            np.testing.assert_allclose(found[part].astype(float), wanted[part].astype(float), atol=2e-2)
+
+
+def test_what_another_target_kept_is_not_taken(
+    finished: Path, folder: Path, how: InferenceOptions, tmp_path: Path
+) -> None:
+    other = make_model_folder(tmp_path / "other", context=1024, seed=5)
+    export_gguf(other, tmp_path / "other.gguf", "f32")
+    rows = responses_of(finished, 400)
+    theirs = InferenceOptions(source="file", file=str(tmp_path / "other.gguf"))
+    counts = store_targets(tmp_path / "a", folder / "target", rows, TOP_K, inference=theirs, written=finished)
+    assert counts["precision"] == "other.gguf"
+    counts = store_targets(tmp_path / "b", folder / "target", rows, 4, inference=how, written=finished)
+    assert counts["precision"] == "f32.gguf"  # so many tokens were not kept
+    strange = {**rows.arrays, "input_ids": rows.arrays["input_ids"][:, ::-1]}
+    changed = type(rows)(strange)
+    counts = store_targets(tmp_path / "c", folder / "target", changed, TOP_K, inference=how, written=finished)
+    assert counts["precision"] == "f32.gguf"
+
+
+def test_how_many_are_written_at_once(
+    folder: Path, options: GenerateOptions, how: InferenceOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = BatchWriter(how, folder / "target", load_tokenizer(folder / "target"), options, 0)
+    assert writer.at_once(300) == 4
+    shape = read_json(folder / "target" / "config.json")
+    token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    monkeypatch.setattr(batch_writer, "CACHE_BYTES", 3 * token * 512)
+    assert (writer.at_once(300), writer.at_once(200), writer.at_once(1024)) == (3, 4, 1)
+
+
+def test_a_context_that_is_too_short_is_told_before_anything_is_written(
+    folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=r"the context is 24 tokens and generate.max_new_tokens is 20"):
+        generate(tmp_path, folder / "target", options, 3, replace(how, context=24))
+    assert not list(tmp_path.iterdir())
+
+
+def test_features_of_a_target_that_gives_none(folder: Path, options: GenerateOptions, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"generate.features is on, and only a GGUF file"):
+        generate(tmp_path, folder / "target", replace(options, features=True), 3)
+
+
+def test_arrays_of_other_rows_are_refused(finished: Path, tmp_path: Path) -> None:
+    for name, data in contents(finished).items():
+        (tmp_path / name).write_bytes(data)
+    np.save(written_states.state_path(tmp_path / "shard-00000.jsonl", "top_k"), np.zeros(3))
+    with pytest.raises(InputError, match=r"top_k.npy has 3 rows; those of shard-00000.jsonl need \d+"):
+        list(read_states(tmp_path / "shard-00000.jsonl"))

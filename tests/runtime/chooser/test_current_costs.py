@@ -1,0 +1,73 @@
+"""What passes cost now: the table times slowly moving, clipped factors."""
+
+from __future__ import annotations
+
+import pytest
+from edgespec_runtime.chooser.current_costs import CLIP, WEIGHT, CurrentCosts
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.schedule import Outcome
+
+TABLE = Costs((32,), ((1.0, 1.5, 2.2, 1.6, 2.0),), (0.1,))
+
+
+def outcome(drafted: int, size: int, draft_seconds: float, pass_seconds: float) -> Outcome:
+    whole = draft_seconds + pass_seconds
+    return Outcome(32, drafted, 0, 1, size, draft_seconds, pass_seconds, whole)
+
+
+def now(costs: CurrentCosts, length: int) -> float:
+    return costs.block(costs.row(32), length)
+
+
+def test_before_any_block_the_table_holds() -> None:
+    """A draft of 2 needs a pass of 3, and one of 4 is cheaper."""
+    plain, mixing = CurrentCosts(TABLE, mixes=False), CurrentCosts(TABLE, mixes=True)
+    wanted = [1.0, 0.1 + 1.5, 0.2 + 1.6, 0.3 + 1.6, 0.4 + 2.0]
+    assert [now(plain, length) for length in range(5)] == pytest.approx(wanted)
+    assert [now(mixing, length) for length in range(5)] == pytest.approx([cost + 0.1 for cost in wanted])
+
+
+def test_a_factor_goes_to_what_is_seen_and_then_moves_slowly() -> None:
+    costs = CurrentCosts(TABLE, mixes=False)
+    for _ in range(200):
+        costs.learn(outcome(0, 1, 0.0, 1.3))
+    assert now(costs, 0) == pytest.approx(1.3, rel=1e-3)
+    before = now(costs, 0)
+    costs.learn(outcome(0, 1, 0.0, 1.5))
+    assert now(costs, 0) == pytest.approx(before + WEIGHT * (1.5 - before))
+
+
+def test_a_hiccup_counts_as_one() -> None:
+    """A pass that took a hundred times as long moves its factor as one that took CLIP times as long."""
+    held_up, slow = CurrentCosts(TABLE, mixes=False), CurrentCosts(TABLE, mixes=False)
+    for _ in range(20):
+        for costs in (held_up, slow):
+            costs.learn(outcome(3, 4, 0.3, 1.6))
+    assert held_up.learn(outcome(3, 4, 30.0, 160.0)) == pytest.approx(CLIP * (0.3 + 1.6))
+    slow.learn(outcome(3, 4, CLIP * 0.3, CLIP * 1.6))
+    assert now(held_up, 3) == pytest.approx(now(slow, 3))
+    assert now(held_up, 3) == pytest.approx((1 + WEIGHT * (CLIP - 1)) * 1.9)
+
+
+def test_sizes_have_factors_of_their_own_and_a_new_one_takes_the_nearest() -> None:
+    costs = CurrentCosts(TABLE, mixes=False)
+    for _ in range(200):
+        costs.learn(outcome(0, 1, 0.0, 1.1))
+        costs.learn(outcome(3, 4, 0.3, 2.4))
+    assert now(costs, 0) == pytest.approx(1.1, rel=1e-3)
+    assert now(costs, 3) == pytest.approx(0.3 + 2.4, rel=1e-3)
+    assert now(costs, 1) == pytest.approx(0.1 + 1.1 * 1.5, rel=1e-3)
+    assert now(costs, 4) == pytest.approx(0.4 + 1.5 * 2.0, rel=1e-3)
+
+
+def test_a_rule_that_mixes_shows_a_drafter_step_in_plain_steps_too() -> None:
+    costs = CurrentCosts(TABLE, mixes=True)
+    for _ in range(200):
+        costs.learn(outcome(0, 1, 0.15, 1.0))
+    assert now(costs, 0) == pytest.approx(1.15, rel=1e-3)
+    assert now(costs, 1) == pytest.approx(2 * 0.15 + 1.5, rel=1e-3)
+
+
+def test_a_drafter_that_costs_nothing_is_no_division_by_zero() -> None:
+    costs = CurrentCosts(Costs((32,), ((1.0, 1.5),), (0.0,)), mixes=True)
+    assert costs.learn(outcome(1, 2, 0.01, 1.5)) == pytest.approx(1.51)
