@@ -14,7 +14,7 @@ from pathlib import Path
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count, duration, table
+from edgespec.core.table import count, table
 from edgespec.planning import costs
 from edgespec.recipe.drafter import DrafterShape, derive, describe
 from edgespec.recipe.schema import (
@@ -351,8 +351,8 @@ def summary(stages: Sequence[StageCost]) -> str:
     return f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"
 
 
-def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape, rate: float | None = None) -> str:
-    """The stages and their sum as a table. With `rate`, measured FLOPs a second, their time too."""
+def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> str:
+    """The stages and their sum as a table."""
     stages = estimate(recipe, target, drafter)
     total = StageCost(
         "in all",
@@ -361,15 +361,11 @@ def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape, rate:
         max(stage.memory for stage in stages),
         sum(stage.disk for stage in stages),
     )
-    headers = ["stage", "tokens", "FLOPs", "memory", "disk"]
+    headers = ("stage", "tokens", "FLOPs", "memory", "disk")
     rows = [
         [row.stage, count(row.tokens), f"{row.flops:.2e}", size(row.memory), size(row.disk)]
         for row in [*stages, total]
     ]
-    if rate:
-        headers.append("time")
-        for row, cost in zip(rows, [*stages, total], strict=True):
-            row.append(duration(cost.flops / rate))
     notes = (
         f"\nAt most: responses of full length, every position compared, prompts of {PROMPT_TOKENS} tokens, no draft token"
         "\naccepted. Memory in float32, one process, one pass of a step at a time (micro_batch_size makes it smaller); of"
@@ -378,7 +374,7 @@ def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape, rate:
     return table(headers, rows) + notes
 
 
-def dry_run(recipe: Recipe, rate: float | None = None) -> str:
+def dry_run(recipe: Recipe) -> str:
     """Both shapes and the costs, without a download, a training or a file.
 
     Raises InputError where the target's shape is not known here.
@@ -392,4 +388,4 @@ def dry_run(recipe: Recipe, rate: float | None = None) -> str:
         drafter = DrafterShape(**asdict(checkpoint))
     else:
         drafter = derive(target, options)
-    return f"{describe(target, drafter)}\n\n{dry_run_table(recipe, target, drafter, rate)}"
+    return f"{describe(target, drafter)}\n\n{dry_run_table(recipe, target, drafter)}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,11 +34,6 @@ class Device:
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' * (self.cores != 1)}"
         return f"{self.cpu}, {cores}, {self.memory_gib} GiB, {self.system}"
-
-    @property
-    def fingerprint(self) -> str:
-        """Twelve hexadecimal digits, equal for equal devices."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def this_device() -> Device:
