@@ -251,8 +251,7 @@ def _logit_distance(a: Array, b: Array) -> float:
 def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
     """Logits of a passage fed `count` tokens at a time, behind what comes before its start."""
     model.prefill(passage.tokens[: passage.start])
-    places = range(passage.start, len(passage.tokens), count)
-    return np.concatenate([np.array(model.forward(passage.tokens[at : at + count])) for at in places])
+    return np.array(model.read_rows(passage.compared, count))
 
 
 def judge(check: FileCheck) -> None:
