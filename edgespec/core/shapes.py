@@ -66,6 +66,38 @@ class ModelShape:
         """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
         return self.embedding_parameters + self.hidden + self.layers * self.layer_parameters + self.hidden
 
+    def layer_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's weights by their Hugging Face names within the layer, in the order in which a token meets them."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {}
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            found[f"self_attn.{part}_proj.weight"] = (rows, self.hidden)
+            if self.attention_bias:
+                found[f"self_attn.{part}_proj.bias"] = (rows,)
+        if self.head_norms:
+            found |= {f"self_attn.{part}_norm.weight": (self.head_dim,) for part in "qk"}
+        return found | {
+            "self_attn.o_proj.weight": (self.hidden, query),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights by their Hugging Face names, in the order in which a token meets them."""
+        table = (self.vocab_size, self.hidden)
+        layers = {
+            f"model.layers.{layer}.{name}": size
+            for layer in range(self.layers)
+            for name, size in self.layer_tensors().items()
+        }
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, **layers}
+        return (
+            found | {"model.norm.weight": (self.hidden,)} | ({} if self.tied else {"lm_head.weight": table})
+        )
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a Hugging Face config.json. Raises InputError that names a missing field."""

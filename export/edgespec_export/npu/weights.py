@@ -72,7 +72,7 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
             tensors["lm_head"] = sink.add("lm_head", whole.T)
     for name, table in zip(("rope.cos", "rope.sin"), rope_tables(rotary_of(folder), length), strict=True):
         tensors[name] = sink.add(name, table)
-    missing = sorted(_wanted(shape) - set(tensors))
+    missing = sorted(({str(graph_name(name)) for name in shape.tensors()} | {"lm_head"}) - set(tensors))
     if missing:
         raise InputError(
             f"{folder} has no tensor for {missing[0]} ({len(missing)} are missing); fetch the model again"
@@ -86,16 +86,3 @@ def graph_name(stored: str) -> str | None:
         return _WHOLE[stored]
     match = _LAYER.fullmatch(stored)
     return None if match is None else match[1] + (".bias" if match[2] == ".bias" else "")
-
-
-def _wanted(shape: ModelShape) -> set[str]:
-    parts = [
-        *(f"self_attn.{part}_proj" for part in "qkvo"),
-        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-        "input_layernorm",
-        "post_attention_layernorm",
-        *(("self_attn.q_norm", "self_attn.k_norm") if shape.head_norms else ()),
-        *((f"self_attn.{part}_proj.bias" for part in "qkv") if shape.attention_bias else ()),
-    ]
-    layers = {f"layers.{layer}.{part}" for layer in range(shape.layers) for part in parts}
-    return layers | set(_WHOLE.values())

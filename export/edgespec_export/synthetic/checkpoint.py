@@ -33,7 +33,7 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", model_config(shape))
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    tensors = list(checkpoint_tensors(shape))
+    tensors = list(shape.tensors().items())
     shards = _shards(tensors, shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     places = {tensor: number for number, (tensor, _) in enumerate(tensors)}
@@ -114,27 +114,3 @@ def model_config(shape: ModelShape) -> dict[str, Any]:
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-
-
-def checkpoint_tensors(shape: ModelShape) -> Iterator[Tensor]:
-    """(Hugging Face name, shape) of every weight, in the order in which a token meets them."""
-    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (shape.vocab_size, hidden)
-    for layer in range(shape.layers):
-        at = f"model.layers.{layer}"
-        for part, rows in (("q", query), ("k", key), ("v", key)):
-            yield f"{at}.self_attn.{part}_proj.weight", (rows, hidden)
-            if shape.attention_bias:
-                yield f"{at}.self_attn.{part}_proj.bias", (rows,)
-        if shape.head_norms:
-            yield f"{at}.self_attn.q_norm.weight", (shape.head_dim,)
-            yield f"{at}.self_attn.k_norm.weight", (shape.head_dim,)
-        yield f"{at}.self_attn.o_proj.weight", (hidden, query)
-        yield f"{at}.mlp.gate_proj.weight", (shape.intermediate, hidden)
-        yield f"{at}.mlp.up_proj.weight", (shape.intermediate, hidden)
-        yield f"{at}.mlp.down_proj.weight", (hidden, shape.intermediate)
-        yield f"{at}.input_layernorm.weight", (hidden,)
-        yield f"{at}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not shape.tied:
-        yield "lm_head.weight", (shape.vocab_size, hidden)

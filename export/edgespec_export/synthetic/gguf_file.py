@@ -26,7 +26,7 @@ from edgespec.core.families import FAMILIES
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
-from edgespec_export.synthetic.checkpoint import checkpoint_tensors, drawn, family_of
+from edgespec_export.synthetic.checkpoint import drawn, family_of
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
@@ -100,7 +100,7 @@ def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
                 f"a matrix has rows of {size}, and {precision} needs a multiple of {block}; choose the precision f16"
             )
     names = get_tensor_name_map(MODEL_ARCH[family_of(shape).upper()], shape.layers)
-    for source, dims in checkpoint_tensors(shape):
+    for source, dims in shape.tensors().items():
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         assert name is not None
         yield Tensor(name, dims, F32 if len(dims) == 1 else kind)
