@@ -15,6 +15,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+LONGROPE = ("longrope", "su")  # one scaling with two names
 _GELU = "gelu_pytorch_tanh"
 _ROPE = ("default", "linear", "dynamic")
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import FULL, SLIDING, family_named
+from edgespec.core.families import FULL, LONGROPE, SLIDING, family_named
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ModelShape:
 def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """RoPE parameters of the layers that attend in full, and of those that slide where a config.json says these apart.
 
-    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there.
+    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there, as it is spelt.
     """
     new = config.get("rope_parameters") or {}
     apart = isinstance(new.get(FULL), Mapping)  # Gemma 3 has one for each kind of layer
@@ -154,8 +154,7 @@ def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] |
 
 
 def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    return {**rope, "rope_type": "longrope" if kind == "su" else kind}  # its old name
+    return {**rope, "rope_type": str(rope.get("rope_type") or rope.get("type") or "default")}
 
 
 def _rope_border(config: Mapping[str, Any]) -> int | None:
@@ -164,7 +163,7 @@ def _rope_border(config: Mapping[str, Any]) -> int | None:
     Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
     """
     rope, _ = rope_of(config)
-    if rope["rope_type"] != "longrope":
+    if rope["rope_type"] not in LONGROPE:
         return None
     context = int(config.get("max_position_embeddings") or 2048)
     original = (

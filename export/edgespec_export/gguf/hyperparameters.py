@@ -17,7 +17,7 @@ from gguf import GGUFWriter
 from gguf.constants import RopeScalingType
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import Family
+from edgespec.core.families import LONGROPE, Family
 from edgespec.core.shapes import ModelShape, rope_of
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
@@ -143,7 +143,7 @@ def _write_rope(
     writer.add_rope_freq_base(theta)
     if family.window_theta:
         writer.add_rope_freq_base_swa(float(local.get("rope_theta") or 10000.0))
-    kind = rope["rope_type"]
+    kind = "longrope" if rope["rope_type"] in LONGROPE else rope["rope_type"]
     if kind not in family.gguf_rope:
         raise InputError(
             f"RoPE scaling {kind!r} has no counterpart in llama.cpp's {family.gguf!r}; known: {', '.join(family.gguf_rope)}"

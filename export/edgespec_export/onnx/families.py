@@ -18,7 +18,7 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.families import FULL, SLIDING, Family, family_for, family_named
+from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, family_named
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 
@@ -49,7 +49,7 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
             "--export.onnx ''"
         )
 
-    known = (*ROPE_TYPES, *(["longrope"] if family.onnx_longrope else []))
+    known = (*ROPE_TYPES, *(LONGROPE if family.onnx_longrope else ()))
     for kind in rope_types(config):
         if kind not in known:
             refuse(f"RoPE of type {kind!r}", ", ".join(known))
