@@ -1,6 +1,6 @@
 """edgespec: a tiny, well-aligned drafter for a chat LLM, and a light runtime for the pair.
 
-`edgespec.load`, `build`, `export` and `verify` are the public interface (edgespec/api.py); they are imported when first used.
+`edgespec.load`, `plan`, `build`, `export` and `verify` are the public interface (edgespec/api.py), imported when first used.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgespec.api import Chat, Pair, build, export, load, verify
+    from edgespec.api import Chat, Pair, build, export, load, plan, verify
 
 __version__ = "0.1.0"
-__all__ = ["Chat", "Pair", "build", "export", "load", "verify"]
+__all__ = ["Chat", "Pair", "build", "export", "load", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:

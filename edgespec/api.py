@@ -1,4 +1,4 @@
-"""edgespec from Python: load a bundle, build a drafter, export a pair, verify a bundle. The command line calls the same parts.
+"""edgespec from Python: load a bundle, plan and build a drafter, export a pair, verify a bundle. The verbs call the same.
 
     import edgespec
 
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,9 +36,8 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
         engine, precision: one of those in the bundle; the bundle's default where ''.
         options: `context` (tokens), `threads`, `mode` (exact or fast), `flash_attention`.
 
-    Raises:
-        BundleError: the bundle is incomplete, altered or harmful.
-        InputError: an unknown option, engine or precision. MissingExtra: the engine's package is not installed.
+    Raises BundleError where the bundle is incomplete, altered or harmful, InputError for an unknown option, engine or
+    precision, MissingExtra where the engine's package is not installed.
     """
     from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
@@ -64,9 +62,7 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -152,18 +148,25 @@ def _decoding(draft: bool, options: Mapping[str, Any]) -> DecodingOptions:
     return how if draft else plain(how)
 
 
+def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
+    """Whether a drafter fits and pays, and how long its build takes, with nothing made: the figures of `edgespec plan --json`.
+    `options`: those of `build`, and `gpus`, `alphas`, `mfu`, `bandwidth_share`. Raises InputError.
+    """
+    from edgespec.planning.plan import make, read_options
+    from edgespec.planning.plan_report import as_json
+
+    how, chosen = read_options({"target": target, "recipe": recipe, **options})
+    return as_json(make(chosen, how))
+
+
 def build(target: str, recipe: str = "", *, out: str | Path = "", **options: Any) -> Path:
     """Make a drafter for a target with every stage of `edgespec build-drafter`; returns the bundle's folder.
 
-    A build that was interrupted goes on; one that is complete returns at once.
-
-    Args:
-        target: an alias (`edgespec targets list`), a hub id or a model folder.
-        recipe: a YAML file or a shipped recipe; the target's own where ''.
-        out: folder for everything that is made; build/TARGET where ''.
-        options: sections and knobs of a recipe, as in YAML: `distill={"steps": 400}`, `seed=1`.
-
-    Raises InputError for what a recipe or the machine does not allow, MissingExtra where torch is not installed.
+    A build that was interrupted goes on; one that is complete returns at once. `target`: an alias (`edgespec targets
+    list`), a hub id or a model folder. `recipe`: a YAML file or a shipped recipe; the target's own where ''. `out`:
+    folder for everything that is made; build/TARGET where ''. `options`: sections and knobs of a recipe, as in YAML:
+    `distill={"steps": 400}`, `seed=1`. Raises InputError for what a recipe or the machine does not allow, MissingExtra
+    where torch is not installed.
     """
     from edgespec.verbs.build import folder_of, run
 

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from edgespec.core.errors import EdgespecError, InputError, MissingExtra, NoRoom
 from edgespec.core.no_room import place_of, write_error
 from edgespec.core.options import add_flags, given, usage
 from edgespec.core.texts import forgive_streams
+from edgespec.verbs.renamed import refuse as refuse_old_name
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,13 @@ VERBS = {
         "edgespec.verbs.recipes", "list, show, copy or check the recipes that come with edgespec"
     ),
     "plan": Verb(
-        "edgespec.planning.plan", "what a drafter for a target costs and what it would give, before you pay"
+        "edgespec.verbs.plan",
+        "before you train: does a drafter for a target fit, does it pay, how long does it take?",
+        resumes=True,
     ),
     "build-drafter": Verb(
         "edgespec.verbs.build", "make a drafter for a target, export the pair, verify and bundle it"
     ),
-    "rehearse": Verb(
-        "edgespec.building.rehearse",
-        "run every stage of a build at a target's true size, with random weights",
-        resumes=True,
-    ),
-    "devices": Verb("edgespec.verbs.devices", "list the devices edgespec has a profile of, or show one"),
     "export": Verb(
         "edgespec.verbs.export", "export two model folders, or a build, for a device: files, checks, bundle"
     ),
@@ -60,7 +58,14 @@ VERBS = {
     "serve": Verb(
         "edgespec_runtime.serving.serve", "serve a bundle to programs that speak OpenAI's protocol"
     ),
-    "bench": Verb("edgespec.verbs.bench", "plain against speculative decoding, side by side"),
+    "doctor": Verb(
+        "edgespec_runtime.doctor.doctor",
+        "on this machine, with a bundle: what speculation costs, whether it pays, how to run it",
+    ),
+    "bench": Verb(
+        "edgespec.verbs.bench",
+        "measured: plain against speculative decoding, of a bundle or of random weights of a target's shape",
+    ),
     "tradeoff": Verb(
         "edgespec_runtime.tradeoff.tradeoff",
         "quality against latency for acceptance rules that give up some for speed",
@@ -73,13 +78,9 @@ VERBS = {
         "edgespec_export.verify.bundle",
         "hold a bundle's files against their models, and measure the exported pair",
     ),
-    "elsewhere": Verb(
+    "other-engines": Verb(
         "edgespec_export.other_engines.check",
         "run a bundle's pair in other engines: the same text, and as much accepted?",
-    ),
-    "doctor": Verb(
-        "edgespec_runtime.doctor.doctor",
-        "measure what speculation costs on this device, and say whether it pays",
     ),
 }
 
@@ -104,6 +105,13 @@ _EXTRA_OF = {
 }
 
 
+class _Help(argparse.HelpFormatter):
+    """Help whose lines never break inside a name such as match-greedy."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are edgespec's one-line errors."""
 
@@ -121,7 +129,7 @@ def _overview() -> argparse.ArgumentParser:
         prog="edgespec",
         usage="edgespec [--version] VERB ...",
         description="Gives a chat LLM a tiny, well-aligned drafter and runs the pair fast on laptops and devices.",
-        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options.",
+        epilog=f"verbs:\n{verbs}\n\nedgespec VERB --help tells a verb's options and the names they take.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -140,6 +148,7 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
         prog=f"edgespec {name}",
         usage=f"edgespec {name} {usage(module.OPTIONS)}",
         description=(module.__doc__ or verb.help).split("\n\n")[0],
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     add_flags(parser, module.OPTIONS)
@@ -152,6 +161,7 @@ def _run(arguments: list[str]) -> int:
         overview.parse_args(arguments)
         overview.print_help()
         return 0
+    refuse_old_name(arguments)
     name, *rest = arguments
     module, parser = parser_of(name)
     code: int = module.run(given(parser.parse_intermixed_args(rest)))

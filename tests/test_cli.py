@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from edgespec_runtime.rules.table import RULES
 from repository import REPOSITORY
 from tiny_models import make_model_folder
 
-from edgespec.cli import VERBS, main
+from edgespec.cli import VERBS, main, parser_of
 from edgespec.core.errors import did_you_mean
-from edgespec.core.options import to_mapping
-from edgespec.recipe.schema import Recipe
+from edgespec.core.options import from_mapping, given, to_mapping
+from edgespec.planning.hardware import CARDS
+from edgespec.recipe.devices import ENGINES, profiles
+from edgespec.recipe.schema import DIVERGENCES, PRECISIONS, Recipe
+from edgespec.recipe.shipped import shipped_recipes
 from edgespec.verbs.build import RECIPE_FILE
 
 
@@ -39,8 +44,46 @@ def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
 
 
-def test_the_end_of_one_name_is_enough() -> None:
+@pytest.mark.parametrize(
+    ("old", "now", "command"),
+    [
+        ("rehearse", "plan --rehearse", "plan --rehearse"),
+        (
+            "rehearse --target T --shape=tiny --out x --plan-only",
+            "plan --rehearse",
+            "plan --rehearse --target T --rehearsal.shape=tiny --rehearsal.out x --rehearsal.check-only",
+        ),
+        ("devices", "plan --devices", "plan --devices"),
+        ("devices list --json", "plan --devices", "plan --devices --json devices.json"),
+        (
+            "devices show raspberry-pi --target T",
+            "plan --devices",
+            "plan --devices --device raspberry-pi --target T",
+        ),
+        ("elsewhere BUNDLE --prompts 3", "other-engines", "other-engines BUNDLE --prompts 3"),
+        (
+            "build-drafter --target T --out x --dry-run --parallel=ddp --seed 1",
+            "plan",
+            "plan --target T --seed 1",
+        ),
+    ],
+)
+def test_an_old_name_answers_with_the_command_of_today(
+    old: str, now: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = old.split()
+    name = f"{words[0]} --dry-run" if "--dry-run" in words else words[0]
+    assert refused(capsys, *words) == (
+        f"edgespec: `edgespec {name}` is now `edgespec {now}`. Run: edgespec {command}\n"
+    )
+    verb, *rest = command.split()
+    module, parser = parser_of(verb)
+    from_mapping(module.OPTIONS, given(parser.parse_intermixed_args(rest)))  # it exists
+
+
+def test_the_nearest_names_are_said_and_the_end_of_one_is_enough() -> None:
     names = ["lenient-lin", "first-of-two-x", "second-of-two-x"]
+    assert did_you_mean("kfl", ["fkl", "rkl", "jsd"]) == "; did you mean 'fkl' or 'rkl'?"
     assert did_you_mean("lin", names) == "; did you mean 'lenient-lin'?"
     assert did_you_mean("x", names) == "; known: first-of-two-x, lenient-lin, second-of-two-x"
 
@@ -129,6 +172,21 @@ def test_every_verb_has_help(verb: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--help" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("verb", "names"),
+    [
+        ("plan", [*profiles(), *shipped_recipes(), *DIVERGENCES, *CARDS]),
+        ("build-drafter", [*profiles(), *shipped_recipes(), *DIVERGENCES, *sum(PRECISIONS.values(), ())]),
+        ("export", [*profiles(), *sum(PRECISIONS.values(), ())]),
+        ("chat", [*RULES, *ENGINES, *sum(PRECISIONS.values(), ())]),
+        ("tradeoff", RULES),
+    ],
+)
+def test_help_lists_every_name_that_can_be_chosen(verb: str, names: list[str]) -> None:
+    words = set(re.split(r"[\s,;:{}()]+", parser_of(verb)[1].format_help()))
+    assert set(names) <= words
 
 
 def test_targets(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

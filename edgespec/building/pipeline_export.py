@@ -20,7 +20,7 @@ from edgespec.recipe.read import RECIPE_FILE, dump_recipe
 from edgespec.recipe.schema import Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads, settle
-from edgespec.stages.stage import Body, Crew, run_stage
+from edgespec.stages.stage import Body, Processes, run_stage
 
 Damaged = Callable[[Path], list[str]]
 
@@ -49,7 +49,7 @@ class ExportStages:
 
     recipe: Recipe
     out: Path
-    crew: Crew = field(default_factory=Crew)
+    processes: Processes = field(default_factory=Processes)
     times: list[tuple[str, float]] = field(default_factory=list)
 
     def stage(
@@ -68,9 +68,9 @@ class ExportStages:
         One with `damaged` files that are still to be read is opened again for them.
         """
         folder = self.out / name
-        if not self.crew.rank and (why := settle(folder, reads)):
+        if not self.processes.rank and (why := settle(folder, reads)):
             print(f"! {name}: {why}: running again", flush=True)
-        still_read = not self.crew.rank and not (self.out / "distill" / DONE).exists()
+        still_read = not self.processes.rank and not (self.out / "distill" / DONE).exists()
         files = damaged(folder) if damaged and still_read else []
         if files:
             print(f"! {name}: damaged: {', '.join(files)}; only that is made again", flush=True)
@@ -78,8 +78,8 @@ class ExportStages:
         done = (folder / DONE).exists()
         print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
         mapping = options if isinstance(options, dict) else to_mapping(options)
-        counts = run_stage(folder, mapping, body, self.crew, together=together)
-        if not self.crew.rank and not (folder / RECIPE_FILE).exists():
+        counts = run_stage(folder, mapping, body, self.processes, together=together)
+        if not self.processes.rank and not (folder / RECIPE_FILE).exists():
             write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
         self.times.append((name, float(read_json(folder / DONE)["seconds"])))
         return counts

@@ -8,7 +8,6 @@ Run the same command again after an interruption: what is done is not done again
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from edgespec.core.files import read_json, write_json
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.measured import run_measured
-from edgespec.core.options import as_flags, from_mapping, knob, to_mapping
+from edgespec.core.options import knob, to_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.planning.estimate import size
@@ -54,10 +53,7 @@ TALKS = ("chat", "bench")
 
 
 @dataclass(frozen=True)
-class Options:
-    target: str = knob(
-        help="alias (edgespec targets list) or a folder with a config.json: whose shape is rehearsed"
-    )
+class RehearsalOptions:
     out: str = knob("build/rehearsal", "folder for everything that is made")
     shape: str = knob("", "rehearse this alias's shape instead, or tiny: a shape of a few seconds")
     tokenizer: str = knob("", "folder with the target's tokenizer (default: one of its size is made)")
@@ -73,14 +69,11 @@ class Options:
     memory: float = knob(
         20.0, "most GiB that a stage may have at its peak; more is a failed check", at_least=0.1
     )
-    plan_only: bool = knob(False, "say what it needs and what is there, and make nothing")
+    check_only: bool = knob(False, "say what it needs and what is there, and make nothing")
 
 
-OPTIONS = Options
-
-
-def target_shape(options: Options) -> ModelShape:
-    return TINY if options.shape == "tiny" else shape_of_target(options.shape or options.target)
+def target_shape(target: str, options: RehearsalOptions) -> ModelShape:
+    return TINY if options.shape == "tiny" else shape_of_target(options.shape or target)
 
 
 def needed_disk(shape: ModelShape) -> int:
@@ -102,19 +95,22 @@ def needed_memory(shape: ModelShape, context: int) -> int:
     return max(running, slices) + GIB
 
 
-def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, given)
-    out, shape = Path(options.out), target_shape(options)
+def run(target: str, options: RehearsalOptions, command: str) -> int:
+    """Rehearse a build of `target`, an alias or a folder with a config.json; `command`: what the folder's lock says.
+
+    Raises InputError where there is too little room or the folder is another's, CheckFailed where a bound is broken.
+    """
+    out, shape = Path(options.out), target_shape(target, options)
     print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
     _preflight(out, shape, options)
-    if options.plan_only:
+    if options.check_only:
         return 0
-    with held(out, shlex.join(["edgespec", "rehearse", *as_flags(given)])):
-        _claim(out, options, shape)
+    with held(out, command):
+        _claim(out, target, options, shape)
         return _judge(_rehearse(out, options), options)
 
 
-def _rehearse(out: Path, options: Options) -> list[tuple[str, dict[str, Any]]]:
+def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str, Any]]]:
     """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
     tokenizer = Path(options.tokenizer)
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
@@ -141,7 +137,7 @@ def _rehearse(out: Path, options: Options) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def _preflight(out: Path, shape: ModelShape, options: Options) -> None:
+def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> None:
     """Say what is needed and what is there. Raises InputError with the numbers where it is not enough."""
     there = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0
     disk, memory = max(0, needed_disk(shape) - there), needed_memory(shape, options.run_context)
@@ -162,11 +158,12 @@ def _preflight(out: Path, shape: ModelShape, options: Options) -> None:
         )
 
 
-def _claim(out: Path, options: Options, shape: ModelShape) -> None:
+def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape) -> None:
     """Make `out` this rehearsal's folder. Raises InputError where it is another's."""
-    own = ("out", "minutes", "memory", "plan_only")
+    own = ("out", "minutes", "memory", "check_only")
+    asked = {name: value for name, value in to_mapping(options).items() if name not in own}
     plan = {
-        "options": {name: value for name, value in to_mapping(options).items() if name not in own},
+        "options": {"target": target, **asked},
         "shape": asdict(shape),
     }
     if (out / PLAN).exists():
@@ -206,7 +203,9 @@ def _stage(
     return name, {**counts, "seconds": float(read_json(folder / "stage.json")["seconds"])}
 
 
-def _talk(out: Path, verb: str, engine: str, precision: str, options: Options) -> tuple[str, dict[str, Any]]:
+def _talk(
+    out: Path, verb: str, engine: str, precision: str, options: RehearsalOptions
+) -> tuple[str, dict[str, Any]]:
     argv = [sys.executable, "-m", "edgespec", verb, str(out / "bundle" / "pair"), "--engine", engine]
     argv += ["--precision", precision, "--context", str(options.run_context)]
     if verb == "chat":
@@ -235,7 +234,7 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
     return table(("stage", "time", "peak memory", "own", "what came out"), lines)
 
 
-def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: Options) -> int:
+def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: RehearsalOptions) -> int:
     """0 where all bounds hold. Raises CheckFailed naming those that do not."""
     seconds, peak = sum(row["seconds"] for _, row in rows), max(row["peak"] for _, row in rows)
     broken = [f"{name}: {line}" for name, row in rows for line in row["found"].get("broken", ())]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.rehearse import PLAN, Options
+from edgespec.building.rehearse import PLAN, RehearsalOptions
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
@@ -35,11 +35,12 @@ TOP_K = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rehearsal's folder, what was asked for, and where its files lie."""
+class Rehearsal:
+    """A rehearsal's folder, the name of what is rehearsed, what was asked for, and where its files lie."""
 
     out: Path
-    options: Options
+    name: str
+    options: RehearsalOptions
     shape: ModelShape
 
     @property
@@ -71,94 +72,96 @@ class Place:
         )
 
 
-def read_place(out: Path) -> Place:
+def read_rehearsal(out: Path) -> Rehearsal:
     plan = read_json(out / PLAN)
-    return Place(out, Options(**plan["options"]), ModelShape(**plan["shape"]))
+    target = Path(plan["options"].pop("target"))
+    options = RehearsalOptions(**plan["options"])
+    return Rehearsal(out, options.shape or target.name, options, ModelShape(**plan["shape"]))
 
 
-def weights(place: Place, _: Path) -> dict[str, Any]:
+def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.synthetic.checkpoint import write_checkpoint
     from edgespec_recipes.offline_target.rehearsal_data import write_data, write_tokenizer
 
-    source = Path(place.options.tokenizer) if place.options.tokenizer else None
-    tokens = (place.options.pretrain_steps + 1) * place.context
-    total = write_checkpoint(place.shape, place.target)
-    which = write_tokenizer(place.target, place.shape.vocab_size, source)
-    found = write_data(place.data, tokens)
-    shards = len(list(place.target.glob("*.safetensors")))
+    source = Path(rehearsal.options.tokenizer) if rehearsal.options.tokenizer else None
+    tokens = (rehearsal.options.pretrain_steps + 1) * rehearsal.context
+    total = write_checkpoint(rehearsal.shape, rehearsal.target)
+    which = write_tokenizer(rehearsal.target, rehearsal.shape.vocab_size, source)
+    found = write_data(rehearsal.data, tokens)
+    shards = len(list(rehearsal.target.glob("*.safetensors")))
     return {**found, "bytes": total, "in words": f"{size(total)} in {shards} shards; tokenizer: {which}"}
 
 
-def pretrain(place: Place, out: Path) -> dict[str, Any]:
+def pretrain(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_recipes.training.pretrain import pretrain
 
     options = PretrainOptions(
-        text=(str(place.data / "text.jsonl"),),
-        steps=place.options.pretrain_steps,
+        text=(str(rehearsal.data / "text.jsonl"),),
+        steps=rehearsal.options.pretrain_steps,
         batch_size=1,
-        context=place.context,
+        context=rehearsal.context,
         warmup_steps=5,
         save_steps=10,
     )
-    shape = derive(place.shape, DrafterOptions())
-    counts = pretrain(out, place.target, shape, DrafterOptions(), options, 0)
-    words = f"{shape.parameters / 1e6:.0f}M drafter, {options.steps} steps of {place.context} tokens, {counts['precision']}: "
+    shape = derive(rehearsal.shape, DrafterOptions())
+    counts = pretrain(out, rehearsal.target, shape, DrafterOptions(), options, 0)
+    words = f"{shape.parameters / 1e6:.0f}M drafter, {options.steps} steps of {rehearsal.context} tokens, {counts['precision']}: "
     return {**counts, "in words": words + f"loss {counts['loss_first']:.2f} to {counts['loss_last']:.2f}"}
 
 
-def gguf(place: Place, _: Path) -> dict[str, Any]:
+def gguf(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.gguf.to_gguf import export_gguf
 
-    file = place.gguf("target")
-    counts = {"bytes": file.stat().st_size} if file.exists() else export_gguf(place.target, file, "q4_0")
+    file = rehearsal.gguf("target")
+    counts = {"bytes": file.stat().st_size} if file.exists() else export_gguf(rehearsal.target, file, "q4_0")
     return {**counts, "in words": size(counts["bytes"])}
 
 
-def onnx(place: Place, _: Path) -> dict[str, Any]:
+def onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.onnx.by_layers import export_by_layers
 
-    folder = place.onnx("target")
+    folder = rehearsal.onnx("target")
     if not folder.exists():
-        export_by_layers(place.target, folder)
+        export_by_layers(rehearsal.target, folder)
     total = sum(file.stat().st_size for file in folder.iterdir())
     return {"bytes": total, "in words": size(total)}
 
 
-def generate(place: Place, out: Path) -> dict[str, Any]:
+def generate(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_recipes.generating.datagen import generate
 
     options = GenerateOptions(
-        instructions=(str(place.data / "instructions.jsonl"),),
-        prompts=place.options.responses,
+        instructions=(str(rehearsal.data / "instructions.jsonl"),),
+        prompts=rehearsal.options.responses,
         temperatures=(0.0, 0.7),
         system_prompts=("",),
-        max_new_tokens=place.options.max_new_tokens,
+        max_new_tokens=rehearsal.options.max_new_tokens,
         shard_size=2,
     )
-    counts = generate(out, place.target, options, 0, place.inference)
+    counts = generate(out, rehearsal.target, options, 0, rehearsal.inference)
     words = f"{counts['responses']} responses, {counts['response_tokens']} tokens"
     rate = counts["tokens_per_second"]
     return {**counts, "in words": words + (f", {rate} tok/s" if rate else "")}
 
 
-def store(place: Place, out: Path) -> dict[str, Any]:
+def store(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_recipes.generating.stored import store_targets
     from edgespec_recipes.training.distill import responses_of
 
-    rows = responses_of(place.out / "generate", place.context)
-    top_k = min(TOP_K, place.shape.vocab_size)
-    counts = store_targets(out, place.target, rows, top_k, inference=place.inference)
-    words = f"{counts['stored_positions']} positions in {counts['stored_rows']} rows of {place.context}, top {top_k}"
+    rows = responses_of(rehearsal.out / "generate", rehearsal.context)
+    top_k = min(TOP_K, rehearsal.shape.vocab_size)
+    counts = store_targets(out, rehearsal.target, rows, top_k, inference=rehearsal.inference)
+    words = f"{counts['stored_positions']} positions in {counts['stored_rows']} rows of {rehearsal.context}, top {top_k}"
     return {**counts, "in words": words}
 
 
-def distill(place: Place, out: Path) -> dict[str, Any]:
+def distill(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_recipes.training.distill import DistillInputs, distill
 
     options = DistillOptions(
-        steps=place.options.distill_steps,
+        steps=rehearsal.options.distill_steps,
         batch_size=1,
-        context=place.context,
+        context=rehearsal.context,
         warmup_steps=1,
         text_fraction=0.0,
         target_side="stored",
@@ -167,71 +170,73 @@ def distill(place: Place, out: Path) -> dict[str, Any]:
         save_steps=5,
     )
     inputs = DistillInputs(
-        target=place.target,
-        drafter=place.out / "pretrain" / "model",
-        responses=place.out / "generate",
-        text=(str(place.data / "text.jsonl"),),
-        text_cache=place.out / "pretrain" / "text",
-        store=place.out / "store",
-        inference=place.inference,
+        target=rehearsal.target,
+        drafter=rehearsal.out / "pretrain" / "model",
+        responses=rehearsal.out / "generate",
+        text=(str(rehearsal.data / "text.jsonl"),),
+        text_cache=rehearsal.out / "pretrain" / "text",
+        store=rehearsal.out / "store",
+        inference=rehearsal.inference,
     )
     counts = distill(out, inputs, options, 0)
     words = f"{options.steps} steps, loss {counts['loss_first']:.2f} to {counts['loss_last']:.2f}"
     return {**counts, "in words": words}
 
 
-def drafter(place: Place, _: Path) -> dict[str, Any]:
+def drafter(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.onnx.to_onnx import export_onnx
 
-    model = place.out / "distill" / "model"
-    if not place.gguf("drafter").exists():
-        export_gguf(model, place.gguf("drafter"), "q4_0")
-    if not place.onnx("drafter").exists():
-        export_onnx(model, place.onnx("drafter"), "int4")
-    total = sum(file.stat().st_size for file in place.onnx("drafter").iterdir())
-    return {"in words": f"{size(place.gguf('drafter').stat().st_size)} and {size(total)}"}
+    model = rehearsal.out / "distill" / "model"
+    if not rehearsal.gguf("drafter").exists():
+        export_gguf(model, rehearsal.gguf("drafter"), "q4_0")
+    if not rehearsal.onnx("drafter").exists():
+        export_onnx(model, rehearsal.onnx("drafter"), "int4")
+    total = sum(file.stat().st_size for file in rehearsal.onnx("drafter").iterdir())
+    return {"in words": f"{size(rehearsal.gguf('drafter').stat().st_size)} and {size(total)}"}
 
 
-def check_tokens(place: Place) -> list[list[int]]:
+def check_tokens(rehearsal: Rehearsal) -> list[list[int]]:
     """Two prompts for the checks, cut short: every layer of the target is read from the disk for them."""
     from edgespec_recipes.data.prompts import encode_prompt, read_prompts
     from edgespec_recipes.models.loading import load_tokenizer
 
-    tokenizer = load_tokenizer(place.target)
-    chats = read_prompts(str(place.data / "instructions.jsonl"), "seed")[:2]
+    tokenizer = load_tokenizer(rehearsal.target)
+    chats = read_prompts(str(rehearsal.data / "instructions.jsonl"), "seed")[:2]
     return [encode_prompt(tokenizer, chat)[:CHECK_TOKENS] for chat in chats]
 
 
-def offload(place: Place, out: Path) -> dict[str, Any]:
+def offload(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     """The bf16 target with its layers on the disk, once over two prompts: its logits must be finite and its own."""
     import torch
     from edgespec_recipes.models.low_memory import load_target
 
-    kept = 2 * place.shape.embedding_parameters * (2 - place.shape.tied) + 2 * place.shape.hidden
+    kept = 2 * rehearsal.shape.embedding_parameters * (2 - rehearsal.shape.tied) + 2 * rehearsal.shape.hidden
     room = f"cpu={round(OFFLOAD_ROOM * kept) // 1024 + 64}KiB"
     how = InferenceOptions(dtype="bfloat16", max_memory=(room,))
-    model = load_target(place.target, how, torch.device("cpu"))
+    model = load_target(rehearsal.target, how, torch.device("cpu"))
     on_disk = sum(where == "disk" for where in model.hf_device_map.values())
     found, most_likely = [], []
-    for prompt in check_tokens(place):
+    for prompt in check_tokens(rehearsal):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
         found.append(bool(torch.isfinite(logits).all()))
         most_likely.append(logits.argmax(-1).tolist())
     write_json(out / "argmax.json", most_likely)
     broken = [] if all(found) else ["logits that are not finite"]
-    words = f"{on_disk} of {place.shape.layers} layers on the disk; {sum(map(len, most_likely))} positions"
+    words = (
+        f"{on_disk} of {rehearsal.shape.layers} layers on the disk; {sum(map(len, most_likely))} positions"
+    )
     return {"on_disk": on_disk, "broken": broken, "in words": words}
 
 
-def _checked(place: Place, path: Path, precision: str) -> dict[str, Any]:
+def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]:
     from edgespec_export.verify.file_check import BOUNDS
     from edgespec_export.verify.streamed_check import check_streamed, opened
 
-    prompts = check_tokens(place)
-    read_back, engine = opened(path, place.shape, place.options.run_context)
-    check = check_streamed(read_back, engine, place.target, prompts)
+    prompts = check_tokens(rehearsal)
+    read_back, engine = opened(path, rehearsal.shape, rehearsal.options.run_context)
+    check = check_streamed(read_back, engine, rehearsal.target, prompts)
     bounds = BOUNDS[precision]
     broken = [
         f"{name} {seen:.1e}, at most {most:.0e}"
@@ -246,36 +251,36 @@ def _checked(place: Place, path: Path, precision: str) -> dict[str, Any]:
     return {**asdict(check), "broken": broken, "in words": words}
 
 
-def check_gguf(place: Place, _: Path) -> dict[str, Any]:
-    return _checked(place, place.gguf("target"), "q4_0")
+def check_gguf(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
+    return _checked(rehearsal, rehearsal.gguf("target"), "q4_0")
 
 
-def check_onnx(place: Place, _: Path) -> dict[str, Any]:
-    return _checked(place, place.onnx("target"), "int4")
+def check_onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
+    return _checked(rehearsal, rehearsal.onnx("target"), "int4")
 
 
-def bundle(place: Place, out: Path) -> dict[str, Any]:
+def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_export.bundle.write import write_bundle
     from edgespec_recipes.offline_target.rehearsal_data import INSTRUCTIONS
 
     counts = write_bundle(
         out / "pair",
-        place.export,
-        place.target,
-        place.out / "distill" / "model",
+        rehearsal.export,
+        rehearsal.target,
+        rehearsal.out / "distill" / "model",
         EXPORTS,
-        target_name=place.options.shape or Path(place.options.target).name,
+        target_name=rehearsal.name,
         target_source="random weights, for a rehearsal",
         prompts=[[{"role": "user", "content": text}] for text in INSTRUCTIONS],
         evaluation={},
         verification={"files": []},
         metrics={},
-        provenance={"command": "edgespec rehearse", "seed": 0},
+        provenance={"command": "edgespec plan --rehearse", "seed": 0},
     )
     return {**counts, "in words": f"{counts['files']} files, {size(counts['bytes'])}"}
 
 
-BODIES: dict[str, Callable[[Place, Path], dict[str, Any]]] = {
+BODIES: dict[str, Callable[[Rehearsal, Path], dict[str, Any]]] = {
     "weights": weights,
     "pretrain": pretrain,
     "gguf": gguf,
@@ -299,7 +304,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f"unknown stage {name!r}; known: {', '.join(BODIES)}")
     out = folder / name
     out.mkdir(parents=True, exist_ok=True)
-    write_json(out / "found.json", BODIES[name](read_place(folder), out))
+    write_json(out / "found.json", BODIES[name](read_rehearsal(folder), out))
     return 0
 
 

@@ -50,9 +50,15 @@ class MissingExtra(EdgespecError):
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the closest known name, or the only one that ends so ('lin' of 'lenient-lin'); else the list of
+    """'; did you mean X?' for the closest known names, or the only one that ends so ('lin' of 'lenient-lin'); else the list of
     known names, or that there are none."""
     names = sorted(known)
     ending = [name for name in names if name.endswith(f"-{seen}")]
-    close = difflib.get_close_matches(seen, names, n=1, cutoff=0.6) or (ending if len(ending) == 1 else [])
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names) or 'none'}"
+    near = {name: difflib.SequenceMatcher(None, name, seen).ratio() for name in names}
+    best = max(near.values(), default=0.0)
+    close = [name for name in names if near[name] == best >= 0.6] or (ending if len(ending) == 1 else [])
+    return (
+        f"; did you mean {' or '.join(map(repr, close))}?"
+        if close
+        else f"; known: {', '.join(names) or 'none'}"
+    )

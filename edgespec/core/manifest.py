@@ -11,7 +11,8 @@ is checked by those who read them.
                         the target's tokens also has vocabulary: path (edgespec_runtime/engines/vocabulary.py reads it), one that
                         reads the target's hidden states has kind: "head"; a model
                         with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
-      default           {engine, precision, reason}: what chat and bench run unless told otherwise
+      default           {engine, precision, reason}: what chat and bench run unless told otherwise; perhaps fast, the files that
+                        run in fast mode then: "engine/precision engine/precision"
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
       cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
       metrics           evaluation and verification, in short

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from edgespec.core.errors import InputError, did_you_mean
@@ -27,14 +27,19 @@ def knob(
     at_least: float | None = None,
     at_most: float | None = None,
     positional: bool = False,
+    names: Callable[[], Iterable[str]] = tuple,
 ) -> Any:
-    """A dataclass field with its help text and bounds; lists are given as tuples."""
+    """A dataclass field with its help text and bounds; lists are given as tuples.
+
+    names: what stands for `{names}` in the help, asked for only when the help is printed; other values may be allowed too.
+    """
     metadata = {
         "help": help,
         "choices": choices,
         "at_least": at_least,
         "at_most": at_most,
         "positional": positional,
+        "names": names,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -147,9 +152,7 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
             ready[name] = check(value, hints[name], known[name], label)
     for name, field in known.items():
         if name not in ready and field.default is MISSING and field.default_factory is MISSING:
-            raise InputError(
-                f"{where + '.' if where else ''}{name} is missing: {field.metadata.get('help', '')}"
-            )
+            raise InputError(f"{where + '.' if where else ''}{name} is missing: {help_of(field)}")
     return kind(**ready)
 
 
@@ -224,10 +227,16 @@ def usage(kind: type[Any]) -> str:
     return " ".join(words)
 
 
-def _help(field: dataclasses.Field[Any], many: bool) -> str:
+def help_of(field: dataclasses.Field[Any]) -> str:
+    """A knob's help with the names that it takes."""
     text: str = field.metadata.get("help", "")
+    return text.replace("{names}", ", ".join(field.metadata["names"]())) if "{names}" in text else text
+
+
+def _help(field: dataclasses.Field[Any], many: bool) -> str:
+    text = help_of(field)
     default: Any = field.default
-    if default not in (MISSING, None, "") and not isinstance(default, bool):
+    if default not in (MISSING, None, "", ()) and not isinstance(default, bool):
         text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
     return text.replace("%", "%%")
 

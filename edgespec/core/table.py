@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from textwrap import wrap
+
+LEAST = 12  # columns of text are not made narrower than this
 
 
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False, left: int = 1
 ) -> str:
-    """Aligned columns: the first `left` of them to the left, the others to the right."""
+    """Aligned columns: the first `left` of them to the left, the others to the right.
+
+    On a terminal that is too narrow, the widest of the first `left` columns are folded; words of the first one stay whole.
+    """
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    if not markdown and sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns - 2 * (len(widths) - 1)
+        words = max(len(word) for row in cells for word in [*row[0].split(), ""])
+        least = [words, *[LEAST] * (left - 1)]
+        while sum(widths) > room and (wide := [i for i in range(left) if widths[i] > least[i]]):
+            widths[max(wide, key=widths.__getitem__)] -= 1
 
-    def line(row: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    def lines(row: Sequence[str]) -> Iterator[str]:
+        folded = [
+            [cell] if len(cell) <= width else wrap(cell, width, break_on_hyphens=False)
+            for cell, width in zip(row, widths, strict=True)
         ]
-        return "| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip()
+        for parts in zip_longest(*folded, fillvalue=""):
+            padded = [
+                part.ljust(width) if i < left else part.rjust(width)
+                for i, (part, width) in enumerate(zip(parts, widths, strict=True))
+            ]
+            yield "| " + " | ".join(padded) + " |" if markdown else "  ".join(padded).rstrip()
 
     dashes = ["-" * width for width in widths]
     rule = (
@@ -25,7 +45,7 @@ def table(
         if markdown
         else "  ".join(dashes)
     )
-    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])])
+    return "\n".join([*lines(cells[0]), rule, *(line for row in cells[1:] for line in lines(row))])
 
 
 def interval(value: float, low: float, high: float, digits: int = 2) -> str:

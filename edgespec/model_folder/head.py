@@ -7,6 +7,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
 
 HEAD_FILE = "head.json"
 WEIGHTS = "model.safetensors"
@@ -25,6 +26,29 @@ def head_shape(folder: Path) -> dict[str, Any]:
     if not isinstance(shape, dict):
         raise InputError(f"{folder / HEAD_FILE} has no 'shape'; train the head again")
     return shape
+
+
+def shape_of_drafter(folder: Path) -> ModelShape:
+    """A model's shape; a head's as that of a model of its widths whose table is its output rows. Raises InputError."""
+    if not is_head(folder):
+        return ModelShape.from_config(read_json(folder / "config.json"))
+    shape = head_shape(folder)
+    try:
+        return ModelShape(
+            hidden=shape["hidden_size"],
+            layers=shape["layers"],
+            heads=shape["heads"],
+            kv_heads=shape["kv_heads"],
+            head_dim=shape["head_dim"],
+            intermediate=shape["intermediate_size"],
+            vocab_size=shape["draft_vocab_size"],
+            tied=True,
+            context_length=shape["context_length"],
+            rope_theta=shape["rope_theta"],
+            rms_norm_eps=shape["rms_norm_eps"],
+        )
+    except KeyError as error:
+        raise InputError(f"{folder / HEAD_FILE} has no {error}; train the head again") from error
 
 
 def target_embedding(folder: Path) -> Any:

@@ -71,6 +71,10 @@ class Fit:
             return f"a context of {room:,} tokens would fit: give --context {room}"
         return "the weights alone are too large: choose a smaller --precisions, a smaller target or another --device"
 
+    def text(self) -> str:
+        """`table`, and whether it fits."""
+        return f"{self.table()}\n" + ("It fits." if self.fits else f"It does not fit; {self.cure}.")
+
     def table(self) -> str:
         """Every part, their sum, the budget, and what the bandwidth would allow."""
         rows = [(part.what, part.how, size(part.bytes)) for part in self.parts]

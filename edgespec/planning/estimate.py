@@ -8,15 +8,11 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count, table
 from edgespec.planning import costs
-from edgespec.recipe.drafter import DrafterShape, derive, describe
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
     INSTRUCTION_TOKENS,
@@ -31,7 +27,7 @@ from edgespec.recipe.schema import (
     reference_options,
 )
 from edgespec.recipe.shipped import made_target
-from edgespec.recipe.targets import TINY_CHAT, find_shape, shape_of_target
+from edgespec.recipe.targets import TINY_CHAT, shape_of_target
 
 PROMPT_TOKENS = 128
 """Assumed length of a prompt with its chat template."""
@@ -349,43 +345,3 @@ def summary(stages: Sequence[StageCost]) -> str:
     flops = sum(stage.flops for stage in stages)
     memory, disk = max(stage.memory for stage in stages), sum(stage.disk for stage in stages)
     return f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"
-
-
-def dry_run_table(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> str:
-    """The stages and their sum as a table."""
-    stages = estimate(recipe, target, drafter)
-    total = StageCost(
-        "in all",
-        sum(stage.tokens for stage in stages),
-        sum(stage.flops for stage in stages),
-        max(stage.memory for stage in stages),
-        sum(stage.disk for stage in stages),
-    )
-    headers = ("stage", "tokens", "FLOPs", "memory", "disk")
-    rows = [
-        [row.stage, count(row.tokens), f"{row.flops:.2e}", size(row.memory), size(row.disk)]
-        for row in [*stages, total]
-    ]
-    notes = (
-        f"\nAt most: responses of full length, every position compared, prompts of {PROMPT_TOKENS} tokens, no draft token"
-        "\naccepted. Memory in float32, one process, one pass of a step at a time (micro_batch_size makes it smaller); of"
-        "\nexport the target's weights only. Disk with checkpoints, without the target itself."
-    )
-    return table(headers, rows) + notes
-
-
-def dry_run(recipe: Recipe) -> str:
-    """Both shapes and the costs, without a download, a training or a file.
-
-    Raises InputError where the target's shape is not known here.
-    """
-    target = shape_of_target(recipe.target)
-    options = recipe.drafter
-    if options.init == "checkpoint":
-        checkpoint = find_shape(options.checkpoint) if Path(options.checkpoint).is_dir() else None
-        if checkpoint is None:
-            raise InputError(f"drafter.checkpoint {options.checkpoint!r} is no folder; give a model folder")
-        drafter = DrafterShape(**asdict(checkpoint))
-    else:
-        drafter = derive(target, options)
-    return f"{describe(target, drafter)}\n\n{dry_run_table(recipe, target, drafter)}"

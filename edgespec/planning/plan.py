@@ -1,25 +1,21 @@
-"""What a drafter for a target costs and what it would give, before anything is downloaded, trained or paid for.
+"""What a drafter for a target costs and what it would give: the options of that question, and its answer as a `Plan`.
 
-edgespec plan --target llama-2-7b-chat --recipe paper-llama-2-7b-chat --gpus 8xA100-80GB --device laptop-cpu-x86
-
-Arithmetic on shapes: needs no weights, no network and no torch. Every knob of build-drafter is one of plan too.
+Arithmetic on shapes: needs no weights, no network and no torch. Every knob of a recipe is one of the plan's too.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_json
 from edgespec.core.options import check, knob
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import Fit, fit
-from edgespec.planning.hardware import THIS_MACHINE, Hardware, parse, this_machine
+from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
-from edgespec.planning.plan_report import Plan, as_json, text
+from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, derive
@@ -34,13 +30,16 @@ UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 
 
 @dataclass(frozen=True)
-class Options(Recipe):
+class PlanOptions(Recipe):
     recipe: str = knob(
-        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
+        "",
+        "a YAML file, or a shipped recipe: {names} (default: the target's own, if there is one)",
+        names=shipped_recipes,
     )
     gpus: str = knob(
         THIS_MACHINE,
-        "what trains: COUNTxNAME such as 8xA100-80GB or 1xH100, or this machine (measured quickly)",
+        "what trains: this machine (measured quickly), or COUNTxNAME such as 8xA100-80GB; names: {names}",
+        names=lambda: CARDS,
     )
     alphas: tuple[float, ...] = knob(
         (0.5, 0.6, 0.7, 0.8), "acceptance rates to predict a speed-up for", at_least=0.0, at_most=1.0
@@ -53,45 +52,34 @@ class Options(Recipe):
     )
     bandwidth_share: float = knob(
         0.6,
-        "assumed share of published rates that decoding reaches, in data generation and on a device nobody measured",
+        "assumed share of published rates that decoding reaches, in data generation and on a device without measurements",
         at_least=0.01,
         at_most=1.0,
     )
     json: str = knob("", "write everything to this file too")
 
 
-OPTIONS = Options
-OWN = tuple(field.name for field in fields(Options) if field.name not in {f.name for f in fields(Recipe)})
+OWN = tuple(field.name for field in fields(PlanOptions) if field.name not in {f.name for f in fields(Recipe)})
 
 
-def run(given: dict[str, Any]) -> int:
-    options, recipe = _read_options(given)
-    plan = make(recipe, options)
-    print(text(plan))
-    if options.json:
-        write_json(Path(options.json), as_json(plan))
-        print(f"wrote {options.json}", file=sys.stderr)
-    return 0
-
-
-def _read_options(given: dict[str, Any]) -> tuple[Options, Recipe]:
-    """This verb's options (its target is a placeholder), and the recipe that build-drafter would run with the same flags."""
+def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
+    """The plan's options (their target is a placeholder), and the recipe that build-drafter would run with the same flags."""
     flags = dict(given)
     if _is_machine(flags.get("device", "")):
         del flags["device"]
     hints = {"alphas": tuple[float, ...], "mfu": float, "bandwidth_share": float}
     own = {
-        name: check(flags.pop(name), hints.get(name, str), Options.__dataclass_fields__[name], name)
+        name: check(flags.pop(name), hints.get(name, str), PlanOptions.__dataclass_fields__[name], name)
         for name in OWN
         if name in flags
     }
-    options = Options(target="", **own)
+    options = PlanOptions(target="", **own)
     file = recipe_file(options.recipe) if options.recipe else shipped_recipes().get(flags.get("target", ""))
     recipe = resolve(load_recipe(file) if file else {}, flags)
     return replace(options, recipe=file.stem if file else ""), recipe
 
 
-def make(recipe: Recipe, options: Options) -> Plan:
+def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
     if recipe.drafter.init == "checkpoint":

@@ -9,7 +9,7 @@ from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, duration, table
 from edgespec.planning.devices_fit import Fit
-from edgespec.planning.estimate import size
+from edgespec.planning.estimate import PROMPT_TOKENS, size
 from edgespec.planning.hardware import Hardware
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest, rate_of
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
@@ -66,6 +66,7 @@ def text(plan: Plan) -> str:
         _cost_of_drafting(plan),
         _stages(plan),
         _storage(plan),
+        *([f"Memory on {plan.device}:\n{plan.fit.text()}"] if plan.fit else []),
         *(_way(plan, way) for way in plan.ways),
         _verdict_text(plan),
     ]
@@ -111,7 +112,10 @@ def _rates(plan: Plan) -> str:
 
 
 def _assumptions(plan: Plan) -> list[str]:
-    lines = ["At most: every response has its full length, no draft token is accepted."]
+    lines = [
+        f"At most: every response has its full length, prompts of {PROMPT_TOKENS} tokens, no draft token is accepted; disk with "
+        "checkpoints."
+    ]
     one = plan.hardware
     if not one.measured:
         lines.append(
@@ -167,7 +171,7 @@ def _way(plan: Plan, way: Way) -> str:
 
 
 def verdict(plan: Plan) -> list[str]:
-    """Whether it is worth it, in sentences: the device, its room, the price, and what would make the answer surer."""
+    """Whether it is worth it, in sentences: the device, its room, the cost, and what would make the answer surer."""
     rate = rate_of(PAPER_TAU, PAPER_GAMMA)
     way = fastest(plan.ways, rate)
     length, gain = way.best(rate)
@@ -196,7 +200,7 @@ def verdict(plan: Plan) -> list[str]:
             f"That is a budget and no measurement: run `edgespec bench --synthetic {plan.recipe.target}`{again} before you pay "
             "for the training, and then this plan again, which uses what was measured."
         )
-    return [*_room(plan), *lines, *_price(plan)]
+    return [*_room(plan), *lines, *_cost_of_building(plan)]
 
 
 def _room(plan: Plan) -> list[str]:
@@ -204,12 +208,12 @@ def _room(plan: Plan) -> list[str]:
         return []
     there = size(plan.fit.profile.memory_bytes)
     return [
-        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it "
-        f"(edgespec devices show {plan.device}); were there room:"
+        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it; were "
+        "there room:"
     ]
 
 
-def _price(plan: Plan) -> list[str]:
+def _cost_of_building(plan: Plan) -> list[str]:
     seconds = sum(stage.seconds for stage in plan.stages)
     busy = sum(stage.seconds * stage.devices for stage in plan.stages)
     longest = max(plan.stages, key=lambda stage: stage.seconds)

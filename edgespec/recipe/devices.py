@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.manifest import DEVICE_LIMITS
 from edgespec.core.options import from_mapping, knob
-from edgespec.recipe.schema import ExportOptions, Recipe
+from edgespec.recipe.device_table import device_entries
+from edgespec.recipe.schema import PRECISIONS, ExportOptions, Recipe
 
-PROFILES_FILE = Path(__file__).with_name("devices.yaml")
 ONNXRUNTIME, LLAMACPP, STATIC = "onnxruntime", "llama.cpp", "static"
 ENGINES = (ONNXRUNTIME, LLAMACPP, STATIC)
-FORMATS = ("onnx", "gguf", "npu")
+FORMATS = tuple(PRECISIONS)
 """Formats in the order of ExportOptions; each is one of its fields."""
 FORMAT_OF = {ONNXRUNTIME: "onnx", LLAMACPP: "gguf", STATIC: "npu"}
 
@@ -107,12 +106,9 @@ def device_of(recipe: Recipe) -> Profile | None:
 @cache
 def profiles() -> dict[str, Profile]:
     """Every profile by name, in the file's order."""
-    import yaml
-
-    entries = yaml.safe_load(PROFILES_FILE.read_text(encoding="utf-8"))
     return {
         name: _checked(replace(from_mapping(Profile, entry, name), name=name))
-        for name, entry in entries.items()
+        for name, entry in device_entries().items()
     }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.core.options import knob, section, with_default
+from edgespec.recipe.device_table import device_entries
 
 PYTHON_STDLIB = "python-stdlib"
 SELF = "self"
@@ -16,6 +17,21 @@ DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
 INSTRUCTION_TOKENS = 128
 """Longest instruction: beyond that most samples have lost their end."""
+
+
+PRECISIONS = {
+    "onnx": ("fp32", "fp16", "int8", "int4"),
+    "gguf": ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
+    "npu": ("fp32", "qdq8", "qdq16"),
+}
+"""What files are written in, by format."""
+READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
+"""The engines that run a format's files."""
+
+
+def precision_names() -> list[str]:
+    """The precisions, those of one engine after those of another: fp32, fp16, int8, int4 (onnxruntime); f32, ..."""
+    return ["; ".join(f"{', '.join(names)} ({READ_BY[kind]})" for kind, names in PRECISIONS.items())]
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,7 @@ class InferenceOptions:
     )
     file: str = knob("", "file: a bundle, an ONNX model folder or a .gguf file of the target")
     precision: str = knob(
-        "", "file: which of a bundle's precisions, q4_0 or int4 for example (default: the bundle's)"
+        "", "file: which of a bundle's precisions: {names} (default: the bundle's)", names=precision_names
     )
     context: int | None = knob(
         None,
@@ -202,7 +218,11 @@ class DistillOptions(TrainingOptions):
     preset: str = knob(
         "", "a named choice of loss and data mix, under what is given besides", choices=("", *PRESETS)
     )
-    divergence: str = knob("fkl", "loss between target p and draft q", choices=DIVERGENCES)
+    divergence: str = knob(
+        "fkl",
+        "loss between target p and draft q: forward KL, reverse KL, Jensen-Shannon, total variation distance, TVD++, or LK",
+        choices=DIVERGENCES,
+    )
     jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
@@ -227,7 +247,9 @@ class DistillOptions(TrainingOptions):
     text_fraction: float = knob(
         0.1, "share of every batch that is pretraining text", at_least=0.0, at_most=1.0
     )
-    fixed: str = knob("", "conversations with responses of somebody else's (DistillSpec's fixed data)")
+    fixed: str = knob(
+        "", "conversations with responses of other models or of people (DistillSpec's fixed data)"
+    )
     fixed_fraction: float = knob(
         0.0, "λ1: share of the rest of a batch that is fixed data", at_least=0.0, at_most=1.0
     )
@@ -298,15 +320,9 @@ class EvaluateOptions:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    onnx: tuple[str, ...] = knob(
-        ("fp32", "int4"), "ONNX precisions", choices=("fp32", "fp16", "int8", "int4")
-    )
-    gguf: tuple[str, ...] = knob(
-        ("f16", "q8_0"),
-        "GGUF precisions",
-        choices=("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
-    )
-    npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=("fp32", "qdq8", "qdq16"))
+    onnx: tuple[str, ...] = knob(("fp32", "int4"), "ONNX precisions", choices=PRECISIONS["onnx"])
+    gguf: tuple[str, ...] = knob(("f16", "q8_0"), "GGUF precisions", choices=PRECISIONS["gguf"])
+    npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=PRECISIONS["npu"])
     npu_length: int = knob(
         1024,
         "static graphs: tokens of the KV cache, the longest text (at most the model's context)",
@@ -341,7 +357,8 @@ class Recipe:
     seed: int = knob(0, "seed of every random choice", at_least=0)
     device: str = knob(
         "",
-        "device profile (edgespec devices list): which files are exported, and how chat and bench run them",
+        "device profile (edgespec plan --devices): which files are exported, and how chat and bench run them: {names}",
+        names=device_entries,
     )
     inference: InferenceOptions = section(
         InferenceOptions, "how the target runs where it writes responses and distributions"

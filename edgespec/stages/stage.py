@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Crew:
+class Processes:
     """The processes that run a stage: this one's number, and a call that returns when all have come to it."""
 
     rank: int = 0
@@ -43,7 +43,12 @@ class Crew:
 
 
 def run_stage(
-    folder: Path, options: dict[str, Any], body: Body, crew: Crew | None = None, *, together: bool = False
+    folder: Path,
+    options: dict[str, Any],
+    body: Body,
+    processes: Processes | None = None,
+    *,
+    together: bool = False,
 ) -> dict[str, Any]:
     """Run `body(folder)` unless it has completed before; return the counts it returned.
 
@@ -51,17 +56,17 @@ def run_stage(
     versions and the seconds spent (summed over interrupted runs as far as they were recorded). Of several processes all run the
     body where they work `together`, else the first one alone; all return the same counts.
     """
-    crew = crew or Crew()
+    processes = processes or Processes()
     marker = folder / "stage.json"
-    crew.wait()
+    processes.wait()
     done = marker.exists()
-    crew.wait()  # nobody writes the marker before everybody has looked
+    processes.wait()  # nobody writes the marker before everybody has looked
     if not done:
-        if not crew.rank:
+        if not processes.rank:
             _run(folder, marker, options, body)
         elif together:
             _tried(folder, body)
-        crew.wait()
+        processes.wait()
     counts: dict[str, Any] = read_json(marker)["counts"]
     return counts
 

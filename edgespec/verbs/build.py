@@ -23,24 +23,22 @@ from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, is_empty
-from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping
+from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping, with_default
 from edgespec.planning.estimate import size
+from edgespec.planning.plan import PlanOptions
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
-from edgespec.stages.stage import Crew
+from edgespec.stages.stage import Processes
 
 
 @dataclass(frozen=True)
 class Options(Recipe):
     out: str = knob("", "folder for everything that is made (default: build/TARGET)")
-    recipe: str = knob(
-        "", "a YAML file, or the name of a shipped recipe (default: the target's own, if there is one)"
-    )
-    dry_run: bool = knob(False, "print sizes, memory, FLOPs and disk of every stage, and make nothing")
+    recipe: str = with_default(PlanOptions, "recipe", "")
     force: bool = knob(False, "start although the estimate says that disk or memory will not suffice")
     parallel: str = knob(
         "ddp",
@@ -50,7 +48,7 @@ class Options(Recipe):
 
 
 OPTIONS = Options
-OWN = ("out", "recipe", "dry_run", "force", "parallel")
+OWN = ("out", "recipe", "force", "parallel")
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
@@ -66,7 +64,7 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
 
 def _checked(name: str, value: Any) -> Any:
     field = Options.__dataclass_fields__[name]
-    return check(value, {"dry_run": bool, "force": bool}.get(name, str), field, name)
+    return check(value, bool if name == "force" else str, field, name)
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -126,10 +124,10 @@ def _room(out: Path, parallel: str) -> Room:
     return replace(room, memory=memory, on_gpu=True, sharing=1)
 
 
-def _crew(parallel: str) -> Crew:
+def _processes(parallel: str) -> Processes:
     """The processes torchrun started; one, without it. Only the first one prints."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Crew()
+        return Processes()
     if os.environ.get("ACCELERATE_USE_FSDP") == "true" and parallel != "fsdp":
         raise InputError(f"accelerate's config is FSDP and --parallel is {parallel}; add --parallel fsdp")
     os.environ["EDGESPEC_PARALLEL"] = parallel
@@ -138,7 +136,7 @@ def _crew(parallel: str) -> Crew:
     if processes.rank():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the program)
     processes.start()
-    return Crew(processes.rank(), processes.wait)
+    return Processes(processes.rank(), processes.wait)
 
 
 def folder_of(target: str, out: str) -> Path:
@@ -148,36 +146,31 @@ def folder_of(target: str, out: str) -> Path:
 
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
-    if options.dry_run:
-        from edgespec.planning.estimate import dry_run
-
-        print(dry_run(recipe))
-        return 0
     check_packages(recipe)
     out = folder_of(recipe.target, options.out)
-    crew = _crew(options.parallel)
-    crew.wait()  # all meet a refusal at the same time, so that the first one lives to print it
+    processes = _processes(options.parallel)
+    processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
     command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
     fresh = not out.exists()
-    with nullcontext() if crew.rank else held(out, command):
-        _build(recipe, out, crew, command, fresh)
+    with nullcontext() if processes.rank else held(out, command):
+        _build(recipe, out, processes, command, fresh)
     return 0
 
 
-def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> None:
+def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh: bool) -> None:
     """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
 
     Raises NoRoom with what the rest of the build will take.
     """
-    if not crew.rank:
+    if not processes.rank:
         claim(out, recipe)
         write_text(out / "command.txt", command + "\n")
     try:
         kind = HeadBuild if recipe.drafter.kind == "head" else Build
-        kind(recipe, out, crew).run()
+        kind(recipe, out, processes).run()
     except NoRoom as error:
         needed = disk_left(recipe, out)
         raise NoRoom(
@@ -185,7 +178,7 @@ def _build(recipe: Recipe, out: Path, crew: Crew, command: str, fresh: bool) -> 
         ) from error
     except Exception:
         if (
-            fresh and not crew.rank and not (out / "target" / "stage.json").exists()
+            fresh and not processes.rank and not (out / "target" / "stage.json").exists()
         ):  # a target that cannot be had leaves nothing behind
             shutil.rmtree(out, ignore_errors=True)
         raise

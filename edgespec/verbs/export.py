@@ -22,12 +22,13 @@ from edgespec.core.free_space import free_disk
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
+from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe
+from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe, precision_names
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
@@ -41,15 +42,15 @@ class Options:
     target: str = knob(
         "", "model folder of the target (config.json, safetensors, tokenizer), or its GGUF file"
     )
-    drafter: str = knob("", "model folder of the drafter")
+    drafter: str = knob("", "model folder of the drafter, or the folder of a head")
     out: str = knob("", "folder for the export (default: build/NAME, with the device's name)")
-    device: str = knob(
-        "", "device profile (edgespec devices list): which files, and how chat and bench run them"
-    )
+    device: str = with_default(Recipe, "device", "")
     context: int | None = with_default(ExportOptions, "context", None)
     formats: tuple[str, ...] = knob((), "formats to write (default: the device's, or all)", choices=FORMATS)
     precisions: tuple[str, ...] = knob(
-        (), "precisions to write, of any format (default: the device's, or each format's usual)"
+        (),
+        "precisions to write, of any format: {names} (default: the device's, or each format's usual)",
+        names=precision_names,
     )
     prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
@@ -83,10 +84,7 @@ class Export(ExportStages):
         """Export, verify, pack; returns the bundle's folder."""
         source = self.source
         self._readable(held_out_of(self.recipe, self.out))
-        target, drafter = (
-            ModelShape.from_config(read_json(folder / "config.json"))
-            for folder in (source.target, source.drafter)
-        )
+        target, drafter = (shape_of_drafter(folder) for folder in (source.target, source.drafter))
         self._fitted(target, drafter, source.name)
         self._possible()
         if not (self.out / "export" / "stage.json").exists():
@@ -141,7 +139,7 @@ def check_disk(
 
 def _folder(path: str, what: str) -> Path:
     folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not (what == "drafter" and is_head(folder)):
         raise InputError(
             f"the {what} {path!r} has no config.json; give a model folder in Hugging Face layout"
         )

@@ -25,9 +25,20 @@ STUDY_FILE = "study.resolved.yaml"
 RESULTS_FILE = "results.json"  # in --out: every figure that the report is written from
 
 
+def shipped_studies() -> dict[str, Path]:
+    """Name -> file of the studies that come with the package."""
+    spec = find_spec("edgespec_recipes")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    folder = Path(spec.submodule_search_locations[0]) / "configs" / "studies"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
 @dataclass(frozen=True)
 class Options:
-    study: str = knob("alignment", "a YAML file, or the name of a shipped study", positional=True)
+    study: str = knob(
+        "alignment", "a YAML file, or a shipped study: {names}", positional=True, names=shipped_studies
+    )
     target: str = knob("", "alias, hub id or folder of the target, instead of the study's own")
     data: str = knob("", "folder the study's files of text, instructions and prompts lie in")
     out: str = knob("", "folder for everything that is made (default: build/study-STUDY)")
@@ -41,15 +52,6 @@ class Options:
 
 
 OPTIONS = Options
-
-
-def shipped_studies() -> dict[str, Path]:
-    """Name -> file of the studies that come with the package."""
-    spec = find_spec("edgespec_recipes")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    folder = Path(spec.submodule_search_locations[0]) / "configs" / "studies"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _study_file(name: str) -> Path:

@@ -17,7 +17,7 @@ from edgespec_recipes.offline_target.rehearsal_data import write_tokenizer
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.building import rehearse
-from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, needed_disk
+from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, RehearsalOptions, needed_disk
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.files import read_json
 from edgespec.core.measured import run_measured
@@ -25,7 +25,6 @@ from edgespec.core.measured import run_measured
 pytestmark = pytest.mark.training
 
 SMALL = {
-    "target": "llama-2-7b-chat",
     "shape": "tiny",
     "context": 128,
     "pretrain_steps": 2,
@@ -36,10 +35,15 @@ SMALL = {
 }
 
 
+def rehearsed(out: Path, **options: Any) -> int:
+    asked = RehearsalOptions(**{**SMALL, **options, "out": str(out)})
+    return rehearse.run("llama-2-7b-chat", asked, "edgespec plan --rehearse")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("rehearsal") / "out"
-    assert rehearse.run({**SMALL, "out": str(out)}) == 0
+    assert rehearsed(out) == 0
     return out
 
 
@@ -73,16 +77,16 @@ def test_what_is_done_is_not_done_again(
     out = shutil.copytree(finished, tmp_path / "out")
     (out / "gguf" / "stage.json").unlink()
     before = {file: file.stat().st_mtime_ns for file in out.rglob("stage.json")}
-    assert rehearse.run({**SMALL, "out": str(out)}) == 0
+    assert rehearsed(out) == 0
     assert {file: file.stat().st_mtime_ns for file in before} == before
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("▸")] == ["▸ gguf: the target as GGUF Q4_0"]
     assert lines[-1].startswith("in all")
     assert sum(line.startswith("✓") for line in lines) == len(STAGES) + 4 - 1
     with pytest.raises(CheckFailed, match=r"a peak of .* MiB; 0.1 GiB at most"):
-        rehearse.run({**SMALL, "out": str(out), "memory": 0.1})
+        rehearsed(out, memory=0.1)
     with pytest.raises(InputError, match=r"holds a rehearsal of something else \(context\)"):
-        rehearse.run({**SMALL, "out": str(out), "context": 64})
+        rehearsed(out, context=64)
 
 
 def test_a_broken_bound_is_the_last_word(finished: Path, tmp_path: Path) -> None:
@@ -91,7 +95,7 @@ def test_a_broken_bound_is_the_last_word(finished: Path, tmp_path: Path) -> None
     stage["counts"]["found"]["broken"] = ["engine 9.0e-01, at most 1e-01"]
     (out / "check-gguf" / "stage.json").write_text(json.dumps(stage))
     with pytest.raises(CheckFailed, match=r"check-gguf: engine 9.0e-01, at most 1e-01"):
-        rehearse.run({**SMALL, "out": str(out)})
+        rehearsed(out)
 
 
 def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> Non
     with pytest.raises(
         EdgespecError, match=r"store ... ended with 1: .*holds no shard.*its output is in .*store/log.txt"
     ):
-        rehearse.run({**SMALL, "out": str(out)})
+        rehearsed(out)
     assert not (out / "store" / "stage.json").exists()
 
 
@@ -122,14 +126,14 @@ def test_too_little_room_is_said_before_anything_is_made(
     monkeypatch.setattr(rehearse, "free_memory", lambda: 2**40)
     monkeypatch.setattr(rehearse, what, lambda *_: 2**30)
     with pytest.raises(InputError, match=words):
-        rehearse.run({"target": "llama-2-7b-chat", "out": str(tmp_path / "out")})
+        rehearsed(tmp_path / "out", shape="")
     assert not (tmp_path / "out").exists()
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
     with pytest.raises(InputError, match=r"holds other files and no rehearsal.json"):
-        rehearse.run({**SMALL, "out": str(tmp_path)})
+        rehearsed(tmp_path)
 
 
 def test_what_a_seven_billion_target_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -137,7 +141,7 @@ def test_what_a_seven_billion_target_needs(capsys: pytest.CaptureFixture[str], t
 
     shape = shape_of_target("llama-2-7b-chat")
     assert 21e9 < needed_disk(shape) < 35e9
-    assert rehearse.run({**SMALL, "out": str(tmp_path / "out"), "plan_only": True}) == 0
+    assert rehearsed(tmp_path / "out", check_only=True) == 0
     assert "MiB on the disk" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
 

@@ -76,7 +76,16 @@ def test_every_verb_that_fills_a_folder_holds_it(
     for words in (
         ["build-drafter", "--target", target, "--out", out],
         ["export", "--target", target, "--drafter", target, "--out", out],
-        ["rehearse", "--target", "llama-2-7b-chat", "--shape", "tiny", "--out", out],
+        [
+            "plan",
+            "--rehearse",
+            "--target",
+            "llama-2-7b-chat",
+            "--rehearsal.shape",
+            "tiny",
+            "--rehearsal.out",
+            out,
+        ],
     ):
         capfd.readouterr()
         assert main(words) == 2

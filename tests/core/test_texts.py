@@ -145,8 +145,7 @@ def test_a_line_typed_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["build-drafter", "--help"],
         ["plan", "--target", "tiny-chat"],
-        ["devices"],
-        ["devices", "--json"],
+        ["plan", "--devices"],
         ["recipes", "list"],
         ["targets", "--json"],
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,22 +18,16 @@ from edgespec_recipes.losses import head_loss
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.pretrain import next_token_losses
-from repository import PYTHONPATH
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from edgespec.cli import main
-from edgespec.core.errors import InputError
 from edgespec.planning import costs
 from edgespec.planning.estimate import (
     LOGITS,
-    PROMPT_TOKENS,
     STORED_AT_ONCE,
     StageCost,
-    dry_run,
-    dry_run_table,
     estimate,
     size,
     stored_position_bytes,
@@ -330,14 +322,9 @@ def test_what_costs_more() -> None:
     assert costs_of["distill"].flops == whole.flops  # eight processes of five rows look at nothing ahead
 
 
-def test_the_table_sums_up() -> None:
-    recipe = resolve({"target": "x"}, {})
-    stages = estimate(recipe, WIDE, PLAIN)
-    lines = dry_run_table(recipe, WIDE, PLAIN).splitlines()
-    total = next(line.split() for line in lines if line.startswith("in all"))
-    flops = sum(cost.flops for cost in stages)
-    assert total[3] == f"{flops:.2e}"
-    assert f"{flops:.1e} FLOPs" in summary(stages)
+def test_the_summary_sums_up() -> None:
+    stages = estimate(resolve({"target": "x"}, {}), WIDE, PLAIN)
+    assert f"{sum(cost.flops for cost in stages):.1e} FLOPs" in summary(stages)
     assert [size(2**10), size(3 * 2**19), size(2.5 * 2**40)] == ["1 KiB", "1.5 MiB", "2.5 TiB"]
 
 
@@ -350,43 +337,3 @@ def test_direct_alignment_at_its_own_size() -> None:
     rule = 6 * (drafter.parameters - drafter.embedding_parameters) * tokens
     attention = costs.training_flops(drafter, tokens, 2048) / rule - 1
     assert 0.15 < attention < 0.25  # 12 · L · hidden · context against 6 N
-
-
-def test_dry_run_makes_nothing_and_needs_no_torch(tmp_path: Path) -> None:
-    program = (
-        "import sys\nfor name in ('torch', 'transformers'): sys.modules[name] = None\n"
-        "from edgespec.cli import main\n"
-        "for words in (['--target', 'tiny-chat'], ['--target', 'llama-2-7b-chat', '--recipe', 'paper-llama-2-7b-chat']):\n"
-        "    assert main(['build-drafter', '--dry-run', *words]) == 0\n"
-    )
-    environment = {"PYTHONPATH": PYTHONPATH, "EDGESPEC_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("in all") == 2
-    assert list(tmp_path.rglob("*")) == []
-
-
-def test_dry_run_where_the_target_is_not_known_here(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["build-drafter", "--target", "nobody/nothing-7b", "--dry-run"]) == 2
-    assert "hf download nobody/nothing-7b config.json" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"drafter\.checkpoint"):
-        dry_run(resolve({"target": "tiny-chat", "drafter": {"init": "checkpoint", "checkpoint": "gone"}}, {}))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_dry_run_of_a_checkpoint_and_a_teacher(families: dict[str, Path]) -> None:
-    values = {
-        "target": str(families["qwen2"]),
-        "tune": {"steps": 5, "conversations": "a.jsonl", "teacher": str(families["qwen3"])},
-        "drafter": {"init": "checkpoint", "checkpoint": str(families["llama"])},
-    }
-    text = dry_run(resolve(values, {}))
-    assert "tune" in text
-    assert f"{shape_of_target(str(families['llama'])).parameters:,}" in text
-    assert PROMPT_TOKENS == 128
-    assert "prompts of 128 tokens" in text

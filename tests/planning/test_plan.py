@@ -20,7 +20,7 @@ from edgespec.cli import main
 from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.estimate import exported_bytes
+from edgespec.planning.estimate import PROMPT_TOKENS, exported_bytes
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_device import (
     ARITHMETIC,
@@ -275,8 +275,12 @@ def test_json_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert way["name"] == "llama.cpp q4_0"
     assert list(way["lengths"][2]["speedup"]) == ["0.55"]
     assert found["device"]["fits"] is (found["device"]["needed_bytes"] <= 5 * GIB)
+    flops = sum(stage["cost"]["flops"] for stage in found["stages"])
     assert found["cost_ratios"]["parameters"] == pytest.approx(116_925_440 / 6_738_415_616)
-    assert "\n".join(found["verdict"]) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\n".join(found["verdict"]) in out
+    total = next(line.split() for line in out.splitlines() if line.startswith("in all"))
+    assert total[2] == f"{flops:.2e}"
 
 
 def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
@@ -333,6 +337,7 @@ def test_needs_no_torch_no_network_and_makes_nothing(tmp_path: Path) -> None:
         "import sys, socket\nfor name in ('torch', 'transformers', 'safetensors'): sys.modules[name] = None\n"
         "def no(*_): raise OSError('no network here')\nsocket.socket.connect = no\n"
         "from edgespec.cli import main\n"
+        "assert main(['plan', '--target', 'tiny-chat']) == 0\n"
         "sys.exit(main(['plan', '--target', 'llama-2-7b-chat', '--recipe', 'paper-llama-2-7b-chat']))"
     )
     environment = {"PYTHONPATH": PYTHONPATH, "EDGESPEC_HOME": str(tmp_path / "home"), "HOME": str(tmp_path)}
@@ -340,8 +345,32 @@ def test_needs_no_torch_no_network_and_makes_nothing(tmp_path: Path) -> None:
         [sys.executable, "-B", "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0, done.stderr
-    assert "measured with numpy" in done.stdout
+    assert done.stdout.count("; measured with numpy") == 2
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_plan_of_a_checkpoint_and_a_teacher(
+    families: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune = ("--tune.steps", "5", "--tune.conversations", "a.jsonl", "--tune.teacher", str(families["qwen3"]))
+    drafter = ("--drafter.init", "checkpoint", "--drafter.checkpoint", str(families["llama"]))
+    out = planned(capsys, "plan", "--target", str(families["qwen2"]), "--gpus", "1xH100", *tune, *drafter)
+    assert "tune" in out
+    assert f"{shape_of_target(str(families['llama'])).parameters:,}" in out
+    assert PROMPT_TOKENS == 128
+    assert "prompts of 128 tokens" in out
+
+
+def test_the_other_answers_take_their_own_options_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, error in (
+        ((), "target is missing"),
+        (("--target", "tiny-chat", "--rehearsal.minutes", "1"), "--rehearsal.minutes belongs to --rehearse"),
+        (("--target", "tiny-chat", "--rehearse", "--alphas", "0.5"), "--alphas says nothing to --rehearse"),
+        (("--target", "tiny-chat", "--rehearse", "--devices"), "--rehearse says nothing to --devices"),
+        (("--devices", "--gpus", "H100"), "--gpus says nothing to --devices"),
+    ):
+        assert main(["plan", *words]) == 2
+        assert error in capsys.readouterr().err
 
 
 def test_spans() -> None:
@@ -354,12 +383,12 @@ def test_spans() -> None:
 
 
 def test_plan_and_build_read_the_same_recipe() -> None:
-    from edgespec.planning import plan
+    from edgespec.planning.plan import read_options
     from edgespec.verbs import build
 
     given = {"target": "tiny-chat", "seed": 3, "pretrain": {"steps": 7}}
-    assert plan._read_options(dict(given))[1] == build._read_options(dict(given))[0]
-    assert isinstance(plan._read_options({**given, "device": "this machine"})[1], Recipe)
+    assert read_options(dict(given))[1] == build._read_options(dict(given))[0]
+    assert isinstance(read_options({**given, "device": "this machine"})[1], Recipe)
 
 
 PAGE = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -388,7 +417,7 @@ def test_the_docs_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_plans_of_the_docs_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     commands = PAGE.replace("\\\n", " ").splitlines()
-    plans = [line.split() for line in commands if line.startswith("    edgespec plan ")]
+    plans = [line.split() for line in commands if line.startswith("    edgespec plan --target")]
     assert len(plans) == 3
     for words in plans:
         assert planned(capsys, *words[1:], *(() if "--device" in words else ("--device", "apple-silicon")))

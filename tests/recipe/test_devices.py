@@ -25,7 +25,9 @@ NAMES = {
     "laptop-cpu-x86", "laptop-cpu-arm", "apple-silicon", "intel-npu", "qualcomm-npu", "amd-npu", "raspberry-pi",
 }  # fmt: skip
 LLAMA = TARGETS["llama-2-7b-chat"].shape
+TINYLLAMA = TARGETS["tinyllama-1.1b-chat"].shape
 assert LLAMA is not None
+assert TINYLLAMA is not None
 DRAFTER = derive(LLAMA, DrafterOptions())
 
 
@@ -43,24 +45,26 @@ def test_every_profile_is_whole() -> None:
     assert [one.name for one in profiles().values() if one.ran.startswith("run ")] == ["laptop-cpu-x86"]
 
 
-def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["devices", "list", "--json"]) == 0
-    assert {row["name"] for row in json.loads(capsys.readouterr().out)} == NAMES
-    assert main(["devices"]) == 0
-    assert all(name in capsys.readouterr().out for name in ("raspberry-pi",))
+def test_list_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "devices.json"
+    assert main(["plan", "--devices", "--json", str(file)]) == 0
+    assert {row["name"] for row in json.loads(file.read_text())} == NAMES
+    assert {line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()} >= NAMES
+    assert main(["plan", "--devices", "--target", "llama-2-7b-chat"]) == 0
+    rows = {line.split()[0]: line.split()[-1] for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["raspberry-pi"] == "yes"
+    assert rows["intel-npu"] == "no"
     for name in NAMES:
-        assert main(["devices", "show", name]) == 0
+        assert main(["plan", "--devices", "--device", name]) == 0
         shown = capsys.readouterr().out
         one = profile(name)
         assert one.ran in shown
         assert one.policy in shown
         assert f"{one.memory_gib:g} GiB" in shown
-    assert main(["devices", "show", "raspberry-pi", "--target", "llama-2-13b-chat"]) == 0
+    assert main(["plan", "--devices", "--device", "raspberry-pi", "--target", "llama-2-13b-chat"]) == 0
     assert "It does not fit; the weights alone are too large" in capsys.readouterr().out
-    assert main(["devices", "show", "raspberry"]) == 2
+    assert main(["plan", "--devices", "--device", "raspberry"]) == 2
     assert "did you mean 'raspberry-pi'" in capsys.readouterr().err
-    assert main(["devices", "show"]) == 2
-    assert "show takes a NAME" in capsys.readouterr().err
 
 
 def test_a_flag_goes_before_the_device_and_the_device_before_the_recipe() -> None:
@@ -217,10 +221,14 @@ def test_a_strangers_device_is_checked(bundle: Path, tmp_path: Path, device: dic
         open_manifest(folder, hashes=False)
 
 
-def test_the_dry_run_of_a_build_takes_a_device(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["build-drafter", "--target", "tinyllama-1.1b-chat", "--device", "raspberry-pi", "--dry-run"]
-    assert main(given) == 0
-    assert main([*given[:-3], "--device", "pi", "--dry-run"]) == 2
+def test_a_plan_says_what_the_pair_takes_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--target", "tinyllama-1.1b-chat", "--gpus", "1xH100", "--device"]
+    assert main([*given, "raspberry-pi"]) == 0
+    assert (
+        devices_fit.fit(profile("raspberry-pi"), TINYLLAMA, derive(TINYLLAMA, DrafterOptions())).text()
+        in capsys.readouterr().out
+    )
+    assert main([*given, "pi"]) == 2
     assert "unknown device 'pi'" in capsys.readouterr().err
 
 

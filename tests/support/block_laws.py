@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
-from edgespec_runtime.rules.acceptance import LOSSLESS, Place, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
 from edgespec_runtime.rules.sampling import Warp, warp
 
 V = 5
@@ -39,12 +39,12 @@ def model(seed: int, spread: float = 2.0) -> Model:
     return lambda prefix: (np.random.default_rng([seed, *prefix]).normal(size=V) * spread).astype(np.float32)
 
 
-def position_law(rule: TokenRule, place: Place) -> np.ndarray:
+def position_law(rule: TokenRule, position: Position) -> np.ndarray:
     """π [V] of one position: a draft token that stays, or the residual."""
-    q = place.q.dense(V).astype(np.float64)
-    stays = np.array([rule.accept(place, x) if q[x] > 0 else 0.0 for x in range(V)])
+    q = position.q.dense(V).astype(np.float64)
+    stays = np.array([rule.accept(position, x) if q[x] > 0 else 0.0 for x in range(V)])
     rejected = float((q * (1 - stays)).sum())
-    return q * stays + (rejected * rule.residual(place).dense(V) if rejected else 0.0)
+    return q * stays + (rejected * rule.residual(position).dense(V) if rejected else 0.0)
 
 
 def block_law(
@@ -57,18 +57,18 @@ def block_law(
     for drafted in itertools.product(range(V), repeat=gamma):
         logits = [draft(drafted[:i]) for i in range(gamma + 1)]
         q = [warp(row, draft_how) for row in logits]
-        places = [Place(target(drafted[:i]), logits[i], q[i], how) for i in range(gamma + 1)]
-        reached = float(np.prod([places[i].q.prob(drafted[i]) for i in range(gamma)]))
+        positions = [Position(target(drafted[:i]), logits[i], q[i], how) for i in range(gamma + 1)]
+        reached = float(np.prod([positions[i].q.prob(drafted[i]) for i in range(gamma)]))
         if reached == 0.0:
             continue
-        for position, place in enumerate(places):
-            if position == gamma:
+        for i, position in enumerate(positions):
+            if i == gamma:
                 chance = 0.0
-                added = position_law(rule, place) if rule.mixes else place.p.dense(V)
+                added = position_law(rule, position) if rule.mixes else position.p.dense(V)
             else:
-                chance, added = rule.accept(place, drafted[position]), rule.residual(place).dense(V)
+                chance, added = rule.accept(position, drafted[i]), rule.residual(position).dense(V)
             for token, mass in enumerate(added):
-                prefix = (*drafted[:position], token)
+                prefix = (*drafted[:i], token)
                 spread(law, go_on, prefix, reached * (1 - chance) * float(mass), gamma + 1)
             reached *= chance
     return law

@@ -110,7 +110,7 @@ def diverging(model: Any, batches: Sequence[trainer.Batch]) -> Iterator[torch.Te
         yield loss * (float("nan") if broken else 1.0)
 
 
-def crew(out: Path) -> None:
+def ranks(out: Path) -> None:
     """What the functions of processes.py gave this process: `out`/RANK.json."""
     rank = processes.rank()
     with processes.first():
@@ -134,8 +134,8 @@ def run(models: Path, out: Path, jobs: list[str]) -> None:
     for job in jobs:
         place = out / job
         place.mkdir(parents=True, exist_ok=True)
-        if job == "crew":
-            crew(place)
+        if job == "ranks":
+            ranks(place)
         elif job == "pretrain":
             pretraining(models, place, next_token_losses)
         elif job == "slow":

@@ -96,7 +96,7 @@ class Card:
             f"A chat model of {count(self.target.parameters)} parameters and a drafter of {count(self.drafter.parameters)} "
             f"({self.cost_ratio:.2%}) that proposes tokens for it. The target decides every token: the text has the "
             f"distribution of the target alone.{known}\n\n"
-            "    edgespec chat .\n    edgespec bench .\n    edgespec elsewhere .    # the pair in the other engines below\n\n"
+            "    edgespec chat .\n    edgespec bench .\n    edgespec other-engines .    # the pair in the other engines below\n\n"
             f"Default: {self.default['engine']} {self.default['precision']} ({plain(self.default['reason'])}).\n"
         )
 

@@ -21,15 +21,15 @@ from edgespec.core.files import (
     write_text,
 )
 from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
-from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
-from edgespec.model_folder.head import head_shape, is_head
+from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.devices import Profile
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec.stages.stage import versions
 from edgespec_export.bundle.card import Card, CardFile
+from edgespec_export.bundle.default_choice import choose_default
 from edgespec_export.formats.export import ROLES, ExportedFile, drafter_precision, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
@@ -65,8 +65,8 @@ def write_bundle(
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
-    shapes = {role: _shape_of(folder) for role, folder in folders.items()}
-    subset = vocabulary_of(drafter_folder) if head else check_same_tokenizer(target_folder, drafter_folder)
+    shapes = {role: shape_of_drafter(folder) for role, folder in folders.items()}
+    subset = check_same_tokenizer(target_folder, drafter_folder)
     own = own_file(target_folder)
     files = exported_files(export_folder, options, own, head=head)
     if not files:
@@ -104,7 +104,13 @@ def write_bundle(
                 if role == "target"
             },
         }
-        default = _default(options, streamed, device, own)
+        default = _default(options, streamed, device, own) or choose_default(
+            files,
+            subset,
+            {role: shape.parameters for role, shape in shapes.items()},
+            verification,
+            metrics,
+        )
         both = _both(files)
         onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
         gguf = both.get("llama.cpp", []) if subset is None else []
@@ -150,32 +156,14 @@ def write_bundle(
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
 
 
-def _shape_of(folder: Path) -> ModelShape:
-    """A model's shape; a head's as that of a model of its widths, whose table is its output rows."""
-    if not is_head(folder):
-        return ModelShape.from_config(read_json(folder / "config.json"))
-    shape = head_shape(folder)
-    return ModelShape(
-        hidden=shape["hidden_size"],
-        layers=shape["layers"],
-        heads=shape["heads"],
-        kv_heads=shape["kv_heads"],
-        head_dim=shape["head_dim"],
-        intermediate=shape["intermediate_size"],
-        vocab_size=shape["draft_vocab_size"],
-        tied=True,
-        context_length=shape["context_length"],
-        rope_theta=shape["rope_theta"],
-        rms_norm_eps=shape["rms_norm_eps"],
-    )
-
-
 def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:
     """A draft token must mean the same to both models. Returns the drafter's subset of the target's tokens (None: all of them).
 
     Raises InputError saying what differs.
     """
     subset = vocabulary_of(drafter_folder)
+    if is_head(drafter_folder):
+        return subset  # it has the target's tokens by their ids, and no tokenizer
     target, drafter = (
         int(read_json(folder / "config.json")["vocab_size"]) for folder in (target_folder, drafter_folder)
     )
@@ -269,9 +257,9 @@ def _default(
     streamed: dict[tuple[str, str], int],
     device: Profile | None,
     own: OwnFile | None,
-) -> dict[str, str]:
-    """What chat runs unless told otherwise, and why: a device's own choice; ONNX Runtime needs no extra; floats while they are
-    cheap to read.
+) -> dict[str, str] | None:
+    """What chat runs unless told otherwise, where no clock is needed: a device's own choice, the only files that there are,
+    floats while they are cheap to read. None: the files must be timed.
     """
     if device is not None:
         precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
@@ -283,16 +271,16 @@ def _default(
             "precision": options.npu[0],
             "reason": "the bundle has static graphs only",
         }
-    if not options.onnx:
-        precision = drafter_precision(options) if own is None else own.precision
-        return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
     size = streamed.get(("target", "onnxruntime/fp32"))
-    if size is None or ("int4" in options.onnx and size > FLOAT_LIMIT):
-        reason = "int4 reads an eighth of the float weights" if size else "the bundle has no float weights"
-        precision = "int4" if "int4" in options.onnx else options.onnx[0]
-        return {"engine": "onnxruntime", "precision": precision, "reason": reason}
-    reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
-    return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
+    if size is not None and size <= FLOAT_LIMIT:
+        reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
+        return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
+    if len(options.onnx) + len(options.gguf) > 1:
+        return None
+    if options.onnx:
+        return {"engine": "onnxruntime", "precision": options.onnx[0], "reason": "the bundle has no other"}
+    precision = drafter_precision(options) if own is None else own.precision
+    return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
 
 
 def _size(path: Path) -> int:

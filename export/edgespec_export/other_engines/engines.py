@@ -1,6 +1,6 @@
 """Engines written elsewhere, run on a bundle's own files: one class each, one greedy answer at a time, with what was counted.
 
-Knows how each package is called. What their numbers should be is elsewhere_check.py's.
+Knows how each package is called. What their numbers should be is check.py's.
 """
 
 from __future__ import annotations

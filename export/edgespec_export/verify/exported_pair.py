@@ -10,7 +10,7 @@ right.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,17 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
 def open_models(
     target: ExportedFile,
     drafter: ExportedFile,
-    parameters: dict[str, int],
+    parameters: Mapping[str, int],
     subset: Vocabulary | None,
     opened: list[Engine],
+    *,
+    fast: bool = False,
 ) -> tuple[CachedEngine, CachedEngine]:
-    """Both files of a pair; `opened` gets each engine once it is open, for the caller to close. See `acceptance_by_cause`."""
-    opened.append(open_file(target, parameters["target"], None, features=drafter.is_head))
+    """Both files of a pair; `opened` gets each engine once it is open, for the caller to close. See `acceptance_by_cause`.
+
+    `fast`: the target in its fast mode.
+    """
+    opened.append(open_file(target, parameters["target"], None, features=drafter.is_head, fast=fast))
     first = CachedEngine(opened[0])
     if drafter.is_head:
         assert subset is not None
@@ -138,12 +143,18 @@ def open_first_pair(
 
 
 def open_file(
-    file: ExportedFile, parameters: int, subset: Vocabulary | None, *, features: bool = False
+    file: ExportedFile,
+    parameters: int,
+    subset: Vocabulary | None,
+    *,
+    features: bool = False,
+    fast: bool = False,
 ) -> Engine:
-    """A file as the runtime's exact mode opens it; a drafter runs from its fast graph there."""
-    graph = file.fast_graph if file.role == "drafter" else None
+    """A file as the runtime's exact mode opens it, or its `fast` one; a drafter runs from its fast graph in both."""
+    graph = file.fast_graph if fast or file.role == "drafter" else None
+    attention = False if fast and file.engine == "llama.cpp" else None
     threads = 1 if parameters < SMALL else None
-    engine = load_engine(file.engine, file.path, None, threads, None, graph, features)
+    engine = load_engine(file.engine, file.path, None, threads, attention, graph, features)
     return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)
 
 

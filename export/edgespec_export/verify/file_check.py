@@ -152,11 +152,14 @@ def context_for(shape: ModelShape) -> int | None:
     return None if shape.rope_border is None else min(shape.rope_border + BLOCK, shape.context_length)
 
 
+def has_engine(file: ExportedFile) -> bool:
+    """Whether the engine that runs a file is installed here."""
+    return file.engine != "llama.cpp" or is_available()
+
+
 def opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:
     """What opens a file in its exact mode; None where its engine is not installed. `context`: None for the model's own."""
-    if file.engine == "llama.cpp" and not is_available():
-        return None
-    return lambda: load_engine(file.engine, file.path, context, threads)
+    return (lambda: load_engine(file.engine, file.path, context, threads)) if has_engine(file) else None
 
 
 def fast_opener(file: ExportedFile, threads: int | None, context: int | None) -> Callable[[], Engine] | None:

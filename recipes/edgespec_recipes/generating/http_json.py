@@ -100,7 +100,11 @@ class JsonServer:
                     f"status {error.code}: {words}", float(after) if after.isdecimal() else 0.0
                 ) from error
             raise Refusal(error.code, words) from error
-        except (OSError, http.client.HTTPException) as error:  # refused, reset, timed out, cut short
+        except (
+            OSError,
+            http.client.HTTPException,
+            UnicodeError,
+        ) as error:  # refused, timed out, cut short, no host name
             raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
         if len(seen) > MAX_ANSWER:
             raise InputError(

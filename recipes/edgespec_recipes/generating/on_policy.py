@@ -1,6 +1,6 @@
 """The drafter writes responses of its own while it trains (DistillSpec's student data). Fills the `room` that mixing.py left.
 
-Every token is drawn with the random number of its place in the run (places.py). So a run that was killed and started again writes
+Every token is drawn with the random number of its position in the run. So a run that was killed and started again writes
 the same responses, and micro-batches and several processes write those of one batch, up to rounding.
 """
 
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from edgespec_recipes.data.token_rows import PADDING
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.losses.places import WRITING, noise
+from edgespec_recipes.losses.positions import WRITING, noise
 
 Batch = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from edgespec_recipes.losses.head_loss import TargetRows, head_loss, in_head
 from edgespec_recipes.losses.losses import Divergence, nll
-from edgespec_recipes.losses.places import places_of
+from edgespec_recipes.losses.positions import positions_of
 from edgespec_recipes.losses.target_rows import label_rows, labels_of
 from edgespec_recipes.parallel import processes
 
@@ -21,7 +21,7 @@ def mean_weights(kept: Sequence[Tensor], sequences: Sequence[Tensor] | None = No
     """What every position weighs in the mean over a step: [n] float32 for each micro-batch of this process.
 
     kept: bool [n] of each micro-batch. All kept positions weigh alike, unless `sequences` are given, int64 [n], each
-    position's sequence in its micro-batch (Places). Then it is the mean over the kept positions of each sequence, and over
+    position's sequence in its micro-batch (Positions). Then it is the mean over the kept positions of each sequence, and over
     the sequences that have any (DistillSpec, Eq. 2 and Algorithm A.2). Where nothing is kept, all is 0.
 
     The weights of all micro-batches of all processes sum to the number of processes: backward passes add up over
@@ -51,12 +51,12 @@ def label_losses(
     """Cross-entropy of the next tokens, a micro-batch at a time; their sum, averaged over the processes, is the step's mean.
 
     Micro-batches have input_ids [B, T] and compared [B, T] (positions whose next token counts), with mean "sequences" also
-    what Places takes; `inputs_of` makes of one what the model is given. A drafter with a vocabulary of its own does not
+    what Positions takes; `inputs_of` makes of one what the model is given. A drafter with a vocabulary of its own does not
     learn labels outside it.
     """
     columns = known_tokens(model)
     sides = [label_rows(labels_of(batch), columns) for batch in batches]
-    sequences = [places_of(batch).sequence for batch in batches] if mean == "sequences" else None
+    sequences = [positions_of(batch).sequence for batch in batches] if mean == "sequences" else None
     weights = mean_weights([known for _, known in sides], sequences)
     for batch, (rows, _), own in zip(batches, sides, weights, strict=True):
         yield in_head(model, batch["compared"], inputs_of(batch), _against(rows, own))

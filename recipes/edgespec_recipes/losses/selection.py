@@ -31,7 +31,7 @@ def select(excess: Sequence[Tensor], places: Sequence[Tensor], fraction: float) 
     """bool [n] for each micro-batch: the positions among the `fraction` of the step's with the largest excess.
 
     excess: [n] of each micro-batch of this process. places: int64 [n], the same for a position however the step is split
-    (Places). round(k · N) of the N positions of all micro-batches and processes are kept, at least one; of equal ones those
+    (Positions). round(k · N) of the N positions of all micro-batches and processes are kept, at least one; of equal ones those
     that come first in the run. A position whose excess is NaN is kept besides, so that its loss stops the training. Every
     process must call it.
     """

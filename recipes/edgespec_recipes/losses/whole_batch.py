@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from edgespec_recipes.losses.mean_loss import mean_weights
-from edgespec_recipes.losses.places import Places
+from edgespec_recipes.losses.positions import Positions
 from edgespec_recipes.losses.selection import select
 from edgespec_recipes.parallel import processes
 
@@ -40,7 +40,7 @@ class Terms:
 
 
 def settle(
-    places: Sequence[Places],
+    places: Sequence[Positions],
     surveys: Sequence[Survey],
     *,
     scope: str,

@@ -30,7 +30,7 @@ from edgespec_recipes.generating.stored import Store
 from edgespec_recipes.losses.head_loss import TargetRows, head_loss, head_values, in_head
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.mean_loss import label_losses
-from edgespec_recipes.losses.places import LOSS, Places, noise, places_of
+from edgespec_recipes.losses.positions import LOSS, Positions, noise, positions_of
 from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence
 from edgespec_recipes.losses.target_rows import hidden_at, join_rows, labels_of, live_rows
 from edgespec_recipes.losses.whole_batch import Survey, Terms, settle
@@ -46,7 +46,7 @@ class _Part:
     """A micro-batch of a step, and what is known of it so far."""
 
     batch: Batch
-    places: Places
+    places: Positions
     target: RowsFor | None = None
     survey: Survey = Survey()
     terms: Terms | None = None
@@ -104,7 +104,7 @@ class Objective:
         return self._losses(model, batches)
 
     def _losses(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        step = [_Part(batch, places_of(batch)) for batch in batches]
+        step = [_Part(batch, positions_of(batch)) for batch in batches]
         for part in step[1:] if self.looks else ():
             part.target = self.target_rows(part.batch, set_aside=True)
             with torch.no_grad():

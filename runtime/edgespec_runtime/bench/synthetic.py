@@ -37,7 +37,7 @@ from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
-from edgespec_runtime.rules.acceptance import LOSSLESS, Place, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
 
 LEAST_ROUNDS = 3
 TEMPERATURES = (0.0, 1.0)
@@ -55,11 +55,12 @@ SHARED = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class Options(bench.Options):
     bundle: str = with_default(bench.Options, "bundle", "")
+    mode: str = with_default(bench.Options, "mode", EXACT)
     synthetic: str = knob(
         "",
-        "instead of a bundle: random weights of this target's shape (an alias or a folder with a config.json) and its drafter's, "
-        "acceptance replayed; unless told otherwise in every usual engine and precision, at temperature 0 and 1, with draft "
-        "lengths chosen from measured costs; --seconds are spent on each of these ways",
+        "instead of a bundle: random weights of the shapes of this target (an alias or a folder with a config.json) and its "
+        "drafter, with the acceptance rates of --alphas. Runs every usual engine and precision, temperatures 0 and 1, and draft "
+        "lengths chosen from measured costs, unless you give these; takes --seconds for each",
     )
     alphas: tuple[float, ...] = knob(
         (0.5, 0.6, 0.7, 0.8, 0.9),
@@ -69,7 +70,7 @@ class Options(bench.Options):
     )
     alphas_by_position: tuple[float, ...] = knob(
         (),
-        "with --synthetic: one more trace, with the acceptance rates of a block's first, second ... token; the last one goes on",
+        "with --synthetic: also a run with these acceptance rates of a block's first, second ... draft token; the last goes on",
         at_least=0.0,
         at_most=1.0,
     )
@@ -135,8 +136,8 @@ class Replay:
     def observe(self, outcome: Outcome) -> None:
         self._schedule.observe(outcome)
 
-    def _accept(self, place: Place, token: int) -> float:
-        LOSSLESS.accept(place, token)
+    def _accept(self, position: Position, token: int) -> float:
+        LOSSLESS.accept(position, token)
         rate = self._rates[min(self._position, len(self._rates) - 1)]
         self._position += 1
         return rate

@@ -18,7 +18,7 @@ from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError, did_you_mean
 from edgespec.core.metrics import RawCounts
-from edgespec.core.options import check, from_mapping, knob
+from edgespec.core.options import check, from_mapping, help_of, knob
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import Interrupt, Lines, dim, harmless, has_colour
@@ -177,7 +177,7 @@ class Chat:
         width = max(map(len, usage.values()))
         lines = [f"{usage[name]:<{width}}  {command.help}" for name, command in COMMANDS.items()]
         knobs = [
-            f"  {name} = {_shown(getattr(self.options, name))}: {field.metadata['help']}"
+            f"  {name} = {_shown(getattr(self.options, name))}: {help_of(field)}"
             for name, field in SETTABLE.items()
         ]
         self.note("\n".join([*lines, "knobs:", *knobs, "Ctrl-C stops a reply; twice at the prompt leaves."]))

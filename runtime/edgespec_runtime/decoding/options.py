@@ -10,7 +10,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import knob
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.sampling import Warp
-from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, LoopRule, rule_of
+from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
@@ -32,18 +32,19 @@ class ReplyOptions(Warp):
     )
     rule: str | None = knob(
         None,
-        "acceptance rule, with its parameters where it has some: opt:a=0.3 (default: lossless when greedy; at a temperature, "
-        f"{REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
+        "acceptance rule: {names}; with its parameters where it has some: opt:a=0.3 (default: lossless when greedy; at a "
+        f"temperature, {REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
+        names=lambda: RULES,
     )
     drafter: str = knob(
         MODEL,
-        "who drafts: the drafter, what followed the same tokens earlier (lookup), or that where it is found and else the drafter",
+        "who drafts: the drafter model, prompt lookup (what followed the same tokens earlier), or hybrid: lookup, else the model",
         choices=(MODEL, LOOKUP, HYBRID),
     )
     lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1)
     p_min: float = knob(
         0.0,
-        "end a draft where no token has this probability in the drafter's eyes",
+        "end a draft where the drafter gives no token this probability",
         at_least=0.0,
         at_most=1.0,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
+from edgespec.recipe.schema import precision_names
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.rope_border import across_border
@@ -37,8 +38,8 @@ class LoadOptions:
     )
     precision: str = knob(
         "",
-        "precision of both models: fp32, fp16, int8, int4 (onnxruntime); f32, f16, bf16, q8_0, q4_0, q4_k_m, q5_k_m, q6_k "
-        "(llama.cpp); fp32, qdq8, qdq16 (static, openvino) (default: the bundle's)",
+        "precision of both models: {names} (default: the bundle's)",
+        names=precision_names,
     )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
@@ -48,9 +49,10 @@ class LoadOptions:
         "blocks exact)",
     )
     mode: str = knob(
-        EXACT,
-        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie",
-        choices=MODES,
+        "",
+        "exact: the logits of a block are those of single steps; fast: cheaper kernels, which can change a reply at a near tie "
+        "(default: exact, or fast where exact kernels slow plain decoding)",
+        choices=("", *MODES),
     )
 
 
@@ -199,6 +201,11 @@ def _choose(manifest: Manifest, options: LoadOptions) -> tuple[str, str]:
     return engine, preferred if preferred in offered else offered[0]
 
 
+def _usual_mode(manifest: Manifest, engine: str, precision: str) -> str:
+    """Fast for the files whose exact kernels would slow plain decoding, as timed where the bundle was made; else exact."""
+    return FAST if f"{engine}/{precision}" in str(manifest.default.get("fast", "")).split() else EXACT
+
+
 def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
     """The subset of the target's tokens that the drafter knows; None where it knows them all."""
     name = manifest.drafter.vocabulary
@@ -234,6 +241,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     """
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
+    options = replace(options, mode=options.mode or _usual_mode(manifest, engine, precision))
     ratios = manifest.cost_ratios(engine, precision)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)

@@ -34,7 +34,7 @@ class Draft:
     copied: int = 0
 
 
-class Place:
+class Position:
     """What a rule sees at one position. p is warped when first asked for.
 
     raw_p, raw_q: float32 [V], the softmax of the unwarped logits, computed when first asked for.
@@ -117,12 +117,12 @@ def happens(chance: float, source: TokenSource) -> bool:
 class TokenRule(Rule):
     """A rule that tests one draft token after another, up to the first rejection.
 
-    accept(place, x): probability in [0, 1] with which x ~ q stays; residual(place): drawn from after a rejection. So the law of a
-    position is π(x) = q(x)·accept(x) + Σ_u q(u)·(1 − accept(u)) · residual(x).
+    accept(position, x): probability in [0, 1] with which x ~ q stays; residual(position): drawn from after a rejection. So the
+    law of a position is π(x) = q(x)·accept(x) + Σ_u q(u)·(1 − accept(u)) · residual(x).
     """
 
-    accept: Callable[[Place, int], float]
-    residual: Callable[[Place], Categorical]
+    accept: Callable[[Position, int], float]
+    residual: Callable[[Position], Categorical]
     mixes: bool = False
     raw: bool = False
     draft_greedily: bool = False
@@ -132,22 +132,20 @@ class TokenRule(Rule):
     ) -> tuple[int, int]:
         """As `Rule.verify`. Rows after a rejection are never warped."""
         count = len(draft.tokens)
-        for position, token in enumerate(draft.tokens):
-            place = Place(
-                rows[position], draft.logits[position] if self.raw else None, draft.q[position], how
-            )
-            if not self._stays(place, token, source):
-                return position, source.sample(self.residual(place), start + position)
+        for i, token in enumerate(draft.tokens):
+            position = Position(rows[i], draft.logits[i] if self.raw else None, draft.q[i], how)
+            if not self._stays(position, token, source):
+                return i, source.sample(self.residual(position), start + i)
         if self.mixes and len(draft.q) > count:
             # The token behind a whole block has the law π too (cascades, Algorithm 4): drawn from q, and tested like the others.
-            place = Place(rows[count], draft.logits[count] if self.raw else None, draft.q[count], how)
-            token = source.sample(place.q, start + count)
-            stays = self._stays(place, token, source)
-            return count, token if stays else source.sample(self.residual(place), start + count)
+            position = Position(rows[count], draft.logits[count] if self.raw else None, draft.q[count], how)
+            token = source.sample(position.q, start + count)
+            stays = self._stays(position, token, source)
+            return count, token if stays else source.sample(self.residual(position), start + count)
         return count, draw(rows[count], how, source, start + count)
 
-    def _stays(self, place: Place, token: int, source: TokenSource) -> bool:
-        return happens(self.accept(place, token), source)
+    def _stays(self, position: Position, token: int, source: TokenSource) -> bool:
+        return happens(self.accept(position, token), source)
 
 
 def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
@@ -156,8 +154,8 @@ def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
 
 
 LOSSLESS = TokenRule(
-    accept=lambda place, token: accept_ratio(place.p, place.q, token),
-    residual=lambda place: place.p.excess(place.q),
+    accept=lambda position, token: accept_ratio(position.p, position.q, token),
+    residual=lambda position: position.p.excess(position.q),
 )
 """min(1, p/q) and norm(max(0, p − q)): the output is distributed as p (Leviathan et al. 2023, Algorithm 1)."""
 
@@ -177,8 +175,8 @@ def unmatched(p: Categorical, q: Categorical) -> Categorical:
 
 
 MATCHING = TokenRule(
-    accept=lambda place, token: place.p.prob(token),
-    residual=lambda place: unmatched(place.p, place.q),
+    accept=lambda position, token: position.p.prob(token),
+    residual=lambda position: unmatched(position.p, position.q),
 )
 """What engines do that sample from the target and keep a draft token where the sample equals it: α = Σ p·q, the output is p.
 

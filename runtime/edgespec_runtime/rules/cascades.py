@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec_runtime.rules.acceptance import LOSSLESS, Place, Rule, TokenRule, accept_ratio
+from edgespec_runtime.rules.acceptance import LOSSLESS, Position, Rule, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical
 
 Logits = NDArray[np.float32]
@@ -40,29 +40,29 @@ def total_variation(p: Categorical, q: Categorical) -> float:
     return float(np.maximum(p.probs - q.on(p), 0).sum(dtype=np.float64))
 
 
-def discrepancy(place: Place) -> float:
+def discrepancy(position: Position) -> float:
     """D(q, p) of BiLD on raw distributions: −log p(argmax q) when greedy, else −Σ q log p (appendix F.1; F.5 prints no minus)."""
-    log_p = log_total(place.p_logits)
-    if place.greedy:
-        return log_p - float(place.p_logits[place.q_logits.argmax()])
-    return float((place.raw_q * (log_p - place.p_logits)).sum(dtype=np.float64))
+    log_p = log_total(position.p_logits)
+    if position.greedy:
+        return log_p - float(position.p_logits[position.q_logits.argmax()])
+    return float((position.raw_q * (log_p - position.p_logits)).sum(dtype=np.float64))
 
 
-def peak_gap(place: Place) -> float:
+def peak_gap(position: Position) -> float:
     """max p − max q: how much surer the target is."""
-    return float(place.raw_p.max()) - float(place.raw_q.max())
+    return float(position.raw_p.max()) - float(position.raw_q.max())
 
 
-def entropy_gap(place: Place) -> float:
+def entropy_gap(position: Position) -> float:
     """H(q) − H(p): how much surer the target is, in nats."""
-    return entropy(place.q_logits) - entropy(place.p_logits)
+    return entropy(position.q_logits) - entropy(position.p_logits)
 
 
-def cascade(defers: Callable[[Place], bool]) -> Rule:
+def cascade(defers: Callable[[Position], bool]) -> Rule:
     """π = p where the rule defers to the target and else q; a draft token is rejected with probability δ·TV(p, q) (Lemma 3)."""
 
-    def accept(place: Place, token: int) -> float:
-        return accept_ratio(place.p, place.q, token) if defers(place) else 1.0
+    def accept(position: Position, token: int) -> float:
+        return accept_ratio(position.p, position.q, token) if defers(position) else 1.0
 
     return TokenRule(
         accept, LOSSLESS.residual, mixes=True, raw=True
@@ -71,51 +71,51 @@ def cascade(defers: Callable[[Place], bool]) -> Rule:
 
 def chow(a: float) -> Rule:
     """δ = [max q < 1 − a]"""
-    return cascade(lambda place: bool(place.raw_q.max() < 1 - a))
+    return cascade(lambda position: bool(position.raw_q.max() < 1 - a))
 
 
 def chow_log(a: float) -> Rule:
     """δ = [H(q) > a] (Eq. 26)"""
-    return cascade(lambda place: entropy(place.q_logits) > a)
+    return cascade(lambda position: entropy(position.q_logits) > a)
 
 
-def diff(a: float, gap: Callable[[Place], float] = peak_gap) -> Rule:
+def diff(a: float, gap: Callable[[Position], float] = peak_gap) -> Rule:
     """δ = [max q < max p − a] (Eq. 5), or with entropies δ = [H(p) < H(q) − a] (Eq. 27)."""
-    return cascade(lambda place: gap(place) > a)
+    return cascade(lambda position: gap(position) > a)
 
 
-def opt(a: float, gap: Callable[[Place], float] = peak_gap) -> Rule:
+def opt(a: float, gap: Callable[[Position], float] = peak_gap) -> Rule:
     """δ = [max q < max p − a·TV(p̃, q̃)], TV of the warped ones (Eq. 10, appendix C.1); or with entropies (Eq. 28)."""
 
-    def defers(place: Place) -> bool:
-        surer = gap(place)
+    def defers(position: Position) -> bool:
+        surer = gap(position)
         if surer <= 0 <= a:  # TV cannot be negative: the target need not be warped
             return False
-        return surer > a * total_variation(place.p, place.q)
+        return surer > a * total_variation(position.p, position.q)
 
     return cascade(defers)
 
 
 def bild_star(a: float) -> Rule:
     """δ = [D(q, p) > a]: BiLD's target law by rejection sampling, without its fallback (appendix F.5)."""
-    return cascade(lambda place: discrepancy(place) > a)
+    return cascade(lambda position: discrepancy(position) > a)
 
 
-def token_specific(trusted: Callable[[Place], NDArray[np.bool_]]) -> Rule:
+def token_specific(trusted: Callable[[Position], NDArray[np.bool_]]) -> Rule:
     """π(v) = q(v)·[v ∈ T] + p(v)·η, η = Σ_{u ∉ T} q(u).
 
     Args:
         trusted: T as bool [V], the tokens at which the drafter may speak.
     """
 
-    def accept(place: Place, token: int) -> float:
-        known = trusted(place)
+    def accept(position: Position, token: int) -> float:
+        known = trusted(position)
         if known[token]:
             return 1.0  # π(x) >= q(x)
-        return min(1.0, place.p.prob(token) * _deferred(place.q, known) / place.q.prob(token))
+        return min(1.0, position.p.prob(token) * _deferred(position.q, known) / position.q.prob(token))
 
-    def target(place: Place) -> Categorical:
-        p, q, known = place.p, place.q, trusted(place)
+    def target(position: Position) -> Categorical:
+        p, q, known = position.p, position.q, trusted(position)
         share = _deferred(q, known)
         if share == 0.0:
             return q
@@ -124,7 +124,7 @@ def token_specific(trusted: Callable[[Place], NDArray[np.bool_]]) -> Rule:
         ids = np.union1d(p.ids, q.ids)
         return Categorical(ids, q.at(ids) * known[ids] + p.at(ids) * share)
 
-    return TokenRule(accept, lambda place: target(place).excess(place.q), mixes=True, raw=True)
+    return TokenRule(accept, lambda position: target(position).excess(position.q), mixes=True, raw=True)
 
 
 def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:
@@ -134,14 +134,14 @@ def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:
 
 def token_v1(a: float) -> Rule:
     """T = {q >= max p − a} (Eq. 13)"""
-    return token_specific(lambda place: place.raw_q >= place.raw_p.max() - a)
+    return token_specific(lambda position: position.raw_q >= position.raw_p.max() - a)
 
 
 def token_v2(a: float) -> Rule:
     """T = {p >= max p − a} (Eq. 14)"""
-    return token_specific(lambda place: place.raw_p >= place.raw_p.max() - a)
+    return token_specific(lambda position: position.raw_p >= position.raw_p.max() - a)
 
 
 def token_v3(a: float) -> Rule:
     """T = {p >= (1 − a)·max p} (Eq. 15)"""
-    return token_specific(lambda place: place.raw_p >= place.raw_p.max() * (1 - a))
+    return token_specific(lambda position: position.raw_p >= position.raw_p.max() * (1 - a))

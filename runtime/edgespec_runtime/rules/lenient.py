@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgespec_runtime.rules.acceptance import LOSSLESS, Place, Rule, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS, Position, Rule, TokenRule
 from edgespec_runtime.rules.sampling import Categorical
 
 
@@ -25,8 +25,8 @@ def lenience(allowed: Callable[[float], float]) -> Rule:
         allowed: f, from a probability p(x) to what the draft may give x; at least p.
     """
 
-    def accept(place: Place, token: int) -> float:
-        return min(1.0, allowed(place.p.prob(token)) / place.q.prob(token))
+    def accept(position: Position, token: int) -> float:
+        return min(1.0, allowed(position.p.prob(token)) / position.q.prob(token))
 
     return TokenRule(accept, LOSSLESS.residual, mixes=True)
 
@@ -37,17 +37,17 @@ def lossy(a: float, beta: float) -> Rule:
     Args:
         a: in [0, 1). beta: at least 1 − a; above 1 the residual may be empty, and then p is drawn from.
     """
-    return _lossy(a, lambda place: excess(place.p, place.q, beta))
+    return _lossy(a, lambda position: excess(position.p, position.q, beta))
 
 
 def lossy_star(a: float) -> Rule:
     """`lossy` with the β of `tuned_beta` at every rejection, so that the output law is π."""
-    return _lossy(a, lambda place: excess(place.p, place.q, tuned_beta(place.p, place.q, a)))
+    return _lossy(a, lambda position: excess(position.p, position.q, tuned_beta(position.p, position.q, a)))
 
 
-def _lossy(a: float, residual: Callable[[Place], Categorical]) -> Rule:
-    def accept(place: Place, token: int) -> float:
-        return min(1.0, place.p.prob(token) / ((1 - a) * place.q.prob(token)))
+def _lossy(a: float, residual: Callable[[Position], Categorical]) -> Rule:
+    def accept(position: Position, token: int) -> float:
+        return min(1.0, position.p.prob(token) / ((1 - a) * position.q.prob(token)))
 
     return TokenRule(accept, residual, mixes=True)
 

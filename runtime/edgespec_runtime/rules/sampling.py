@@ -156,8 +156,8 @@ class Categorical:
             rest = other._weights * (-scale / other._sum())
             rest += self._weights
         else:
-            beside = other.dense(len(self._weights)) if self.ids is None else other.at(self.ids)
-            rest = self._weights - beside * scale
+            q_on_p = other.dense(len(self._weights)) if self.ids is None else other.at(self.ids)
+            rest = self._weights - q_on_p * scale
         np.maximum(rest, 0, out=rest)
         return Categorical(self.ids, rest, None) if rest.item(rest.argmax()) > 0 else self
 

@@ -31,6 +31,7 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.cascades import log_total
 from edgespec_runtime.rules.sampling import Warp
+from edgespec_runtime.rules.table import RULES
 from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import Message
 from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm, arms_of
@@ -57,7 +58,9 @@ class Options(Warp, LoadOptions):
     bundle: str = knob("", help="bundle folder", positional=True)
     rules: tuple[str, ...] = knob(
         ("lossless", "lossy", "chow", "opt", "token-v3", "token-cascade"),
-        "acceptance rules, at every value of --alphas; one with its own value (opt:a=0.3) or without a parameter a is one point",
+        "acceptance rules, at every value of --alphas; one with its own value (opt:a=0.3) or without a parameter a is one point: "
+        "{names}",
+        names=lambda: RULES,
     )
     alphas: tuple[float, ...] = knob(
         (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9),
@@ -77,7 +80,7 @@ class Options(Warp, LoadOptions):
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = with_default(ReplyOptions, "max_new_tokens", 64)
     draft_length: int = knob(5, "draft tokens in a block (γ)", at_least=1)
-    seed: int = with_default(ReplyOptions, "seed", 0)
+    seed: int = knob(0, "seed of the sampling", at_least=0, at_most=2**63 - 1)
     repeats: int = knob(
         1,
         "runs of every prompt by every rule, each with a seed of its own; the median pace counts",

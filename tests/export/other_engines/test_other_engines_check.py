@@ -1,5 +1,5 @@
-"""`edgespec elsewhere`: engines chosen, compared and refused. llama.cpp's programs are stood in for: only how they are called is
-tested here (docs/other-engines.md says what the real ones did).
+"""`edgespec other-engines`: engines chosen, compared and refused. llama.cpp's programs are stood in for: only how they are called
+is tested here (docs/other-engines.md says what the real ones did).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def test_three_engines_agree_with_edgespec(
     counts = tmp_path / "counts.json"
     target = both.parent / "target"
     command = [
-        "elsewhere",
+        "other-engines",
         str(both),
         "--target",
         str(target),
@@ -73,7 +73,7 @@ def test_three_engines_agree_with_edgespec(
 def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_model_folder(tmp_path / "other", seed=9, context=128)
     command = [
-        "elsewhere",
+        "other-engines",
         str(both),
         "--engines",
         "transformers",
@@ -98,14 +98,14 @@ def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
         (["--engines", "llama.cpp", "--llama-binary", sys.executable], "is neither llama-server nor"),
     ):
-        assert main(["elsewhere", str(both), *arguments]) == 2
+        assert main(["other-engines", str(both), *arguments]) == 2
         assert message in capsys.readouterr().err
     bare = shutil.copytree(both, tmp_path / "bare")
     (bare / "genai_config.json").unlink()
     manifest = open_manifest(both)
     files = describe_files(bare)
     write_manifest(bare, type(manifest)(**{**manifest.__dict__, "files": files, "folder": None}))
-    assert main(["elsewhere", str(bare), "--engines", "onnxruntime-genai"]) == 2
+    assert main(["other-engines", str(bare), "--engines", "onnxruntime-genai"]) == 2
     assert "the bundle has no genai_config.json" in capsys.readouterr().err
 
 

@@ -293,6 +293,11 @@ def test_addresses_that_are_none(url: str) -> None:
         JsonServer(url, 1.0, 0)
 
 
+def test_a_name_that_is_no_hosts() -> None:
+    with pytest.raises(InputError, match="did not answer in 1 tries"):
+        JsonServer("http://..:80", 1.0, 0).ask("/v1/models")
+
+
 def test_a_key_is_sent_and_never_to_another_server(
     root: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

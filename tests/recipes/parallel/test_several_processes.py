@@ -31,7 +31,7 @@ pytestmark = pytest.mark.training
 
 LOSSES, WEIGHTS = 3e-6, 1e-5
 JOBS = ("pretrain", *processes_program.DISTILLATIONS)
-TOGETHER = ("crew", "slow", *processes_program.DISTILLATIONS, "diverging")
+TOGETHER = ("ranks", "slow", *processes_program.DISTILLATIONS, "diverging")
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def together(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
         assert run.poll() is None, log.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    for worker in (out / "crew").glob("?.json"):  # torchrun gives its workers sessions of their own
+    for worker in (out / "ranks").glob("?.json"):  # torchrun gives its workers sessions of their own
         os.kill(json.loads(worker.read_text())["pid"], signal.SIGKILL)
     run.kill()
     run.wait()
@@ -97,14 +97,14 @@ def together(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pyt
 
 
 def test_every_process_knows_the_others(together: Run) -> None:
-    found = [json.loads((together.out / "crew" / f"{rank}.json").read_text()) for rank in range(2)]
+    found = [json.loads((together.out / "ranks" / f"{rank}.json").read_text()) for rank in range(2)]
     assert [each["rank"] for each in found] == [0, 1]
     for each in found:
         assert each["world"] == 2
         assert each["total"] == [3.0, 20.0]
         assert each["gathered"] == [0, 0, 1]
         assert each["sharded"] == ("fsdp" in together.out.name)
-    assert (together.out / "crew" / "order").read_text() == "01" * 2  # both starts
+    assert (together.out / "ranks" / "order").read_text() == "01" * 2  # both starts
 
 
 @pytest.mark.parametrize("job", JOBS)

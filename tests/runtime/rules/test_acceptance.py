@@ -45,8 +45,8 @@ def test_the_enumeration_sees_a_wrong_rule() -> None:
     target, draft, how = model(0), model(100), WARPS["T=1"]
     wanted: Law = defaultdict(float)
     continued(wanted, target, (), 1.0, 2, how)
-    eager = TokenRule(lambda place, x: min(1.0, 1.02 * LOSSLESS.accept(place, x)), LOSSLESS.residual)
-    careless = TokenRule(LOSSLESS.accept, lambda place: place.p)
+    eager = TokenRule(lambda position, x: min(1.0, 1.02 * LOSSLESS.accept(position, x)), LOSSLESS.residual)
+    careless = TokenRule(LOSSLESS.accept, lambda position: position.p)
     for rule in (eager, careless):
         assert difference(block_law(target, draft, 1, how, rule), wanted) > 1e-3
 

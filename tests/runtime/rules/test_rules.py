@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from block_laws import WARPS, Law, V, block_law, difference, position_law, spread
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Place, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Position, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, entropy, log_total, total_variation
 from edgespec_runtime.rules.lenient import excess, tuned_beta
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
@@ -47,17 +47,19 @@ def one_pass(text: str) -> TokenRule:
     return rule
 
 
-def places(how: Warp, draft_how: Warp | None = None) -> list[tuple[Place, Seen]]:
+def positions(how: Warp, draft_how: Warp | None = None) -> list[tuple[Position, Seen]]:
     found = []
     for target, draft in PAIRS:
         for prefix in ((), (0,), (1,), (2,), (3, 1)):
             p, q = target(prefix), draft(prefix)
-            found.append((Place(p, q, warp(q, draft_how or how), how), seen(p, q, how)))
+            found.append((Position(p, q, warp(q, draft_how or how), how), seen(p, q, how)))
     return found
 
 
-def rejection(rule: TokenRule, place: Place) -> float:
-    return sum(place.q.prob(x) * (1 - rule.accept(place, x)) for x in range(V) if place.q.prob(x) > 0)
+def rejection(rule: TokenRule, position: Position) -> float:
+    return sum(
+        position.q.prob(x) * (1 - rule.accept(position, x)) for x in range(V) if position.q.prob(x) > 0
+    )
 
 
 def test_every_one_pass_rule_has_a_law_here() -> None:
@@ -81,13 +83,13 @@ def test_a_block_follows_the_law_of_its_rule(text: str, warped: str) -> None:
 def test_the_thresholds_tried_decide_both_ways(name: str) -> None:
     """Else the laws above would be p or q alone."""
     decided = set()
-    for _, s in places(WARPS["T=1"]):
+    for _, s in positions(WARPS["T=1"]):
         for a in THRESHOLDS[name]:
             decided |= {DEFERS[name](s, a)} if name in DEFERS else set(TRUSTED[name](s, a).tolist())
     assert decided == {False, True}
 
 
-class WarpedPlace(Place):
+class WarpedPosition(Position):
     """What a rule must not decide on."""
 
     raw_p = property(lambda self: self.p.dense(V))  # type: ignore[assignment]
@@ -99,7 +101,7 @@ def test_the_enumeration_sees_a_decision_on_warped_distributions(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a rule looks at p̃ and q̃ instead of p and q, the law is another one."""
-    monkeypatch.setattr("block_laws.Place", WarpedPlace)
+    monkeypatch.setattr("block_laws.Position", WarpedPosition)
     how, wrong = WARPS["T=0.6"], 0
     for target, draft in PAIRS:
         law_of = functools.cache(lambda x, t=target, d=draft: LAWS[text](seen(t(x), d(x), how)))
@@ -114,9 +116,9 @@ def test_the_enumeration_sees_a_decision_on_warped_distributions(
 def test_a_rejection_has_the_probability_of_what_the_law_adds_to_q(text: str, warped: str) -> None:
     """Σ max(0, π − q) (cascades, proof of Lemma 3); for a cascade that is δ·TV(p, q)."""
     rule, name = one_pass(text), text.partition(":")[0]
-    for place, s in places(WARPS[warped]):
+    for position, s in positions(WARPS[warped]):
         added = float(np.maximum(LAWS[text](s) - s.q, 0).sum())
-        assert rejection(rule, place) == pytest.approx(added, abs=2e-6)
+        assert rejection(rule, position) == pytest.approx(added, abs=2e-6)
         if name in DEFERS:
             a = float(text.partition("=")[2])
             assert added == pytest.approx(DEFERS[name](s, a) * s.tv, abs=2e-6)
@@ -126,23 +128,23 @@ def test_a_rejection_has_the_probability_of_what_the_law_adds_to_q(text: str, wa
 def test_engine_style_matching(warped: str) -> None:
     """α = p(argmax q) when the draft is greedy, Σ p·q when it is sampled; the lossless rule accepts more than the second."""
     how = WARPS[warped]
-    for place, s in places(how, Warp()):
-        assert 1 - rejection(one_pass("match-greedy"), place) == pytest.approx(
+    for position, s in positions(how, Warp()):
+        assert 1 - rejection(one_pass("match-greedy"), position) == pytest.approx(
             s.p[s.raw_q.argmax()], abs=2e-6
         )
-    for place, s in places(how):
-        matched = 1 - rejection(one_pass("match-sampled"), place)
+    for position, s in positions(how):
+        matched = 1 - rejection(one_pass("match-sampled"), position)
         assert matched == pytest.approx(float((s.p * s.q).sum()), abs=2e-6)
-        assert matched <= 1 - rejection(LOSSLESS, place) + 1e-6
+        assert matched <= 1 - rejection(LOSSLESS, position) + 1e-6
 
 
 def test_a_greedy_draft_that_fails_to_match_leaves_the_target_without_it() -> None:
     rule = one_pass("match-greedy")
     assert rule.draft_greedily
-    for place, s in places(WARPS["T=1"], Warp()):
+    for position, s in positions(WARPS["T=1"], Warp()):
         token = int(s.raw_q.argmax())
         rest = np.where(np.arange(V) == token, 0, s.p)
-        np.testing.assert_allclose(rule.residual(place).dense(V), rest / rest.sum(), atol=1e-6)
+        np.testing.assert_allclose(rule.residual(position).dense(V), rest / rest.sum(), atol=1e-6)
 
 
 @pytest.mark.parametrize("warped", WARPS)
@@ -150,16 +152,16 @@ def test_a_greedy_draft_that_fails_to_match_leaves_the_target_without_it() -> No
 def test_lossy_decoding_is_the_general_sampler_with_its_target(warped: str, a: float, beta: float) -> None:
     """Lemma 2: accept with min(1, π/q) and the residual norm(max(0, π − q)), whether π sums to one or not."""
     rule, compared = one_pass(f"lossy:a={a},beta={beta}"), 0
-    for place, s in places(WARPS[warped]):
+    for position, s in positions(WARPS[warped]):
         target = lossy_target(s, a, beta)
         for token in np.flatnonzero(s.q):
-            assert rule.accept(place, int(token)) == pytest.approx(
+            assert rule.accept(position, int(token)) == pytest.approx(
                 min(1.0, target[token] / s.q[token]), abs=1e-6
             )
         rest = np.maximum(target - s.q, 0)
         if rest.sum() > 1e-4:
             np.testing.assert_allclose(
-                rule.residual(place).dense(V), rest / rest.sum(), atol=2e-6 / rest.sum()
+                rule.residual(position).dense(V), rest / rest.sum(), atol=2e-6 / rest.sum()
             )
             compared += 1
     assert compared > 5
@@ -170,8 +172,8 @@ def test_lossy_decoding_is_the_general_sampler_with_its_target(warped: str, a: f
 def test_the_tuned_beta_solves_its_equation(warped: str, a: float) -> None:
     """Σ max(0, p/β − q) = Σ max(0, q − p/(1−a)), and then π sums to one; β >= 1, and 1 for a = 0."""
     finite = 0
-    for place, s in places(WARPS[warped]):
-        beta = tuned_beta(place.p, place.q, a)
+    for position, s in positions(WARPS[warped]):
+        beta = tuned_beta(position.p, position.q, a)
         assert beta >= 1 - 1e-5
         lost = np.maximum(s.q - s.p / (1 - a), 0).sum()
         assert np.maximum(s.p / beta - s.q, 0).sum() == pytest.approx(lost, abs=1e-5)
@@ -204,13 +206,13 @@ def test_a_residual_that_is_empty_is_the_target() -> None:
 def test_token_v3_when_greedy_is_the_lossy_greedy_rule(a: float) -> None:
     """Lemma 7: accept iff p(x) >= (1 − a)·max p, else the target's most probable token."""
     rule, decided = one_pass(f"token-v3:a={a}"), set()
-    for place, s in places(Warp()):
+    for position, s in positions(Warp()):
         token = int(s.raw_q.argmax())
         accepts = bool(s.raw_p[token] >= (1 - a) * s.raw_p.max())
-        assert rule.accept(place, token) == float(accepts)
+        assert rule.accept(position, token) == float(accepts)
         decided.add(accepts)
         if not accepts:
-            np.testing.assert_array_equal(rule.residual(place).dense(V), s.p)
+            np.testing.assert_array_equal(rule.residual(position).dense(V), s.p)
     assert decided == ({True} if a == 1.0 else {False, True})
 
 
@@ -219,13 +221,13 @@ def test_opt_when_greedy_is_diff(a: float) -> None:
     """Lemma 10; the two differ in δ only where both models say the same."""
     opt, diff = one_pass(f"opt:a={a}"), one_pass(f"diff:a={a}")
     differs = False
-    for place, s in places(Warp()):
+    for position, s in positions(Warp()):
         token = int(s.raw_q.argmax())
-        assert opt.accept(place, token) == diff.accept(place, token)
-        np.testing.assert_array_equal(opt.residual(place).dense(V), diff.residual(place).dense(V))
-        np.testing.assert_array_equal(position_law(opt, place), position_law(diff, place))
-    for place, _ in places(WARPS["T=1"]):
-        differs |= bool(np.any(position_law(opt, place) != position_law(diff, place)))
+        assert opt.accept(position, token) == diff.accept(position, token)
+        np.testing.assert_array_equal(opt.residual(position).dense(V), diff.residual(position).dense(V))
+        np.testing.assert_array_equal(position_law(opt, position), position_law(diff, position))
+    for position, _ in positions(WARPS["T=1"]):
+        differs |= bool(np.any(position_law(opt, position) != position_law(diff, position)))
     assert differs or a <= 0.0
 
 
@@ -242,28 +244,28 @@ DRAFTER_LIMITS = [
 @pytest.mark.parametrize("text", LOSSLESS_LIMITS)
 def test_limits_that_are_lossless(text: str) -> None:
     rule = one_pass(text)
-    for place, s in [*places(WARPS["T=1"])[:30], *places(WARPS["all"])[:30]]:
+    for position, s in [*positions(WARPS["T=1"])[:30], *positions(WARPS["all"])[:30]]:
         if s.tv < 1e-6:
             continue
         for token in np.flatnonzero(s.q):
-            assert rule.accept(place, int(token)) == pytest.approx(
-                LOSSLESS.accept(place, int(token)), abs=1e-6
+            assert rule.accept(position, int(token)) == pytest.approx(
+                LOSSLESS.accept(position, int(token)), abs=1e-6
             )
         np.testing.assert_allclose(
-            rule.residual(place).dense(V), LOSSLESS.residual(place).dense(V), atol=1e-5 / s.tv
+            rule.residual(position).dense(V), LOSSLESS.residual(position).dense(V), atol=1e-5 / s.tv
         )
-        np.testing.assert_allclose(position_law(rule, place), s.p, atol=1e-6)
+        np.testing.assert_allclose(position_law(rule, position), s.p, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", DRAFTER_LIMITS)
 def test_limits_that_are_the_drafter(text: str) -> None:
     """And the target's distribution is not even computed."""
     rule = one_pass(text)
-    for place, s in places(WARPS["all"]):
-        assert all(rule.accept(place, int(token)) == 1.0 for token in np.flatnonzero(s.q))
+    for position, s in positions(WARPS["all"]):
+        assert all(rule.accept(position, int(token)) == 1.0 for token in np.flatnonzero(s.q))
         if "opt" not in text and "token" not in text:
-            assert "p" not in vars(place)
-        np.testing.assert_array_equal(position_law(rule, place), place.q.dense(V))
+            assert "p" not in vars(position)
+        np.testing.assert_array_equal(position_law(rule, position), position.q.dense(V))
 
 
 @pytest.mark.parametrize(
@@ -273,13 +275,13 @@ def test_limits_that_are_the_drafter(text: str) -> None:
 def test_greedy_lossless_rules_keep_what_both_say(text: str) -> None:
     """At temperature 0 also lossy decoding is the target (Lemma 6)."""
     rule, agreed = one_pass(text), 0
-    for place, s in places(Warp()):
+    for position, s in positions(Warp()):
         token = int(s.raw_q.argmax())
-        assert rule.accept(place, token) == float(token == s.raw_p.argmax())
+        assert rule.accept(position, token) == float(token == s.raw_p.argmax())
         agreed += token == s.raw_p.argmax()
-        np.testing.assert_array_equal(rule.residual(place).dense(V), s.p)
-        np.testing.assert_array_equal(position_law(rule, place), s.p)
-    assert 0 < agreed < len(places(Warp()))
+        np.testing.assert_array_equal(rule.residual(position).dense(V), s.p)
+        np.testing.assert_array_equal(position_law(rule, position), s.p)
+    assert 0 < agreed < len(positions(Warp()))
 
 
 def test_entropies_of_certain_flat_and_partial_distributions() -> None:
@@ -303,8 +305,8 @@ def test_discrepancy_of_a_token_that_the_target_excludes_in_float32(greedy: bool
     """p underflows to 0 there, and its logarithm is still the logits' difference."""
     p, q = np.array([0, 0, 200, 0, 0], np.float32), np.array([50, 0, 0, 0, -np.inf], np.float32)
     how = Warp(temperature=0.0 if greedy else 1.0)
-    place = Place(p, q, warp(q, how), how)
-    assert discrepancy(place) == pytest.approx(200.0)
+    position = Position(p, q, warp(q, how), how)
+    assert discrepancy(position) == pytest.approx(200.0)
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 2])
@@ -312,7 +314,7 @@ def test_discrepancy_of_a_token_that_the_target_excludes_in_float32(greedy: bool
     ("text", "speaker"), [("chow:a=1", "drafter"), ("chow:a=0", "target"), ("lossy:a=0", "target")]
 )
 def test_the_token_after_a_whole_block_follows_the_rule(text: str, speaker: str, gamma: int) -> None:
-    """Algorithm 4, position γ; where the drafter said nothing about that place, the target speaks alone."""
+    """Algorithm 4, position γ; where the drafter said nothing about that position, the target speaks alone."""
     p_rows = np.eye(V, dtype=np.float32)[[0, 1, 3]] * 9
     q_rows = [row.copy() for row in np.eye(V, dtype=np.float32)[[0, 1, 4]] * 9]
     p_rows, q_rows = p_rows[2 - gamma :], q_rows[2 - gamma :]
@@ -332,13 +334,13 @@ def test_lists_and_full_vectors_mix(p_how: str, q_how: str) -> None:
     for target, draft in PAIRS:
         z_p, z_q = target(()), draft(())
         p, q = warp(z_p, WARPS[p_how]), warp(z_q, WARPS[q_how])
-        place = Place(z_p, z_q, q, WARPS[p_how])
+        position = Position(z_p, z_q, q, WARPS[p_how])
         s = Seen(
             p.dense(V).astype(np.float64), q.dense(V).astype(np.float64), softmax(z_p), softmax(z_q), False
         )
         assert total_variation(p, q) == pytest.approx(s.tv, abs=1e-6)
         wanted = token_law(s, TRUSTED["token-v2"](s, 0.3))
-        np.testing.assert_allclose(position_law(rule, place), wanted, atol=1e-6)
+        np.testing.assert_allclose(position_law(rule, position), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize(

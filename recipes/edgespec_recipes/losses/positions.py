@@ -18,7 +18,7 @@ WRITING, LOSS = range(2)
 
 
 @dataclass(frozen=True)
-class Places:
+class Positions:
     """The n compared positions of a micro-batch, in row order.
 
     place [n] int64: slot · T + column; no two positions of a run have the same. sequence [n] int64: the number, from 0, of its
@@ -29,13 +29,13 @@ class Places:
     sequence: Tensor
 
 
-def places_of(batch: Mapping[str, Tensor]) -> Places:
+def positions_of(batch: Mapping[str, Tensor]) -> Positions:
     """Of rows with slot [B], document_ids [B, T] (-1 is padding) and compared [B, T]."""
     compared, documents = batch["compared"], batch["document_ids"]
     rows, columns = compared.nonzero().unbind(1)
     length = compared.shape[1]
     owners = rows * (length + 1) + documents[compared] + 1
-    return Places(batch["slot"][rows] * length + columns, torch.unique(owners, return_inverse=True)[1])
+    return Positions(batch["slot"][rows] * length + columns, torch.unique(owners, return_inverse=True)[1])
 
 
 def noise(seed: int, slots: Tensor, length: int, purpose: int) -> Tensor:

@@ -1,0 +1,91 @@
+"""Before you download, train or pay: does a drafter for a target fit, does it pay, and how long does the build take? With
+--devices: the device profiles, and whether the pair fits there. With --rehearse: every stage of a build at the target's true
+size, with random weights.
+
+    edgespec plan --target llama-2-7b-chat --recipe paper-llama-2-7b-chat --gpus 8xA100-80GB --device laptop-cpu-x86
+    edgespec plan --target llama-2-7b-chat --devices
+    edgespec plan --target llama-2-7b-chat --rehearse
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from edgespec.building.rehearse import RehearsalOptions
+from edgespec.building.rehearse import run as run_rehearsal
+from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
+from edgespec.core.options import as_flags, from_mapping, help_of, knob, section, with_default
+from edgespec.planning.device_report import overview, shown, taken
+from edgespec.planning.plan import PlanOptions, make, read_options
+from edgespec.planning.plan_report import as_json, text
+from edgespec.recipe.devices import profile, profiles
+from edgespec.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Options(PlanOptions):
+    target: str = with_default(Recipe, "target", "")
+    devices: bool = knob(
+        False, "show the device profiles, or all about that of --device; with --target, whether the pair fits"
+    )
+    rehearse: bool = knob(
+        False, "run every stage of a build at the target's true size, with random weights; takes minutes"
+    )
+    rehearsal: RehearsalOptions = section(RehearsalOptions, "what --rehearse does, and what it may take")
+
+
+OPTIONS = Options
+MODES = {"devices": {"target", "device", "json"}, "rehearse": {"target", "rehearsal"}}
+"""What an option that asks for another answer than the plan goes with."""
+
+
+def run(given: dict[str, Any]) -> int:
+    options = from_mapping(Options, {name: given[name] for name in (*MODES, "rehearsal") if name in given})
+    modes = [name for name in MODES if getattr(options, name)]
+    rest = {name: value for name, value in given.items() if name not in MODES}
+    if modes:
+        _check_alone(modes, rest)
+    if options.devices:
+        return _devices(**{name: str(value) for name, value in rest.items()})
+    if "rehearsal" in rest and not options.rehearse:
+        name = next(iter(rest["rehearsal"])).replace("_", "-")
+        raise InputError(f"--rehearsal.{name} belongs to --rehearse; give both or neither")
+    if not rest.get("target"):
+        raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
+    if options.rehearse:
+        return run_rehearsal(
+            rest["target"], options.rehearsal, shlex.join(["edgespec", "plan", *as_flags(given)])
+        )
+    how, recipe = read_options(rest)
+    plan = make(recipe, how)
+    print(text(plan))
+    return _written(str(rest.get("json", "")), as_json(plan))
+
+
+def _check_alone(modes: list[str], rest: dict[str, Any]) -> None:
+    """Raises InputError where an option is given that says nothing to the question."""
+    strange = [*modes[1:], *(name for name in rest if name not in MODES[modes[0]])]
+    if strange:
+        raise InputError(
+            f"--{strange[0].replace('_', '-')} says nothing to --{modes[0]}; leave one of them out"
+        )
+
+
+def _devices(target: str = "", device: str = "", json: str = "") -> int:
+    chosen = [profile(device)] if device else list(profiles().values())
+    print(shown(chosen[0]) if device else overview(target))
+    if device and target:
+        print(f"\n{taken(chosen[0], target)}")
+    return _written(json, [asdict(one) for one in chosen])
+
+
+def _written(json: str, found: Any) -> int:
+    if json:
+        write_json(Path(json), found)
+        print(f"wrote {json}", file=sys.stderr)
+    return 0

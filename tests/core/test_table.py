@@ -1,0 +1,36 @@
+"""Tables as people and files see them: whole on a pipe, folded on a terminal that is too narrow."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import pytest
+
+from edgespec.core.table import table
+
+HEADERS = ("device", "what it is", "bytes")
+ROWS = [("laptop-cpu-x86", "a laptop with a processor of eight cores", 12), ("pi", "small", 3)]
+
+
+def test_a_table_is_whole_where_nobody_looks() -> None:
+    lines = table(HEADERS, ROWS, left=2).splitlines()
+    assert lines[1].split() == ["-" * 14, "-" * 40, "-" * 5]
+    assert lines[3] == f"{'pi':<14}  {'small':<40}      3"
+    assert table(HEADERS, ROWS, markdown=True, left=2).splitlines()[1] == (
+        f"| {'-' * 14} | {'-' * 40} | ----: |"
+    )
+
+
+@pytest.mark.parametrize("columns", [200, 60, 40, 10])
+def test_a_terminal_folds_text_and_breaks_no_name(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = table(HEADERS, ROWS, left=2)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    folded = table(HEADERS, ROWS, left=2)
+    least = 14 + 12 + 5 + 2 * 2
+    assert max(map(len, folded.splitlines())) <= max(columns, least)
+    assert (folded == whole) == (columns >= len(whole.splitlines()[0]))
+    assert "laptop-cpu-x86" in folded
+    assert sorted(folded.replace("-", "").split()) == sorted(whole.replace("-", "").split())
