@@ -177,11 +177,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """Write manifest.json; done last, it is what makes a folder a bundle."""
     plain = asdict(manifest)
     del plain["folder"]
-    usual: dict[str, Any] = {"vocabulary": None, "fast": {}, "kind": MODEL}  # left out where they are so
     for role in ROLES:
-        plain[role] = {
-            name: value for name, value in plain[role].items() if name not in usual or usual[name] != value
-        }
+        for name, usual in (("vocabulary", None), ("fast", {}), ("kind", MODEL)):
+            if plain[role][name] == usual:
+                del plain[role][name]
     if not plain["device"]:
         del plain["device"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
