@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
-from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
@@ -32,7 +31,7 @@ from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.core.files import write_json
-from edgespec.core.metrics import RawCounts, bootstrap
+from edgespec.core.metrics import RawCounts, bootstrap, expected_acceptance
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
 from edgespec.recipe.schema import ExportOptions
@@ -192,7 +191,7 @@ def main() -> int:
 def overlaps(logs: dict[tuple[str, str], list[Array]], target: str, drafter: str) -> list[Array]:
     """Σ min(p, q) at every position, prompt by prompt."""
     return [
-        np.minimum(np.exp(p), np.exp(q)).sum(1)
+        expected_acceptance(np.exp(p), np.exp(q))
         for p, q in zip(logs["target", target], logs["drafter", drafter], strict=True)
     ]
 

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from edgespec_export.npu.qdq import BITS, calibrate, export_qdq
-from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
 from edgespec_runtime.engines.engine import Engine

@@ -163,7 +163,7 @@ def test_recipes_of_the_docs_can_be_read(block: str) -> None:
 
 
 def test_contributing_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgespec_export.gguf.families import FAMILIES
+    from edgespec.core.families import FAMILIES
 
     monkeypatch.setitem(FAMILIES, "my_model", None)  # undone after the test, also what the example puts there
     torch = pytest.importorskip("torch")

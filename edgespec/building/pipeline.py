@@ -22,8 +22,8 @@ from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.schema import SELF, SELF_INSTRUCTIONS, SELF_TEXT, Recipe, reference_options
 from edgespec.stages import sources as sources
-from edgespec.stages.build_data import data_of
 from edgespec.stages.record import Reads
+from edgespec.stages.sources import data_of
 
 
 def _or(name: str, file: Path) -> str:

@@ -21,7 +21,7 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
     `drafter`: the folder it is in, or the shape of one that is still to be made. Returns notes on the files that will be written.
     Raises InputError (BundleError for a chat template that the runtime does not run) naming what stands against it.
     """
-    from edgespec_export.formats.export_limits import check_possible
+    from edgespec_export.formats.export import check_possible
     from edgespec_recipes.models.loading import check_model_folder
 
     check_model_folder(target)

@@ -187,7 +187,6 @@ def _stage(
     what: str,
     argv: Sequence[str],
     given: str = "",
-    options: dict[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Run one stage unless it is done; its line of the table."""
     folder = out / name
@@ -200,7 +199,7 @@ def _stage(
         found = read_json(place / "found.json") if (place / "found.json").exists() else {}
         return {"peak": usage.peak, "own": usage.own, "found": found}
 
-    counts = run_stage(folder, options or {}, body)
+    counts = run_stage(folder, {}, body)
     return name, {**counts, "seconds": float(read_json(folder / "stage.json")["seconds"])}
 
 

@@ -133,6 +133,13 @@ class Manifest:
                 )
         return {name: float(seen) for name, seen in found.items() if seen is not None}
 
+    def check_files(self, *, hashes: bool = True) -> None:
+        """Raise BundleError for a listed file that is missing, or has another size or (unless told not to look) sha256."""
+        assert self.folder is not None
+        root = self.folder.resolve()
+        for name, entry in self.files.items():
+            check_file(root, name, entry, hashes=hashes)
+
     def check_folder(self, name: str) -> None:
         """Raise BundleError where a folder of the bundle holds what the manifest does not list.
 
@@ -171,12 +178,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     plain = asdict(manifest)
     del plain["folder"]
     for role in ROLES:
-        if plain[role]["vocabulary"] is None:
-            del plain[role]["vocabulary"]
-        if not plain[role]["fast"]:
-            del plain[role]["fast"]
-        if plain[role]["kind"] == MODEL:
-            del plain[role]["kind"]
+        for name, usual in (("vocabulary", None), ("fast", {}), ("kind", MODEL)):
+            if plain[role][name] == usual:
+                del plain[role][name]
     if not plain["device"]:
         del plain["device"]
     ordered = {"schema_version": plain.pop("schema_version"), **plain}
@@ -213,9 +217,7 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
         raise BundleError(
             f"{folder / MANIFEST}: the drafter's vocabulary is {listed_in!r}, which is not among its files; {AGAIN}"
         )
-    root = folder.resolve()
-    for name, entry in manifest.files.items():
-        check_file(root, name, entry, hashes=hashes)
+    manifest.check_files(hashes=hashes)
     return manifest
 
 
@@ -236,7 +238,7 @@ def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = Tru
     path = folder / name
     try:
         resolved = path.resolve()
-        # open_manifest gives a resolved folder; resolving it again for every file took half the time
+        # check_files gives a resolved folder; resolving it again for every file took half the time
         if not resolved.is_relative_to(folder) and not resolved.is_relative_to(folder.resolve()):
             raise BundleError(f"{path} is a link to {resolved}, outside the bundle; {AGAIN}")
         status = path.stat()

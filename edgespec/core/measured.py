@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import STDOUT, Popen
@@ -27,9 +27,7 @@ class Usage:
     own: int | None
 
 
-def run_measured(
-    argv: Sequence[str], log: Path, given: str = "", environment: Mapping[str, str] | None = None
-) -> Usage:
+def run_measured(argv: Sequence[str], log: Path, given: str = "") -> Usage:
     """Run `argv` with `given` on its standard input; what it prints is appended to `log`.
 
     The peak is the kernel's own account of the process (wait4). That begins before the program replaces the copy of this process
@@ -41,9 +39,7 @@ def run_measured(
     with open(log, "ab") as stream, TemporaryFile() as words:
         words.write(given.encode())
         words.seek(0)
-        process = Popen(
-            argv, stdin=words, stdout=stream, stderr=STDOUT, env={**os.environ, **(environment or {})}
-        )
+        process = Popen(argv, stdin=words, stdout=stream, stderr=STDOUT)
         try:
             while True:
                 pid, status, usage = os.wait4(process.pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""Metrics of speculative decoding from raw counts. A metric is derived, never stored alone. No arrays, no engines.
+"""Metrics of speculative decoding from raw counts and from distributions. A metric is derived, never stored alone. No engines.
 
 Notation: p = target, q = draft, γ = draft length, c = cost of a draft step / cost of a target step.
 """
@@ -6,6 +6,7 @@ Notation: p = target, q = draft, γ = draft length, c = cost of a draft step / c
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -91,6 +92,17 @@ class RawCounts:
     def loop_seconds(self) -> float:
         """Decoding time spent outside both models' forward passes."""
         return self.total_seconds - self.draft_seconds - self.verify_seconds
+
+
+def expected_acceptance(p: Any, q: Any) -> Any:
+    """α = Σ_v min(p_v, q_v) = 1 − TVD, the chance that a draft token is accepted (Leviathan et al. 2023, Corollary 3.6).
+
+    p and q [.., V] are probabilities, two numpy arrays or two torch tensors; the result [..] is float64 and at most 1.
+    """
+    library = sys.modules[
+        type(p).__module__.partition(".")[0]
+    ]  # numpy or torch: the functions have the same names
+    return library.minimum(p, q).sum(-1, dtype=library.float64).clip(max=1.0)
 
 
 def mbsu(block_efficiency: float, draft_length: float, cost_ratio: float) -> float:

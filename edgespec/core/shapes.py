@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
-
-# What a config.json leaves out where it is the family's default.
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "smollm3"})
-_HEAD_DIM = {"gemma": 256, "gemma2": 256, "gemma3_text": 256, "qwen3": 128}
-_BIASED, _UNBIASED = frozenset({"qwen2"}), frozenset({"mistral", "phi3"})  # whatever attention_bias says
-_ROPE_THETA = {"gemma3_text": 1e6, "smollm3": 2e6}
-_ORIGINAL_CONTEXT = {"phi3": 4096}
-_LONGROPE = frozenset({"longrope", "su"})
+from edgespec.core.families import FULL, LONGROPE, SLIDING, family_named
 
 
 @dataclass(frozen=True)
@@ -73,6 +66,38 @@ class ModelShape:
         """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
         return self.embedding_parameters + self.hidden + self.layers * self.layer_parameters + self.hidden
 
+    def layer_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's weights by their Hugging Face names within the layer, in the order in which a token meets them."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: dict[str, tuple[int, ...]] = {}
+        for part, rows in (("q", query), ("k", key), ("v", key)):
+            found[f"self_attn.{part}_proj.weight"] = (rows, self.hidden)
+            if self.attention_bias:
+                found[f"self_attn.{part}_proj.bias"] = (rows,)
+        if self.head_norms:
+            found |= {f"self_attn.{part}_norm.weight": (self.head_dim,) for part in "qk"}
+        return found | {
+            "self_attn.o_proj.weight": (self.hidden, query),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
+            "input_layernorm.weight": (self.hidden,),
+            "post_attention_layernorm.weight": (self.hidden,),
+        }
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all weights by their Hugging Face names, in the order in which a token meets them."""
+        table = (self.vocab_size, self.hidden)
+        layers = {
+            f"model.layers.{layer}.{name}": size
+            for layer in range(self.layers)
+            for name, size in self.layer_tensors().items()
+        }
+        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, **layers}
+        return (
+            found | {"model.norm.weight": (self.hidden,)} | ({} if self.tied else {"lm_head.weight": table})
+        )
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
         """Read a Hugging Face config.json. Raises InputError that names a missing field."""
@@ -90,10 +115,10 @@ class ModelShape:
             return config[name]
 
         hidden, heads = int(need("hidden_size")), int(need("num_attention_heads"))
-        rope = config.get("rope_parameters") or {}
-        rope = rope.get("full_attention") or rope  # Gemma 3 has one for each kind of layer
-        model_type = config.get("model_type", "")
-        theta = rope.get("rope_theta") or config.get(
+        new = config.get("rope_parameters") or {}
+        new = new.get(FULL) or new
+        family = family_named(config.get("model_type", ""))
+        theta = new.get("rope_theta") or config.get(
             "rope_theta"
         )  # transformers 5 goes by the first, 4 knows the second
         return cls(
@@ -101,18 +126,35 @@ class ModelShape:
             layers=int(need("num_hidden_layers")),
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or _HEAD_DIM.get(model_type) or hidden // heads),
+            head_dim=int(config.get("head_dim") or family.head_dim or hidden // heads),
             intermediate=int(need("intermediate_size")),
             vocab_size=int(need("vocab_size")),
-            tied=bool(config.get("tie_word_embeddings", model_type in _TIED)),
+            tied=bool(config.get("tie_word_embeddings", family.tied)),
             context_length=int(config.get("max_position_embeddings") or 2048),
-            rope_theta=float(theta or _ROPE_THETA.get(model_type) or 10000.0),
+            rope_theta=float(theta or family.rope_theta),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
-            attention_bias=model_type in _BIASED
-            or bool(config.get("attention_bias") and model_type not in _UNBIASED),
-            head_norms=model_type == "qwen3",
+            attention_bias=bool(config.get("attention_bias"))
+            if family.attention_bias is None
+            else family.attention_bias,
+            head_norms=family.head_norms,
             rope_border=_rope_border(config),
         )
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """RoPE parameters of the layers that attend in full, and of those that slide where a config.json says these apart.
+
+    Read in the old spelling (rope_scaling) and the new one (rope_parameters); `rope_type` is always there, as it is spelt.
+    """
+    new = config.get("rope_parameters") or {}
+    apart = isinstance(new.get(FULL), Mapping)  # Gemma 3 has one for each kind of layer
+    full = new[FULL] if apart else config.get("rope_scaling") or new
+    sliding = new.get(SLIDING) if apart else None
+    return _with_type(full), None if sliding is None else _with_type(sliding)
+
+
+def _with_type(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {**rope, "rope_type": str(rope.get("rope_type") or rope.get("type") or "default")}
 
 
 def _rope_border(config: Mapping[str, Any]) -> int | None:
@@ -120,13 +162,13 @@ def _rope_border(config: Mapping[str, Any]) -> int | None:
 
     Where config.json says it twice, what stands outside the RoPE parameters counts, as in transformers.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if (rope.get("rope_type") or rope.get("type")) not in _LONGROPE:
+    rope, _ = rope_of(config)
+    if rope["rope_type"] not in LONGROPE:
         return None
     context = int(config.get("max_position_embeddings") or 2048)
     original = (
         config.get("original_max_position_embeddings")
-        or _ORIGINAL_CONTEXT.get(config.get("model_type", ""))
+        or family_named(config.get("model_type", "")).original_context
         or rope.get("original_max_position_embeddings")
         or context
     )

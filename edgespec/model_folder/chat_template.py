@@ -9,12 +9,13 @@ Files count before tokenizer_config.json, as in transformers. Of several the one
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.files import read_bounded, read_json
+from edgespec.core.files import read_bounded, read_json, write_json, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 MORE_TEMPLATES = "additional_chat_templates"
@@ -22,6 +23,7 @@ SETTINGS = "tokenizer_config.json"
 DEFAULT = "default"
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_SETTINGS_BYTES = 64 * 1024 * 1024
+TOKENIZER_FILES = ("tokenizer.json", SETTINGS, TEMPLATE_FILE)
 
 
 def read_chat_template(folder: Path) -> str | None:
@@ -74,3 +76,22 @@ def _listed(value: Any) -> dict[str, str]:
         if isinstance(entry, dict)
     ]
     return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy what `source` has of TOKENIZER_FILES into the folder `out`, unchanged but for the chat template.
+
+    The default template becomes a file of its own, and the only one: other engines read one template and choose none. Raises
+    InputError where no template is the default.
+    """
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    template = read_chat_template(source)
+    if template is None:
+        return
+    if not (source / TEMPLATE_FILE).is_file():
+        write_text(out / TEMPLATE_FILE, template)
+    settings = read_json(out / SETTINGS) if (out / SETTINGS).is_file() else {}
+    if isinstance(settings.get("chat_template"), list):
+        write_json(out / SETTINGS, settings | {"chat_template": template})

@@ -50,32 +50,17 @@ def refuse_quantised(config: Mapping[str, Any], where: Path | str) -> None:
     raise InputError(quantised(where, f"{str(method)[:40]}{f', {bits} bits' if type(bits) is int else ''}"))
 
 
-def _layer_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's tensors, by name within the layer; those that a family does not have are not asked for."""
-    query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    hidden, inner = shape.hidden, shape.intermediate
-    return {
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key_value, hidden),
-        "self_attn.v_proj.weight": (key_value, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.qkv_proj.weight": (query + 2 * key_value, hidden),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.gate_up_proj.weight": (2 * inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
-
-
 def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]) -> None:
     wanted: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (shape.vocab_size, shape.hidden),
         "lm_head.weight": (shape.vocab_size, shape.hidden),
         "model.norm.weight": (shape.hidden,),
     }
-    inside = _layer_shapes(shape)
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    inside = shape.layer_tensors() | {  # Phi-3 has these in one
+        "self_attn.qkv_proj.weight": (joined, shape.hidden),
+        "mlp.gate_up_proj.weight": (2 * shape.intermediate, shape.hidden),
+    }
     layers = set()
     for name, tensor in tensors.items():
         in_layer = _LAYER.fullmatch(name)

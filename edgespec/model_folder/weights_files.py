@@ -5,6 +5,7 @@ A file that is missing, cut short or a git-lfs pointer is named before anything 
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from collections.abc import Mapping
@@ -154,6 +155,18 @@ def read_header(path: Path) -> dict[str, Tensor]:
             f"{path} {what}: it has {size:,} bytes and its header names {8 + length + end:,}; {AGAIN}"
         )
     return tensors
+
+
+def header_of(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """The beginning of a safetensors file of these tensors, {name: (dtype, shape)}; their values follow it in this order."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + prod(shape) * BITS[dtype] // 8
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _entry(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], int, int]:

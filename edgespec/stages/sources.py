@@ -1,11 +1,11 @@
-"""The things that stages read, each as `Reads`: model folders, texts and instructions, a target's exported file.
+"""The things that stages read, each as `Reads`: model folders, the data that a recipe names, a target's exported file.
 
 A model folder or responses inside the build are known by the stage that made them, all others by their files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -23,8 +23,8 @@ from edgespec.recipe.data_sources import (
     parse_hub,
     source_files,
 )
-from edgespec.recipe.schema import PYTHON_STDLIB, InferenceOptions
-from edgespec.stages.record import Reads, Source
+from edgespec.recipe.schema import PYTHON_STDLIB, InferenceOptions, Recipe
+from edgespec.stages.record import DONE, Reads, Source
 
 SETTINGS = (
     "*.json",
@@ -34,6 +34,13 @@ SETTINGS = (
     f"{MORE_TEMPLATES}/*.jinja",
 )  # config, tokenizer, chat templates
 WEIGHTS = "*.safetensors"
+_LAST_READER = {
+    "pretrain.text": "pretrain",
+    "generate.instructions": "generate",
+    "evaluate.prompts_file": "pack",
+    "distill.fixed": "distill",
+    "tune.conversations": "tune",
+}
 
 
 def stages(out: Path, *names: str) -> Reads:
@@ -115,3 +122,33 @@ def exported(options: InferenceOptions) -> Reads:
         return _files("inference.file", path, [manifest])
     found = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.is_file())
     return _files("inference.file", path, found)
+
+
+def data_of(recipe: Recipe, out: Path) -> BuildData:
+    """What the build in `out` reads."""
+    fixed = {"distill.fixed": recipe.distill.fixed} if recipe.distill.fixed_fraction else {}
+    tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
+    written = numbered("generate.instructions", recipe.generate.instructions)
+    return BuildData(
+        _left(numbered("pretrain.text", recipe.pretrain.text), out),
+        {**_left(written, out), **held_out_of(recipe, out).prompts},
+        _left({**fixed, **tuned}, out),
+    )
+
+
+def held_out_of(recipe: Recipe, out: Path) -> BuildData:
+    """What an export in `out` reads."""
+    return BuildData(prompts=_left({"evaluate.prompts_file": recipe.evaluate.prompts_file}, out))
+
+
+def _left(found: Mapping[str, str], out: Path) -> dict[str, str]:
+    """Sources without those that are gone after their last reader has finished."""
+    return {
+        name: source
+        for name, source in found.items()
+        if not (_is_gone(source) and (out / _LAST_READER[name.partition(" ")[0]] / DONE).exists())
+    }
+
+
+def _is_gone(source: str) -> bool:
+    return source != PYTHON_STDLIB and ":" not in source and not Path(source).expanduser().exists()

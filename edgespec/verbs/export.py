@@ -31,8 +31,8 @@ from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe, precision_names
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
-from edgespec.stages.build_data import held_out_of
 from edgespec.stages.record import Reads
+from edgespec.stages.sources import held_out_of
 from edgespec.verbs.build import check_packages, claim
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from edgespec.core.metrics import (
     RawCounts,
     bootstrap,
+    expected_acceptance,
     mbsu,
     predicted_block_efficiency,
     predicted_speedup,
@@ -70,3 +72,17 @@ def test_bootstrap_interval_covers_the_truth_as_often_as_it_says() -> None:
 def test_quantile_interpolates() -> None:
     assert quantile([1.0, 2.0, 4.0], 0.75) == 3.0
     assert quantile([5.0], 0.2) == 5.0
+
+
+def test_expected_acceptance_is_one_minus_tvd_of_arrays_and_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    p, q = torch.softmax(torch.randn(2, 3, 4, 50, generator=torch.manual_seed(0)), -1)
+    found = expected_acceptance(p, q)
+    tvd = 0.5 * (p.double() - q.double()).abs().sum(-1)
+    assert found.dtype == torch.float64
+    assert found.shape == (3, 4)
+    torch.testing.assert_close(found, 1.0 - tvd, atol=1e-6, rtol=0.0)
+    in_numpy = expected_acceptance(p.numpy(), q.numpy())
+    assert in_numpy.dtype == np.float64
+    np.testing.assert_allclose(in_numpy, found.numpy(), atol=1e-12)
+    assert 1.0 - 1e-6 < expected_acceptance(p.numpy()[0, 0], p.numpy()[0, 0]) <= 1.0

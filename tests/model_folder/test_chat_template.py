@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from edgespec_export.gguf.vocabulary import read_vocabulary
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 from edgespec_export.verify.tokenizer_files import FolderTokenizer
 from edgespec_recipes.models import loading
 from edgespec_runtime.text.tokenizer import ChatTokenizer
@@ -17,7 +16,7 @@ from tiny_models import TEMPLATE
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.model_folder.chat_template import read_chat_template
+from edgespec.model_folder.chat_template import copy_tokenizer, read_chat_template
 
 OTHER = "{{ 'other' }}"
 CHAT = [{"role": "user", "content": "Hello"}]

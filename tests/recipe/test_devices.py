@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from edgespec_runtime.pair.device_defaults import LENGTHS, of_bench, of_reply
+from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench, of_reply
 
 from edgespec.cli import main
 from edgespec.core.errors import BundleError, InputError
@@ -91,8 +92,8 @@ def test_a_device_without_its_files_is_refused() -> None:
 
 
 def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
-    from edgespec_export.gguf import synthetic as synthetic_gguf
-    from edgespec_export.onnx import synthetic as synthetic_onnx
+    from edgespec_export.synthetic import gguf_file as synthetic_gguf
+    from edgespec_export.synthetic import onnx_folder as synthetic_onnx
 
     for name in ("llama-2-7b-chat", "tinyllama-1.1b-chat", "smollm2-360m-instruct", "qwen2.5-7b-instruct"):
         shape = TARGETS[name].shape
@@ -159,30 +160,38 @@ def with_device(bundle: Path, folder: Path, **device: object) -> Path:
     return folder
 
 
+def for_reply(given: dict[str, Any]) -> dict[str, Any]:
+    return of_reply(given, manifest_of(given))
+
+
+def for_bench(given: dict[str, Any]) -> dict[str, Any]:
+    return of_bench(given, manifest_of(given))
+
+
 def test_chat_and_bench_take_the_device_of_the_bundle_as_default(bundle: Path, tmp_path: Path) -> None:
     fixed = str(
         with_device(
             bundle, tmp_path / "npu", name="intel-npu", draft_length=3, max_draft_length=8, context=64
         )
     )
-    assert of_reply({"bundle": fixed}) == {
+    assert for_reply({"bundle": fixed}) == {
         "bundle": fixed,
         "draft_length": 3,
         "max_draft_length": 8,
         "context": 64,
     }
-    assert of_reply({"bundle": fixed, "draft_length": 5, "context": 32})["draft_length"] == 5
-    assert of_bench({"bundle": fixed})["draft_lengths"] == [3]
-    assert of_bench({"bundle": fixed})["choose"] is False
-    assert of_bench({"bundle": fixed, "draft_lengths": "1,2"})["draft_lengths"] == "1,2"
+    assert for_reply({"bundle": fixed, "draft_length": 5, "context": 32})["draft_length"] == 5
+    assert for_bench({"bundle": fixed})["draft_lengths"] == [3]
+    assert for_bench({"bundle": fixed})["choose"] is False
+    assert for_bench({"bundle": fixed, "draft_lengths": "1,2"})["draft_lengths"] == "1,2"
     chosen = str(
         with_device(
             bundle, tmp_path / "pi", name="raspberry-pi", draft_length=None, max_draft_length=4, context=64
         )
     )
-    assert of_bench({"bundle": chosen})["draft_lengths"] == [length for length in LENGTHS if length <= 4]
-    assert "choose" not in of_bench({"bundle": chosen})
-    assert of_reply({"bundle": str(bundle)}) == {"bundle": str(bundle)}
+    assert for_bench({"bundle": chosen})["draft_lengths"] == [length for length in LENGTHS if length <= 4]
+    assert "choose" not in for_bench({"bundle": chosen})
+    assert for_reply({"bundle": str(bundle)}) == {"bundle": str(bundle)}
 
 
 def test_bench_runs_with_them(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from edgespec.core.files import (
     write_text,
 )
 from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.devices import Profile
@@ -31,7 +32,6 @@ from edgespec_export.bundle.card import Card, CardFile
 from edgespec_export.bundle.default_choice import choose_default
 from edgespec_export.formats.export import ROLES, ExportedFile, drafter_precision, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"

@@ -67,8 +67,8 @@ def packed(rows: Array, kind: Kind) -> Array:
     return np.ascontiguousarray(quantize(rows, kind))
 
 
-def quantize_file(source: Path, out: Path, precision: Precision, threads: int = 0) -> list[str]:
-    """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes. `threads=0`: one for every core.
+def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
+    """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes.
 
     llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
     EdgespecError where llama.cpp fails.
@@ -78,7 +78,7 @@ def quantize_file(source: Path, out: Path, precision: Precision, threads: int = 
     library = load_library()
     params = library.llama_model_quantize_default_params()
     params.ftype = int(precision.file_type)
-    params.nthread = threads
+    params.nthread = 0  # one for every core
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
     status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
     if status != 0:

@@ -15,15 +15,16 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from gguf import GGUFWriter, get_tensor_name_map
-from gguf.constants import GGML_QUANT_VERSION
+from gguf.constants import GGML_QUANT_VERSION, MODEL_ARCH
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.families import Family, family_for
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import read_tensors
-from edgespec_export.gguf.families import Family, completed, family_of, write_hyperparameters
+from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.quantize import PRECISIONS, Precision, bytes_of, kind_of, packed, quantize_file
 from edgespec_export.gguf.vocabulary import read_vocabulary
 
@@ -115,22 +116,20 @@ def check_gguf_possible(model_folder: Path, config: dict[str, Any]) -> None:
 
     `config`: its config.json, as model_config reads it.
     """
-    family = family_of(config, model_folder)
-    config = completed(config, family)
+    family = family_for("gguf", "GGUF export", config, model_folder)
     shape = ModelShape.from_config(config)
-    write_hyperparameters(GGUFWriter(None, family.name), family, shape, config, [])
+    write_hyperparameters(GGUFWriter(None, family.gguf), family, shape, config, [])
     read_vocabulary(model_folder, config)
     _plan(Checkpoint(model_folder), family, shape, PRECISIONS["f16"], model_folder)
 
 
 def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]) -> None:
     config = read_config(model_folder)
-    family = family_of(config, model_folder)
-    config = completed(config, family)
+    family = family_for("gguf", "GGUF export", config, model_folder)
     shape = ModelShape.from_config(config)
     checkpoint = Checkpoint(model_folder)
     vocabulary = read_vocabulary(model_folder, config)
-    writer = GGUFWriter(None, family.name)
+    writer = GGUFWriter(None, family.gguf)
     writer.add_name(_model_name(config, strips_right=vocabulary.strips_right))
     computed = write_hyperparameters(writer, family, shape, config, notes)
     writer.add_file_type(precision.file_type)
@@ -204,7 +203,7 @@ def _plan(
     checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: Precision, folder: Path
 ) -> list[_Entry]:
     """What is written, in order: GGUF name, shape, type and source of every tensor."""
-    names = get_tensor_name_map(family.architecture, shape.layers)
+    names = get_tensor_name_map(MODEL_ARCH[family.gguf.upper()], shape.layers)
     head = "token_embd.weight" if shape.tied else "output.weight"
     entries = []
     for source in checkpoint:
@@ -213,12 +212,12 @@ def _plan(
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:
             raise InputError(
-                f"{folder}: tensor {source} has no name in the GGUF architecture {family.name!r}"
+                f"{folder}: tensor {source} has no name in the GGUF architecture {family.gguf!r}"
             )
         part, _, kind_of_tensor = name.removeprefix("blk.").partition(".")[2].rpartition(".")
-        if kind_of_tensor == "bias" and part not in family.biases:
+        if kind_of_tensor == "bias" and part not in family.gguf_biases:
             raise InputError(
-                f"{folder} has the bias {source}, and llama.cpp's {family.name!r} has no place for it; leave GGUF out with "
+                f"{folder} has the bias {source}, and llama.cpp's {family.gguf!r} has no place for it; leave GGUF out with "
                 "--export.gguf ''"
             )
         size = checkpoint.shape(source)

@@ -217,11 +217,6 @@ def _added(index: int, token: Mapping[str, Any]) -> tuple[int, str, TokenType]:
     )
 
 
-def _swallows(tokens: Iterable[str], added: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether added tokens take the white space to their right, in a vocabulary llama.cpp can do that for."""
-    return any(token.get("rstrip") for token in added) and set(tokens) >= _STRIPPERS
-
-
 def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
     """A tokenizer.model alone, and the tokens that tokenizer_config.json adds to it."""
     model = _read_model(model_file)
@@ -237,18 +232,11 @@ def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_si
         _place(tokens, types, model_file, *_added(int(index), token))
     for index in unknown:
         types[index] = int(TokenType.UNKNOWN)
-    _plain_spaces(tokens, types)
-    return Vocabulary(
-        "llama",
-        "default",
-        tokens,
-        types,
-        scores=scores,
-        add_bos=bool(settings.get("add_bos_token", True)),
-        add_eos=bool(settings.get("add_eos_token", False)),
-        add_space_prefix=bool(model.normalizer_spec.add_dummy_prefix),
-        strips_right=_swallows(tokens, added.values()),
-    )
+    prefix = bool(model.normalizer_spec.add_dummy_prefix)
+    vocabulary = _sentencepiece_vocabulary(tokens, types, scores, added.values(), prefix=prefix)
+    vocabulary.add_bos = bool(settings.get("add_bos_token", True))
+    vocabulary.add_eos = bool(settings.get("add_eos_token", False))
+    return vocabulary
 
 
 def _read_model(model_file: Path) -> Any:
@@ -269,11 +257,23 @@ def _read_model(model_file: Path) -> Any:
     return model
 
 
-def _plain_spaces(tokens: list[str], types: list[int]) -> None:
+def _sentencepiece_vocabulary(
+    tokens: list[str],
+    types: list[int],
+    scores: list[float],
+    added: Iterable[Mapping[str, Any]],
+    *,
+    prefix: bool,
+) -> Vocabulary:
     """llama.cpp looks for added tokens in the text as it is, before spaces are marked."""
     for index, kind in enumerate(types):
         if kind == TokenType.USER_DEFINED:
             tokens[index] = tokens[index].replace(_SPACE, " ")
+    # whether added tokens take the white space to their right, in a vocabulary that llama.cpp can do that for
+    swallows = any(token.get("rstrip") for token in added) and set(tokens) >= _STRIPPERS
+    return Vocabulary(
+        "llama", "default", tokens, types, scores, add_space_prefix=prefix, strips_right=swallows
+    )
 
 
 def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
@@ -287,22 +287,13 @@ def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file
     scores = (
         _scores_of_model(model_file, tokens) if model_file.exists() else _scores_of_merges(spec, path, tokens)
     )
-    _plain_spaces(tokens, types)
     prefix = any(
         step["type"] == "Prepend"
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for part in ("normalizer", "pre_tokenizer")
         for step in _steps(spec.get(part))
     )
-    return Vocabulary(
-        "llama",
-        "default",
-        tokens,
-        types,
-        scores=scores,
-        add_space_prefix=prefix,
-        strips_right=_swallows(tokens, spec.get("added_tokens", ())),
-    )
+    return _sentencepiece_vocabulary(tokens, types, scores, spec.get("added_tokens", ()), prefix=prefix)
 
 
 def _scores_of_model(model_file: Path, tokens: list[str]) -> list[float]:

@@ -8,10 +8,9 @@ that is moved or renamed is read once.
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +19,6 @@ from edgespec_runtime.untrusted.gguf_config import (
     AGAIN,
     READABLE,
     ROPE_FACTORS,
-    Readable,
     read_model,
     rope_of_factors,
 )
@@ -30,10 +28,11 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import Family
 from edgespec.core.files import whole_file, whole_folder, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
-from edgespec.model_folder.weights_files import SINGLE, refuse_pointer
+from edgespec.model_folder.weights_files import SINGLE, header_of, refuse_pointer
 from edgespec.recipe.targets import cache_folder
 from edgespec.stages.own_gguf import MODEL, OwnFile
 from edgespec.stages.record import sha256_of
@@ -49,13 +48,6 @@ _READ = frozenset(
     for kind in Kind
     if kind in _KEPT or kind.name.startswith(("Q2", "Q3", "Q4", "Q5", "Q6", "Q8_0", "IQ", "TQ", "MXFP"))
 )  # what gguf's dequantize expands without further tensors
-_LINEAR = {
-    **{"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj"},
-    **{"attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj"},
-    "ffn_down": "mlp.down_proj",
-}
-_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +110,7 @@ def check_file(header: Header, config: Mapping[str, Any], file: Path) -> dict[st
     return places
 
 
-def _places(config: Mapping[str, Any], family: Readable) -> dict[str, Place]:
+def _places(config: Mapping[str, Any], family: Family) -> dict[str, Place]:
     """{GGUF name: its place} of all tensors of a model."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -127,27 +119,28 @@ def _places(config: Mapping[str, Any], family: Readable) -> dict[str, Place]:
         **{"attn_v": (kv_heads * size, hidden), "attn_output": (hidden, heads * size)},
         **{"ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)},
     }
-    pairs = {"attn_q": heads, "attn_k": kv_heads} if family.paired else {}
+    pairs = {"attn_q": heads, "attn_k": kv_heads} if family.permute_qk else {}
     biased = {name for name in shapes if name.startswith("attn") and config["attention_bias"]}
     biased |= {name for name in shapes if name.startswith("ffn") and config.get("mlp_bias")}
-    biased = {"attn_q", "attn_k", "attn_v"} if family.qkv_bias else biased
+    biased = {"attn_q", "attn_k", "attn_v"} if family.attention_bias else biased
     found = {
         "token_embd.weight": Place("model.embed_tokens.weight", (config["vocab_size"], hidden)),
         "output_norm.weight": Place("model.norm.weight", (hidden,)),
     }
     if not config["tie_word_embeddings"]:
         found["output.weight"] = Place("lm_head.weight", (config["vocab_size"], hidden))
-    norms = {name: (hf, hidden) for name, hf in _NORMS.items()}
+    norms = {"attn_norm": hidden, "ffn_norm": hidden}
     if family.head_norms:
-        norms |= {name: (hf, size) for name, hf in _HEAD_NORMS.items()}
+        norms |= {"attn_q_norm": size, "attn_k_norm": size}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
-            here, there = f"blk.{layer}.{name}", f"model.layers.{layer}.{_LINEAR[name]}"
+            here, there = f"blk.{layer}.{name}", f"model.layers.{layer}.{family.gguf_parts[name]}"
             found[f"{here}.weight"] = Place(f"{there}.weight", shape, pairs.get(name, 0))
             if name in biased:
                 found[f"{here}.bias"] = Place(f"{there}.bias", shape[:1], pairs.get(name, 0))
-        for name, (hf, width) in norms.items():
-            found[f"blk.{layer}.{name}.weight"] = Place(f"model.layers.{layer}.{hf}.weight", (width,))
+        for name, width in norms.items():
+            there = f"model.layers.{layer}.{family.gguf_parts[name]}.weight"
+            found[f"blk.{layer}.{name}.weight"] = Place(there, (width,))
     return found
 
 
@@ -165,18 +158,11 @@ def _write(model: Path, file: Path, header: Header, config: Mapping[str, Any]) -
 
 def _write_weights(out: Path, file: Path, header: Header, places: Mapping[str, Place]) -> None:
     """A safetensors file: its header first, since all sizes are known, then piece after piece."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, place in places.items():
-        dtype, code = _KEPT.get(Kind(header.tensors[name].kind), _KEPT[Kind.F32])
-        size = int(np.prod(place.shape)) * np.dtype(code).itemsize
-        entries[place.name] = {"dtype": dtype, "shape": list(place.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
+    kinds = {name: _KEPT.get(Kind(header.tensors[name].kind), _KEPT[Kind.F32]) for name in places}
+    total = sum(prod(place.shape) * np.dtype(kinds[name][1]).itemsize for name, place in places.items())
     with whole_file(out) as temporary, open(temporary, "wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        with progress(f"expand {file.name}", at // 2**20, "MiB") as bar:
+        stream.write(header_of({place.name: (kinds[name][0], place.shape) for name, place in places.items()}))
+        with progress(f"expand {file.name}", total // 2**20, "MiB") as bar:
             for name, place in places.items():
                 for piece in _rows(file, header.tensors[name], place):
                     piece.tofile(stream)

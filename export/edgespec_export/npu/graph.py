@@ -66,18 +66,98 @@ class Graph:
         return self.add("Reshape", (value, self.shape(*dims)), output)
 
 
+class Decoder(Graph):
+    """The parts of a decoder, for `tokens` new tokens behind a cache of `length`. `turn`: names of the cosines and sines."""
+
+    def __init__(self, model: ModelShape, tokens: int, length: int, weights: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.tokens, self.length, self.weights = model, tokens, length, weights
+
+    def layer(self, layer: int, hidden: str, turn: tuple[str, str]) -> str:
+        at = f"layers.{layer}"
+        normal = self.norm(hidden, f"{at}.input_layernorm")
+        attended = self.attention(layer, normal, turn)
+        hidden = self.add("Add", (hidden, attended), f"{at}.attended")
+        normal = self.norm(hidden, f"{at}.post_attention_layernorm")
+        gate = self.linear(normal, f"{at}.mlp.gate_proj")
+        gate = self.add("Mul", (gate, self.add("Sigmoid", (gate,), f"{at}.mlp.sigmoid")), f"{at}.mlp.silu")
+        inner = self.add("Mul", (gate, self.linear(normal, f"{at}.mlp.up_proj")), f"{at}.mlp.inner")
+        out = self.linear(inner, f"{at}.mlp.down_proj")
+        return self.add("Add", (hidden, out), f"hidden.{layer + 1}")
+
+    def attention(self, layer: int, hidden: str, turn: tuple[str, str]) -> str:
+        tokens, total, shape = self.tokens, self.length + self.tokens, self.model
+        d, heads, groups = shape.head_dim, shape.heads, shape.kv_heads
+        side = heads // groups  # query heads that share a key head
+        at = f"layers.{layer}.self_attn"
+
+        def headed(part: str, count: int) -> str:
+            """[1, count, n, d] of a projection, normalised per head where the model does that."""
+            value = self.linear(hidden, f"{at}.{part}_proj")
+            value = self.reshape(value, f"{at}.{part}.heads", 1, tokens, count, d)
+            if f"{at}.{part}_norm" in self.weights:
+                value = self.norm(value, f"{at}.{part}_norm")
+            return self.add("Transpose", (value,), f"{at}.{part}.apart", perm=[0, 2, 1, 3])
+
+        query = self.turned(headed("q", heads), turn, f"{at}.q.turned")
+        new_key = self.turned(headed("k", groups), turn, f"new.{layer}.key")
+        new_value = self.add("Identity", (headed("v", groups),), f"new.{layer}.value")
+        key = self.add("Concat", (f"past.{layer}.key", new_key), f"{at}.keys", axis=2)
+        value = self.add("Concat", (f"past.{layer}.value", new_value), f"{at}.values", axis=2)
+        scaled = self.add("Mul", (query, self.number("attention.scale", d**-0.5)), f"{at}.q.scaled")
+        rows = self.reshape(scaled, f"{at}.q.rows", 1, groups, side * tokens, d)
+        across = self.add("Transpose", (key,), f"{at}.keys.across", perm=[0, 1, 3, 2])
+        scores = self.add("MatMul", (rows, across), f"{at}.scores.rows")
+        scores = self.reshape(scores, f"{at}.scores", 1, heads, tokens, total)
+        scores = self.add("Add", (scores, "attention_mask"), f"{at}.scores.masked")
+        shares = self.add("Softmax", (scores,), f"{at}.shares", axis=-1)
+        shares = self.reshape(shares, f"{at}.shares.rows", 1, groups, side * tokens, total)
+        seen = self.add("MatMul", (shares, value), f"{at}.seen.rows")
+        seen = self.reshape(seen, f"{at}.seen", 1, heads, tokens, d)
+        seen = self.add("Transpose", (seen,), f"{at}.seen.together", perm=[0, 2, 1, 3])
+        seen = self.reshape(seen, f"{at}.seen.flat", 1, tokens, heads * d)
+        return self.linear(seen, f"{at}.o_proj")
+
+    def linear(self, value: str, name: str) -> str:
+        product = self.add("MatMul", (value, name), f"{name}.out")
+        bias = f"{name}.bias"
+        return self.add("Add", (product, bias), f"{name}.biased") if bias in self.weights else product
+
+    def turned(self, value: str, turn: tuple[str, str], output: str) -> str:
+        """Rotary position embedding, halves against halves: [..., d] with the cosines and sines [1, 1, n, d/2]."""
+        cos, sin = turn
+        first, second = self.split(value, f"{output}.first", f"{output}.second")
+
+        def times(half: str, table: str) -> str:
+            return self.add("Mul", (half, table), f"{half}.{table}")
+
+        left = self.add("Sub", (times(first, cos), times(second, sin)), f"{output}.left")
+        right = self.add("Add", (times(second, cos), times(first, sin)), f"{output}.right")
+        return self.add("Concat", (left, right), output, axis=-1)
+
+    def norm(self, value: str, name: str) -> str:
+        """value / sqrt(mean(value²) + eps) * weight over the last dimension."""
+        axes = self.shape(-1)
+        squares = self.add("Mul", (value, value), f"{name}.squares")
+        mean = self.add("ReduceMean", (squares, axes), f"{name}.mean", keepdims=1)
+        above = self.add("Add", (mean, self.number("norm.epsilon", self.model.rms_norm_eps)), f"{name}.above")
+        scaled = self.add("Div", (value, self.add("Sqrt", (above,), f"{name}.root")), f"{name}.scaled")
+        return self.add("Mul", (scaled, name), f"{name}.out")
+
+
 def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any], name: str) -> Any:
     """The ModelProto of one graph. `weights`: initialisers by name (a bias or head norm is used where it is there)."""
-    graph = Graph()
+    graph = Decoder(shape, tokens, length, weights)
     hidden = graph.add("Gather", ("embed_tokens", "input_ids"), "hidden.0")
     rows = (1, 1, tokens, shape.head_dim // 2)
-    turn = [
+    tables = [
         graph.reshape(graph.add("Gather", (table, "position_ids"), f"{table}.rows"), f"{table}.here", *rows)
         for table in ("rope.cos", "rope.sin")
     ]
+    turn = (tables[0], tables[1])
     for layer in range(shape.layers):
-        hidden = _layer(graph, shape, layer, hidden, (turn[0], turn[1]), (tokens, length), weights)
-    graph.add("MatMul", (_norm(graph, shape, hidden, "norm"), "lm_head"), "logits")
+        hidden = graph.layer(layer, hidden, turn)
+    graph.add("MatMul", (graph.norm(hidden, "norm"), "lm_head"), "logits")
     past, new = (1, shape.kv_heads, length, shape.head_dim), (1, shape.kv_heads, tokens, shape.head_dim)
     kinds = [(layer, kind) for layer in range(shape.layers) for kind in ("key", "value")]
     inputs = [
@@ -104,95 +184,3 @@ def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any]
         proto, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgespec", ir_version=IR_VERSION
     )
     return onnx.shape_inference.infer_shapes(model)
-
-
-def _layer(
-    graph: Graph,
-    shape: ModelShape,
-    layer: int,
-    hidden: str,
-    turn: tuple[str, str],
-    lengths: tuple[int, int],
-    weights: dict[str, Any],
-) -> str:
-    at = f"layers.{layer}"
-    normal = _norm(graph, shape, hidden, f"{at}.input_layernorm")
-    attended = _attention(graph, shape, layer, normal, turn, lengths, weights)
-    hidden = graph.add("Add", (hidden, attended), f"{at}.attended")
-    normal = _norm(graph, shape, hidden, f"{at}.post_attention_layernorm")
-    gate = _linear(graph, normal, f"{at}.mlp.gate_proj", weights)
-    gate = graph.add("Mul", (gate, graph.add("Sigmoid", (gate,), f"{at}.mlp.sigmoid")), f"{at}.mlp.silu")
-    inner = graph.add("Mul", (gate, _linear(graph, normal, f"{at}.mlp.up_proj", weights)), f"{at}.mlp.inner")
-    out = _linear(graph, inner, f"{at}.mlp.down_proj", weights)
-    return graph.add("Add", (hidden, out), f"hidden.{layer + 1}")
-
-
-def _attention(
-    graph: Graph,
-    shape: ModelShape,
-    layer: int,
-    hidden: str,
-    turn: tuple[str, str],
-    lengths: tuple[int, int],
-    weights: dict[str, Any],
-) -> str:
-    tokens, length = lengths
-    total, d, heads, groups = length + tokens, shape.head_dim, shape.heads, shape.kv_heads
-    side = heads // groups  # query heads that share a key head
-    at = f"layers.{layer}.self_attn"
-
-    def headed(part: str, count: int) -> str:
-        """[1, count, n, d] of a projection, normalised per head where the model does that."""
-        value = _linear(graph, hidden, f"{at}.{part}_proj", weights)
-        value = graph.reshape(value, f"{at}.{part}.heads", 1, tokens, count, d)
-        if f"{at}.{part}_norm" in weights:
-            value = _norm(graph, shape, value, f"{at}.{part}_norm")
-        return graph.add("Transpose", (value,), f"{at}.{part}.apart", perm=[0, 2, 1, 3])
-
-    query = _turned(graph, headed("q", heads), turn, f"{at}.q.turned")
-    new_key = _turned(graph, headed("k", groups), turn, f"new.{layer}.key")
-    new_value = graph.add("Identity", (headed("v", groups),), f"new.{layer}.value")
-    key = graph.add("Concat", (f"past.{layer}.key", new_key), f"{at}.keys", axis=2)
-    value = graph.add("Concat", (f"past.{layer}.value", new_value), f"{at}.values", axis=2)
-    scaled = graph.add("Mul", (query, graph.number("attention.scale", d**-0.5)), f"{at}.q.scaled")
-    rows = graph.reshape(scaled, f"{at}.q.rows", 1, groups, side * tokens, d)
-    across = graph.add("Transpose", (key,), f"{at}.keys.across", perm=[0, 1, 3, 2])
-    scores = graph.add("MatMul", (rows, across), f"{at}.scores.rows")
-    scores = graph.reshape(scores, f"{at}.scores", 1, heads, tokens, total)
-    scores = graph.add("Add", (scores, "attention_mask"), f"{at}.scores.masked")
-    shares = graph.add("Softmax", (scores,), f"{at}.shares", axis=-1)
-    shares = graph.reshape(shares, f"{at}.shares.rows", 1, groups, side * tokens, total)
-    seen = graph.add("MatMul", (shares, value), f"{at}.seen.rows")
-    seen = graph.reshape(seen, f"{at}.seen", 1, heads, tokens, d)
-    seen = graph.add("Transpose", (seen,), f"{at}.seen.together", perm=[0, 2, 1, 3])
-    seen = graph.reshape(seen, f"{at}.seen.flat", 1, tokens, heads * d)
-    return _linear(graph, seen, f"{at}.o_proj", weights)
-
-
-def _linear(graph: Graph, value: str, name: str, weights: dict[str, Any]) -> str:
-    product = graph.add("MatMul", (value, name), f"{name}.out")
-    bias = f"{name}.bias"
-    return graph.add("Add", (product, bias), f"{name}.biased") if bias in weights else product
-
-
-def _turned(graph: Graph, value: str, turn: tuple[str, str], output: str) -> str:
-    """Rotary position embedding, halves against halves: [..., d] with the cosines and sines [1, 1, n, d/2]."""
-    cos, sin = turn
-    first, second = graph.split(value, f"{output}.first", f"{output}.second")
-
-    def times(half: str, table: str) -> str:
-        return graph.add("Mul", (half, table), f"{half}.{table}")
-
-    left = graph.add("Sub", (times(first, cos), times(second, sin)), f"{output}.left")
-    right = graph.add("Add", (times(second, cos), times(first, sin)), f"{output}.right")
-    return graph.add("Concat", (left, right), output, axis=-1)
-
-
-def _norm(graph: Graph, shape: ModelShape, value: str, name: str) -> str:
-    """value / sqrt(mean(value²) + eps) * weight over the last dimension."""
-    axes = graph.shape(-1)
-    squares = graph.add("Mul", (value, value), f"{name}.squares")
-    mean = graph.add("ReduceMean", (squares, axes), f"{name}.mean", keepdims=1)
-    above = graph.add("Add", (mean, graph.number("norm.epsilon", shape.rms_norm_eps)), f"{name}.above")
-    scaled = graph.add("Div", (value, graph.add("Sqrt", (above,), f"{name}.root")), f"{name}.scaled")
-    return graph.add("Mul", (scaled, name), f"{name}.out")

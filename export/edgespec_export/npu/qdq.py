@@ -27,15 +27,17 @@ from edgespec_runtime.engines.static import StaticEngine
 from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings, read_static_settings
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import whole_folder, write_json
+from edgespec.core.files import read_jsonl, whole_folder, write_json
 from edgespec.core.progress import progress
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec_export.npu.weights import DATA, DataFile
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]
 BITS = {"qdq8": 8, "qdq16": 16}
 """Of the activations, by precision."""
+ROWS = 16
+"""Rows of text that docs/devices.md was measured with."""
 QUANTISED = ("MatMul", "Add", "Mul", "Sigmoid", "Softmax", "Concat", "Reshape", "Transpose")
 FLOOR = 20.0
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
@@ -273,3 +275,16 @@ def _digest(values: Array) -> bytes:
     import hashlib
 
     return hashlib.sha256(np.ascontiguousarray(values).tobytes()).digest()
+
+
+def written_rows(folder: Path, count: int = ROWS) -> list[list[int]]:
+    """Real text for the ranges: prompt and response ids of `count` rows that the target wrote for the distillation.
+
+    They are spread over the shards of a build's generate/; fewer where there are fewer, none where there is no shard.
+    """
+    rows = [
+        [*row["prompt_ids"], *row["response_ids"]]
+        for shard in sorted(folder.glob("shard-*.jsonl"))
+        for row in read_jsonl(shard)
+    ]
+    return rows[:: max(1, len(rows) // count)][:count]

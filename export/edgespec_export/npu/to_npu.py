@@ -18,17 +18,17 @@ from typing import Any
 from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings
 from edgespec_runtime.engines.vocabulary import vocabulary_of
 
-from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.errors import InputError
+from edgespec.core.families import family_for
 from edgespec.core.files import whole_folder, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.npu.graph import MASKED, decoder
 from edgespec_export.npu.weights import DATA, DataFile, write_weights
 from edgespec_export.onnx.families import rope_types
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FLOAT_PRECISION = "fp32"
 FIXED_ROPE = frozenset(
     {"default", "linear", "llama3", "yarn"}
@@ -74,19 +74,16 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
 
 def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
     """Refuse what the graph would compute wrongly. Raises InputError naming the value and the next step."""
-    kind = str(config.get("model_type"))
-    if kind not in FAMILIES:
-        raise InputError(
-            f"{folder} is a {kind!r} model; the static graph knows others{did_you_mean(kind, FAMILIES)}"
-        )
-    if config.get("hidden_act", "silu") != "silu":
-        raise InputError(f"{folder} has the activation {config['hidden_act']!r}; the static graph has 'silu'")
+    family = family_for("npu", "the static graph", config, folder)
+    activation = family.activation(config)
+    if activation != "silu":
+        raise InputError(f"{folder} has the activation {activation!r}; the static graph has 'silu'")
     for rope in rope_types(config):
         if rope not in FIXED_ROPE:
             raise InputError(
                 f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(sorted(FIXED_ROPE))}"
             )
-    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
+    window = config.get("sliding_window") if config.get("use_sliding_window", family.window) else None
     if window is not None and window < length:
         raise InputError(
             f"{folder} attends to the last {window} tokens only, and the KV cache is to hold {length}; "

@@ -5,7 +5,6 @@ Written tensor by tensor: memory holds one of them, not the model.
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +14,7 @@ import numpy as np
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.onnx.families import rope_tables, rotary_of
 
 Array = np.ndarray[Any, Any]
 DATA = "weights.data"
@@ -70,9 +70,9 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
         tensors[name] = sink.add(name, whole)
         if name == "embed_tokens" and shape.tied:
             tensors["lm_head"] = sink.add("lm_head", whole.T)
-    for name, table in rope_tables(folder, shape, length).items():
+    for name, table in zip(("rope.cos", "rope.sin"), rope_tables(rotary_of(folder), length), strict=True):
         tensors[name] = sink.add(name, table)
-    missing = sorted(_wanted(shape) - set(tensors))
+    missing = sorted(({str(graph_name(name)) for name in shape.tensors()} | {"lm_head"}) - set(tensors))
     if missing:
         raise InputError(
             f"{folder} has no tensor for {missing[0]} ({len(missing)} are missing); fetch the model again"
@@ -86,34 +86,3 @@ def graph_name(stored: str) -> str | None:
         return _WHOLE[stored]
     match = _LAYER.fullmatch(stored)
     return None if match is None else match[1] + (".bias" if match[2] == ".bias" else "")
-
-
-def _wanted(shape: ModelShape) -> set[str]:
-    parts = [
-        *(f"self_attn.{part}_proj" for part in "qkvo"),
-        *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-        "input_layernorm",
-        "post_attention_layernorm",
-        *(("self_attn.q_norm", "self_attn.k_norm") if shape.head_norms else ()),
-        *((f"self_attn.{part}_proj.bias" for part in "qkv") if shape.attention_bias else ()),
-    ]
-    layers = {f"layers.{layer}.{part}" for layer in range(shape.layers) for part in parts}
-    return layers | set(_WHOLE.values())
-
-
-def rope_tables(folder: Path, shape: ModelShape, length: int) -> dict[str, Array]:
-    """Cosines and sines [length, d/2] float32 as the model's own code in transformers computes them."""
-    import torch
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    embedding = next(
-        value
-        for name, value in vars(module).items()
-        if name.endswith("RotaryEmbedding") and isinstance(value, type)
-    )
-    with torch.inference_mode():
-        cos, sin = embedding(config)(torch.zeros(1), torch.arange(length)[None])
-    half = shape.head_dim // 2
-    return {"rope.cos": cos[0, :, :half].float().numpy(), "rope.sin": sin[0, :, :half].float().numpy()}

@@ -17,13 +17,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import EdgespecError
+from edgespec.core.families import family_for
 from edgespec.core.files import read_json, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.synthetic import (
+from edgespec_export.onnx.repeat import (
     ALIGNED,
     DATA,
     LARGE,
@@ -34,14 +36,12 @@ from edgespec_export.onnx.synthetic import (
     repeat_nodes,
 )
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
-from edgespec_export.onnx.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
 
 PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
 NEXT_TO_ZERO = np.float32(
     1e-37
 )  # in place of biases that are zero: the builder leaves those out, and all slices need one graph
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # every layer is like the others
 
 
 def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
@@ -52,11 +52,7 @@ def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
     """
     config = read_config(model_folder)
     shape = ModelShape.from_config(config)
-    if config.get("model_type") not in FAMILIES:
-        raise InputError(
-            f"{model_folder} is a {config.get('model_type')!r} model; an export by layers knows {', '.join(FAMILIES)}: "
-            "export it whole"
-        )
+    family_for("alike_layers", "an export by layers", config, model_folder)
     if shape.layers <= TEMPLATE_LAYERS:
         return export_onnx(model_folder, out_folder, PRECISION)
     checkpoint = Checkpoint(model_folder)

@@ -1,4 +1,4 @@
-"""The families ONNX export knows, and what onnxruntime-genai's model builder must be told or corrected for each.
+"""What onnxruntime-genai's model builder must be told or corrected for each family (core/families.py).
 
 The builder reads RoPE in one spelling, skips scalings it does not know without a word (linear in Llama models), attends in full
 where Mistral slides, and rounds Gemma's factor on embeddings. So it is told that RoPE is plain, and the tables of cosines and
@@ -11,7 +11,6 @@ Knows no precisions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.shapes import ModelShape
+from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, family_named
+from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 
 Array = np.ndarray[Any, Any]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 _SETS = {
     "short": "small",
     "long": "large",
@@ -33,49 +32,11 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional") 
 ACTIVATIONS = frozenset(  # of the builder, each held against torch
     {"silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2"}
 )
-LONGROPE = ("longrope", "su")
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one Hugging Face model_type is handed to the builder.
-
-    `tables`: the graph's names for the cosines and sines of each kind of layer, "cos_" and "sin_" left out; the kind is "" where
-    all layers share one. `scaled_embedding`: embeddings are multiplied by √hidden. `soft_caps`: the graph has them.
-    `longrope`: it has two tables and a choice between them. `partial_rotary`: torch rotates a part of a head where the config
-    says so. `window`: torch slides in all layers where the config has a window and says nothing of single layers.
-    """
-
-    tables: Mapping[str, str]
-    scaled_embedding: bool = False
-    soft_caps: bool = False
-    longrope: bool = False
-    partial_rotary: bool = False
-    window: bool = False
-
-
-_PLAIN = Family({"": "cache"})
-FAMILIES = {
-    "llama": _PLAIN,  # also TinyLlama and SmolLM
-    "mistral": Family({"": "cache"}, window=True),
-    "qwen2": _PLAIN,
-    "qwen3": _PLAIN,
-    "smollm3": _PLAIN,
-    "phi3": Family({"": "cache"}, longrope=True, partial_rotary=True, window=True),
-    "gemma2": Family({"": "cache"}, scaled_embedding=True, soft_caps=True),
-    "gemma3_text": Family({FULL: "cache_global", SLIDING: "cache_local"}, scaled_embedding=True),
-}
 
 
 def family_of(config: Mapping[str, Any], where: Path | str) -> Family:
-    """The table's entry for a config.json. Raises InputError naming what is known."""
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        hint = "; of a Gemma 3 with pictures, save the text model alone (Gemma3ForCausalLM)" * (
-            kind == "gemma3"
-        )
-        raise InputError(f"{where} is a {kind!r} model; ONNX export knows {', '.join(FAMILIES)}{hint}")
-    return FAMILIES[kind]
+    """The record of a config.json. Raises InputError naming what is known."""
+    return family_for("onnx_tables", "ONNX export", config, where)
 
 
 def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
@@ -88,11 +49,11 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
             "--export.onnx ''"
         )
 
-    known = (*ROPE_TYPES, *(LONGROPE if family.longrope else ()))
+    known = (*ROPE_TYPES, *(LONGROPE if family.onnx_longrope else ()))
     for kind in rope_types(config):
         if kind not in known:
             refuse(f"RoPE of type {kind!r}", ", ".join(known))
-    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    activation = family.activation(config)
     if activation not in ACTIVATIONS:
         refuse(f"the activation {activation!r}", ", ".join(sorted(ACTIVATIONS)))
     kinds = set(config.get("layer_types") or ()) - {FULL, SLIDING}
@@ -107,11 +68,8 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
 
 
 def rope_types(config: Mapping[str, Any]) -> list[str]:
-    """The types of RoPE in a config.json, one for each kind of layer, in the old spelling (rope_scaling) and the new."""
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    nested = config.get("rope_parameters") or {}
-    kinds = [nested[kind] for kind in (FULL, SLIDING) if isinstance(nested.get(kind), Mapping)] or [rope]
-    return [str(one.get("rope_type") or one.get("type") or "default") for one in kinds]
+    """The types of RoPE in a config.json, one for each kind of layer."""
+    return [str(rope["rope_type"]) for rope in rope_of(config) if rope is not None]
 
 
 def prepare(config: Any) -> None:
@@ -135,7 +93,7 @@ def prepare(config: Any) -> None:
     for name in ("rope_theta", "partial_rotary_factor"):
         if name in rope:
             setattr(config, name, rope[name])
-    if config.model_type == "smollm3":  # the builder's own fails where a layer has no RoPE
+    if family.nope_period:  # the builder's own fails where a layer has no RoPE
         config.architectures = ["LlamaForCausalLM"]
     if local is not None:
         config.rope_local_base_freq = local["rope_theta"]
@@ -188,28 +146,41 @@ def _branches(graph: Any) -> dict[str, Any]:
     }
 
 
-def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
-    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
+def rotary_of(model_folder: Path) -> Any:
+    """The rotary module of a model folder, the model's own code in transformers, with its `config`; no weights are read."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_folder, **corrected_ids(model_folder))
-    with torch.device("meta"):  # no weights: only the class of the rotary module is wanted
+    with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    rotary = type(skeleton.model.rotary_emb)(config=config)
-    border, context = _border(config), config.max_position_embeddings
+    return type(skeleton.model.rotary_emb)(config=config)
+
+
+def rope_tables(rotary: Any, length: int, kind: str = "") -> tuple[Array, Array]:
+    """Cosines and sines [length, rotated / 2] float32, of texts of `length` tokens; `kind`: of one kind of layer."""
+    import torch
+
+    positions = torch.arange(length)[None]  # torch goes by the largest
+    with torch.inference_mode():
+        tables = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
+    cosines, sines = (
+        table[0, :, : table.shape[-1] // 2].float().numpy() for table in tables
+    )  # the rest repeats
+    return cosines, sines
+
+
+def _tables(model_folder: Path, family: Family) -> tuple[int | None, list[tuple[str, Array]]]:
+    """LongRoPE's border, and (name in the graph, [positions, rotated / 2] float32) of every table as torch computes it."""
+    rotary = rotary_of(model_folder)
+    border, context = _border(rotary.config), rotary.config.max_position_embeddings
     lengths = {"": context} if border is None else {"short": border, "long": context}
     found = []
-    for kind, name in family.tables.items():
+    for kind, name in family.onnx_tables.items():
         for which, length in lengths.items():
-            positions = torch.arange(length)[None]  # torch goes by the largest
-            cosines, sines = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
-            half = cosines.shape[-1] // 2  # the second half repeats the first
             own = f"{name}_{_SETS[which]}" if which else name
-            found += [
-                (f"cos_{own}", cosines[0, :, :half].numpy()),
-                (f"sin_{own}", sines[0, :, :half].numpy()),
-            ]
+            cosines, sines = rope_tables(rotary, length, kind)
+            found += [(f"cos_{own}", cosines), (f"sin_{own}", sines)]
     return border, found
 
 
@@ -233,10 +204,11 @@ def _replace(folder: Path, tensor: Any, value: Array) -> None:
 
 
 def _rotated_layers(config: Mapping[str, Any]) -> list[int]:
-    """SmolLM3: 0 for a layer without RoPE. Nothing for other models."""
-    if config.get("model_type") != "smollm3":
+    """0 for a layer without RoPE. Nothing for a family whose layers all have it."""
+    usual = family_named(config["model_type"]).nope_period
+    if not usual:
         return []
-    period = int(config.get("no_rope_layer_interval") or 4)
+    period = int(config.get("no_rope_layer_interval") or usual)
     default = [int((layer + 1) % period != 0) for layer in range(int(config["num_hidden_layers"]))]
     return list(config.get("no_rope_layers") or default)
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import CheckFailed, InputError, MissingExtra
+from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
+from edgespec.model_folder.chat_template import copy_tokenizer
 
 TASK = "text-generation-with-past"
 LOGITS_BOUND = 1e-4  # largest difference of a logit to torch, both float32
-READS_HEAD_DIM = frozenset({"gemma", "gemma3_text"})  # in optimum-onnx 0.1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ def check_heads(config: Mapping[str, Any], model: Path) -> None:
     """
     usual = int(config.get("hidden_size") or 0) // int(config.get("num_attention_heads") or 1)
     given = config.get("head_dim") or usual
-    if given != usual and config.get("model_type") not in READS_HEAD_DIM:
+    if given != usual and not family_named(config.get("model_type", "")).optimum_head_dim:
         raise InputError(
             f"{model} has heads of {given}, and optimum-onnx 0.1.0 takes hidden size / heads = {usual} for a "
             f"{config.get('model_type')!r} model; use edgespec's own ONNX export"

@@ -24,10 +24,10 @@ from typing import Any
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
 from edgespec.core.files import read_json, whole_file, whole_folder
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
-from edgespec_export.onnx.tokenizer_copy import copy_tokenizer
 
 ACCURACY_LEVEL = 1  # float activations
 FAST_ACCURACY_LEVEL = 4  # int8 activations

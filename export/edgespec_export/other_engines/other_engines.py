@@ -22,7 +22,7 @@ import yaml
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json, write_text
 from edgespec.core.manifest import ROLES
-from edgespec_export.onnx.tokenizer_copy import TOKENIZER_FILES, copy_tokenizer
+from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 
 DRAFT_LENGTH = 3  # the direct-alignment paper's γ; every engine below takes another one as an option
 GENAI_SETTINGS = "genai_config.json"

@@ -6,7 +6,6 @@ shard that is missing. Memory holds a piece of one matrix. Knows no tokenizers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,14 @@ import numpy as np
 from edgespec.core.files import whole_file, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
-from edgespec_export.onnx.synthetic import checkpoint_tensors, model_config
+from edgespec.model_folder.weights_files import INDEX, header_of
 
 SHARD_BYTES = 2 * 2**30
 PIECE = 2**23  # weights drawn at once: 32 MiB as float32
 BYTES = 2  # of a bf16
-INDEX = "model.safetensors.index.json"
 
 Tensor = tuple[str, tuple[int, ...]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> int:
@@ -32,9 +31,9 @@ def write_checkpoint(shape: ModelShape, folder: Path, seed: int = 0, shard_bytes
     Matrices have deviation 1/√columns, norms are 1, biases 0: logits stay finite and spread like a trained model's.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", model_config(shape, "bfloat16"))
+    write_json(folder / "config.json", model_config(shape))
     write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
-    tensors = list(checkpoint_tensors(shape, shape.layers))
+    tensors = list(shape.tensors().items())
     shards = _shards(tensors, shard_bytes)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     places = {tensor: number for number, (tensor, _) in enumerate(tensors)}
@@ -66,35 +65,52 @@ def _shards(tensors: list[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def _write_shard(file: Path, shard: list[Tensor], seed: int, places: dict[str, int]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, size in shard:
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [at, at + _size(size)]}
-        at += _size(size)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with whole_file(file) as temporary, open(temporary, "wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(header_of({name: ("BF16", size) for name, size in shard}))
         for name, size in shard:
-            for piece in _drawn(name, size, np.random.Generator(np.random.SFC64([seed, places[name]]))):
-                piece.tofile(stream)
+            generator = np.random.Generator(np.random.SFC64([seed, places[name]]))
+            for floats in drawn(size, generator, bias=name.endswith(".bias")):
+                (floats.view(np.uint32) >> 16).astype(np.uint16).tofile(stream)  # bf16: the upper half
 
 
-def _drawn(
-    name: str, size: tuple[int, ...], generator: np.random.Generator
-) -> Iterator[np.ndarray[Any, Any]]:
-    """The tensor as bf16 bits (uint16): the upper half of a float32."""
+def drawn(size: tuple[int, ...], generator: np.random.Generator, *, bias: bool) -> Iterator[Floats]:
+    """Content of one tensor in float32, in pieces of rows."""
     if len(size) == 1:
-        value = 0.0 if name.endswith(".bias") else 1.0
-        yield _upper(np.full(size, value, dtype=np.float32))
+        yield np.full(size, 0.0 if bias else 1.0, dtype=np.float32)
         return
     rows, columns = size
     step = max(1, PIECE // columns)
     for start in range(0, rows, step):
-        drawn = generator.standard_normal((min(step, rows - start), columns), dtype=np.float32)
-        drawn *= np.float32(columns**-0.5)
-        yield _upper(drawn)
+        piece = generator.standard_normal((min(step, rows - start), columns), dtype=np.float32)
+        yield piece * np.float32(columns**-0.5)
 
 
-def _upper(floats: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return (floats.view(np.uint32) >> 16).astype(np.uint16)
+def family_of(shape: ModelShape) -> str:
+    """The Hugging Face model_type that has a layer of this shape."""
+    return "qwen3" if shape.head_norms else "qwen2" if shape.attention_bias else "llama"
+
+
+def model_config(shape: ModelShape) -> dict[str, Any]:
+    """config.json, readable for transformers 4.57 and 5.x."""
+    kind = family_of(shape)
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, write_json
-from edgespec.core.free_space import free_memory
+from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import LOADED, WORKING_MEMORY
@@ -100,14 +99,14 @@ class _Plan:
 
 def _plan(shape: ModelShape, engine: str, precision: str) -> _Plan:
     if engine == LLAMACPP:
-        from edgespec_export.gguf import synthetic as synthetic_gguf
+        from edgespec_export.synthetic import gguf_file
 
-        return _Plan(synthetic_gguf.planned_bytes(shape, precision), 0, 0)
+        return _Plan(gguf_file.planned_bytes(shape, precision), 0, 0)
     if engine != ONNXRUNTIME:
         raise InputError(f"unknown engine {engine!r}{did_you_mean(engine, (ONNXRUNTIME, LLAMACPP))}")
-    from edgespec_export.onnx import synthetic as synthetic_onnx
+    from edgespec_export.synthetic import onnx_folder
 
-    return _Plan(*synthetic_onnx.planned_bytes(shape, precision), synthetic_onnx.build_memory(shape))
+    return _Plan(*onnx_folder.planned_bytes(shape, precision), onnx_folder.build_memory(shape))
 
 
 def _check_memory(what: str, sizes: list[int]) -> None:
@@ -124,14 +123,11 @@ def _check_room(folder: Path, what: str, plans: list[_Plan]) -> None:
     """What is still to be made must fit on the disk, and its making in memory."""
     if not plans:
         return
-    place = folder
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = free_disk(folder)
     needed = sum(plan.kept for plan in plans) + max(plan.scratch for plan in plans)
     if needed > free:
         raise InputError(
-            f"the files of {what} take {needed / GIB:.1f} GiB on the disk and {place} has {free / GIB:.1f} GiB free; "
+            f"the files of {what} take {needed / GIB:.1f} GiB and the disk of {folder} has {free / GIB:.1f} GiB free; "
             "make room, or set EDGESPEC_HOME to a folder on another disk"
         )
     available, memory = free_memory(), max(plan.memory for plan in plans)
@@ -144,11 +140,11 @@ def _check_room(folder: Path, what: str, plans: list[_Plan]) -> None:
 
 def _write(shape: ModelShape, engine: str, precision: str, path: Path, seed: int) -> None:
     if engine == LLAMACPP:
-        from edgespec_export.gguf.synthetic import write_gguf
+        from edgespec_export.synthetic.gguf_file import write_gguf
 
         write_gguf(shape, path, precision, seed)
     else:
-        from edgespec_export.onnx.synthetic import write_onnx
+        from edgespec_export.synthetic.onnx_folder import write_onnx
 
         write_onnx(shape, path, precision, seed)
 

@@ -125,23 +125,28 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             options.seconds,
         )
     checked = prompts[: options.verify_prompts]
+    tokenizer_folder = manifest.folder / TOKENIZER
     if folders is not None:
-        from edgespec_export.verify.pair import verify_files
+        from edgespec_export.verify.pair import verify_with_models
 
-        result = verify_files(files, folders, checked, trials, manifest.folder / TOKENIZER)
+        result = verify_with_models(files, folders, checked, trials, tokenizer_folder)
     else:
-        from edgespec_export.verify.alone import verify_alone
+        from edgespec_export.verify.files import NOT_CHECKED, Standard, as_numbered, shape_of, verify_files
+        from edgespec_export.verify.tokenizers import Source
 
+        source = Source(tokenizer_folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
         name = manifest.drafter.vocabulary
-        result = verify_alone(
-            files,
-            {role: getattr(manifest, role) for role in ROLES},
-            checked,
-            None if name is None else read_vocabulary(manifest.folder / name),
-            trials,
-            manifest.folder / TOKENIZER,
-            manifest.pair["vocab_size"],
+        subset = None if name is None else read_vocabulary(manifest.folder / name)
+        models = (
+            ("target", manifest.target, checked),
+            ("drafter", manifest.drafter, as_numbered(checked, subset)),
         )
+        standards = (
+            (role, Standard(shape_of(model, role), model.parameters, source, own))
+            for role, model, own in models
+        )
+        result = verify_files(files, standards, subset, trials, tokenizer_folder)
+        result["not_checked"] = NOT_CHECKED
     found = check_manifest(manifest, folders)
     return {
         "edgespec": __version__,

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.engine import Engine
@@ -29,7 +28,7 @@ from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
 from edgespec.core.files import read_json
-from edgespec.core.metrics import RawCounts
+from edgespec.core.metrics import RawCounts, expected_acceptance
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
@@ -271,7 +270,7 @@ def overlaps(
         piece = read[start : start + size]
         for p_row, q_row in zip(target.forward(piece), draft.forward(piece), strict=True):
             p, q = warp(p_row, how), warp(q_row, how)
-            yield min(1.0, float(np.minimum(p.probs, q.on(p)).sum(dtype=np.float64)))
+            yield float(expected_acceptance(p.probs, q.on(p)))
 
 
 def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:

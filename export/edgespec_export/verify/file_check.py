@@ -1,12 +1,13 @@
 """One exported file by itself and against given logits: the block, the leak, and the bounds of every precision. No torch.
 
-What is measured of a file, the engines that run it, and the judgement; verify.py compares with torch, verify_alone.py without.
+What is measured of a file, the engines that run it, and the judgement; files.py walks over the files of a pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,15 @@ from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 
+from edgespec.core.shapes import ModelShape
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.logit_distance import MOST_KL, distance
-from edgespec_export.verify.passages import BLOCK, Passage
 
 ENGINES = ("onnxruntime", "llama.cpp", "static")
 SMALL = 50_000_000  # parameters below which a second thread costs more in waiting than it brings on a busy machine
 FLOAT_GGUF = frozenset({"f32", "f16", "bf16"})  # no faster attention kernel than the one in use
+BLOCK = 4
+MAX_PROMPT = 128  # tokens of a prompt that are compared
 
 Array = np.ndarray[Any, Any]
 
@@ -98,7 +101,7 @@ class FileCheck:
     precision: str
     checked_with: str
     stored: str = ""  # the file's own precision
-    weights_relative: float | None = 0.0  # None where there was no model to compare with
+    weights_relative: float | None = None  # None where there was no model to compare with
     worst_weight: str = ""
     largest: float | None = None  # engine against the float model
     mean: float | None = None
@@ -116,6 +119,37 @@ class FileCheck:
     fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
     settings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+
+
+class Passage(NamedTuple):
+    """A text whose logits are compared from its token `start` on."""
+
+    tokens: list[int]
+    start: int = 0
+
+    @property
+    def compared(self) -> list[int]:
+        return self.tokens[self.start :]
+
+
+def passages_of(prompts: Sequence[list[int]], shape: ModelShape) -> list[Passage]:
+    """The beginnings of the prompts; behind them, at a border of `shape`, a block on either side of it.
+
+    The text at the border is made of the prompts, again and again. It is there twice, ending at the border and a block behind it:
+    in torch all tokens of a text have the factors of its length.
+    """
+    found = [Passage(prompt[: min(MAX_PROMPT, shape.context_length)]) for prompt in prompts if prompt]
+    border = shape.rope_border
+    if border is not None and found:
+        length = min(border + BLOCK, shape.context_length)
+        text = list(islice(cycle(chain.from_iterable(prompts)), length))
+        found += [Passage(text[:border], max(0, border - BLOCK)), Passage(text, border)]
+    return found
+
+
+def context_for(shape: ModelShape) -> int | None:
+    """A context with room for all passages, where the model's own may be far longer than needed; None: the model's own."""
+    return None if shape.rope_border is None else min(shape.rope_border + BLOCK, shape.context_length)
 
 
 def has_engine(file: ExportedFile) -> bool:
@@ -220,8 +254,7 @@ def _logit_distance(a: Array, b: Array) -> float:
 def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
     """Logits of a passage fed `count` tokens at a time, behind what comes before its start."""
     model.prefill(passage.tokens[: passage.start])
-    places = range(passage.start, len(passage.tokens), count)
-    return np.concatenate([np.array(model.forward(passage.tokens[at : at + count])) for at in places])
+    return np.array(model.read_rows(passage.compared, count))
 
 
 def judge(check: FileCheck) -> None:

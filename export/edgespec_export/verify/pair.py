@@ -14,68 +14,58 @@ their own. A drafter with a vocabulary subset is compared in its own numbers of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from edgespec_runtime.engines.vocabulary import Vocabulary, vocabulary_of
+from edgespec_runtime.engines.vocabulary import vocabulary_of
 
 from edgespec.core.errors import CheckFailed, InputError
+from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
-from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.model_folder.head import is_head
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
-from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
-from edgespec_export.verify.file_check import (
-    BOUNDS,
-    SMALL,
-    FastCheck,
-    FileCheck,
-    compare_engine,
-    fast_opener,
-    judge,
-    measure,
-    opener,
-    relative,
-)
+from edgespec_export.verify.exported_pair import Trials
+from edgespec_export.verify.file_check import FileCheck, relative
+from edgespec_export.verify.files import Standard, as_numbered, verify_files
 from edgespec_export.verify.head_check import check_head
-from edgespec_export.verify.passages import context_for, passages_of
-from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights
-from edgespec_export.verify.readback_npu import static_weights
+from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights, static_weights
 from edgespec_export.verify.report import broken_of, report_of
-from edgespec_export.verify.tokenizers import Source, check_tokenizers
-
-TORCH_READ_BACK = "weights read back in torch"
+from edgespec_export.verify.tokenizers import Source
 
 Array = np.ndarray[Any, Any]
 
 
-class Reference:
-    """One float model: its logits, and those it gives with other weights."""
+class Reference(Standard):
+    """One float model in torch: its logits, and those it gives with other weights. `prompts` in the target's numbers.
+
+    Raises InputError where no prompt has a token.
+    """
+
+    without_engine = "weights read back in torch"
 
     def __init__(self, folder: Path, prompts: list[list[int]]) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # ours covers it
-        self.folder = folder
         config = read_json(folder / "config.json")
-        self.shape = ModelShape.from_config(config)
-        self.norm_offset = str(config.get("model_type", "")).startswith("gemma")
+        shape, own = ModelShape.from_config(config), as_numbered(prompts, vocabulary_of(folder))
+        super().__init__(shape, shape.parameters, Source(folder, read_config(folder), whole=True), own)
+        if not self.passages:
+            raise InputError("there is no prompt to verify with; give at least one that is not empty")
+        self.folder = folder
+        self.norm_offset = family_named(config.get("model_type", "")).norm_offset
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **corrected_ids(folder)
         ).eval()
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
-        self.passages = passages_of(prompts, self.shape)
-        if not self.passages:
-            raise InputError("there is no prompt to verify with; give at least one that is not empty")
         self.logits = self.run(self.weights)
 
     def run(self, weights: dict[str, torch.Tensor]) -> list[Array]:
@@ -89,6 +79,20 @@ class Reference:
                 results.append(output.logits[0].float().numpy())
         return results
 
+    def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
+        return list(files)
+
+    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
+        """Hold weights and settings against the model's; the model's logits with the file's weights, or its own where they do
+        not fit."""
+        given = own_file(self.folder) if file.engine == "llama.cpp" else None
+        if given is not None and not given.is_in(file.path):
+            check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
+        weights = _compare_weights(check, _read(file, self.shape), self)
+        if file.engine == "llama.cpp":
+            check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
+        return self.run(weights) if weights else self.logits
+
     def features(self) -> list[torch.Tensor]:
         """The last hidden states [n, H], behind the final norm, at every token of each passage."""
         with torch.inference_mode():
@@ -96,13 +100,20 @@ class Reference:
             return [self.model.model(each, use_cache=False).last_hidden_state[0].float() for each in tokens]
 
 
-def _check_head(files: list[ExportedFile], folder: Path, target: Reference) -> FileCheck:
-    """The one folder of a head."""
-    file = next(file for file in files if file.is_head)
-    embedding = target.model.get_input_embeddings().weight.detach().float()
-    return check_head(
-        file, folder, embedding, [passage.tokens for passage in target.passages], target.features()
-    )
+class Head(Standard):
+    """A head that reads the target's hidden states: its one folder, held against its own tensors in torch."""
+
+    def __init__(self, folder: Path, target: Reference) -> None:
+        super().__init__(target.shape, 0, None, [])
+        self.folder, self.target = folder, target
+
+    def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
+        return [next(file for file in files if file.is_head)]
+
+    def check(self, file: ExportedFile) -> FileCheck:
+        embedding = self.target.model.get_input_embeddings().weight.detach().float()
+        texts = [passage.tokens for passage in self.target.passages]
+        return check_head(file, self.folder, embedding, texts, self.target.features())
 
 
 def verify_pair(
@@ -123,7 +134,7 @@ def verify_pair(
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
     files = exported_files(export_folder, options, own_file(target_folder), head=head)
-    result = verify_files(files, folders, prompts, trials, target_folder)
+    result = verify_with_models(files, folders, prompts, trials, target_folder)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
     if broken:
@@ -137,77 +148,25 @@ def verify_pair(
     }
 
 
-def verify_files(
+def verify_with_models(
     files: list[ExportedFile],
     folders: dict[str, Path],
     prompts: list[list[int]],
     trials: Trials | None,
     tokenizer_folder: Path,
 ) -> dict[str, Any]:
-    """What verify.json holds: every file against the models in `folders`, the tokenizers, the acceptance of the exported pairs.
+    """`verify_files` with the models in `folders`, by role, as standards."""
 
-    `tokenizer_folder`: where the runtime reads the tokenizer from.
-    """
-    subset = vocabulary_of(folders["drafter"])
-    checks: list[FileCheck] = []
-    sources, parameters = {}, {}
-    references: dict[str, Reference] = {}
-    with progress("verify", 2 * len(files) + 1, "check") as bar:
-        for role, folder in folders.items():
-            if is_head(folder):
-                checks.append(_check_head(files, folder, references["target"]))
-                parameters[role] = 0  # no files of its own
-                continue
-            references[role] = reference = Reference(folder, _as_numbered(prompts, vocabulary_of(folder)))
-            sources[role] = Source(folder, read_config(folder), whole=True)
-            parameters[role] = reference.shape.parameters
-            for file in (file for file in files if file.role == role):
-                bar.set_postfix_str(f"{role} {file.precision}")
-                checks.append(check_file(file, reference))
-                bar.update(1)
-        bar.set_postfix_str("tokenizers")
-        with_tokenizer = [file for file in files if not file.is_head]
-        tokenizers = check_tokenizers(
-            with_tokenizer, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
-        )
-    runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
-    return {
-        "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
-        "files": [asdict(check) for check in checks],
-        "tokenizers": [asdict(check) for check in tokenizers],
-        "acceptance": as_json(runs),
-    }
+    def standards() -> Iterator[tuple[str, Standard]]:
+        target = Reference(folders["target"], prompts)
+        yield "target", target
+        if is_head(folders["drafter"]):
+            yield "drafter", Head(folders["drafter"], target)
+            return
+        del target  # one model at a time is in memory
+        yield "drafter", Reference(folders["drafter"], prompts)
 
-
-def _as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:
-    """The prompts in the numbers of a model with a vocabulary subset; a token it does not know becomes its last row."""
-    return prompts if subset is None else [subset.places().take(prompt).tolist() for prompt in prompts]
-
-
-def check_file(file: ExportedFile, reference: Reference) -> FileCheck:
-    """Measure one file and hold it against the bounds of its precision."""
-    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
-    given = own_file(reference.folder) if file.engine == "llama.cpp" else None
-    if given is not None and not given.is_in(file.path):
-        check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
-    weights = _compare_weights(check, _read(file, reference.shape), reference)
-    if file.engine == "llama.cpp":
-        check.settings = gguf_settings(file.path, reference.shape, usual=given is not None)
-    own = reference.run(weights) if weights else reference.logits
-    threads, context = 1 if reference.shape.parameters < SMALL else None, context_for(reference.shape)
-    open_engine = opener(file, threads, context)
-    if open_engine is None:
-        check.checked_with, seen = TORCH_READ_BACK, own
-    else:
-        seen = compare_engine(check, open_engine, reference.passages, own)
-        check.rope_border = reference.shape.rope_border
-        open_fast = fast_opener(file, threads, context)
-        if open_fast is not None:
-            check.fast = FastCheck()
-            compare_engine(check.fast, open_fast, reference.passages, own)
-    measure(check, seen, reference.logits, reference.passages)
-    judge(check)
-    return check
+    return verify_files(files, standards(), vocabulary_of(folders["drafter"]), trials, tokenizer_folder)
 
 
 def _read(file: ExportedFile, shape: ModelShape) -> Iterable[tuple[str, Array]]:
@@ -221,6 +180,7 @@ def _compare_weights(
 ) -> dict[str, torch.Tensor]:
     """The file's weights as a state for torch; empty where they do not fit the model."""
     state: dict[str, torch.Tensor] = {}
+    check.weights_relative = 0.0
     for name, value in found:
         if reference.shape.tied and name == "lm_head.weight":
             name = "model.embed_tokens.weight"
@@ -231,10 +191,10 @@ def _compare_weights(
             continue
         state[name] = torch.from_numpy(np.require(value, requirements=["C", "W"]))
         # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
-        offset = 1.0 if reference.norm_offset and name.endswith("norm.weight") else 0.0
+        offset = reference.norm_offset if name.endswith("norm.weight") else 0.0
         lies, should = state[name] + offset, wanted + offset
         error = relative(float((lies - should).square().mean()), float(should.square().mean()))
-        if not error <= (check.weights_relative or 0.0):
+        if not error <= check.weights_relative:
             check.weights_relative, check.worst_weight = error, name
     for name, wanted in reference.weights.items():
         if name not in state and name.endswith(".bias") and not wanted.any():

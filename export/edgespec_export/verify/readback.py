@@ -1,6 +1,6 @@
-"""The weights of an exported file, read back under their Hugging Face names and in float32. Numpy only; no engine.
+"""The weights of an exported file, read back under their Hugging Face names and in float32. No engine.
 
-Written apart from the exporters on purpose: a mistake there is not repeated here.
+Written apart from the exporters on purpose: a mistake there is not repeated here. Only the families' facts are shared.
 """
 
 from __future__ import annotations
@@ -12,65 +12,51 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.core.errors import EdgespecError
+from edgespec.core.families import with_architecture
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
-from edgespec_export.onnx.tensors import tensor_values
 
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
 
-_GGUF_PARTS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_PARTS = _GGUF_PARTS | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PHI_PARTS = _GGUF_PARTS | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_PARTS = {"gemma2": _GEMMA_PARTS, "gemma3": _GEMMA_PARTS, "phi3": _PHI_PARTS}
 _ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_STATIC_WHOLE = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "lm_head": "lm_head.weight",
+}
 _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:
-    """(name, tensor) of a GGUF file, one at a time; q and k of the "llama" architecture are back in rotate-halves order.
+    """(name, tensor) of a GGUF file, one at a time; permuted q and k are back in rotate-halves order.
 
-    Norms of the Gemma architectures lose the 1 that a GGUF file adds to them; RoPE factors are left out, being no weights.
+    Norms lose the offset that a GGUF file adds to them; RoPE factors are left out, being no weights.
     """
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(file)
     architecture = gguf_field(reader, "general.architecture")
-    paired, parts = architecture in ("llama", "smollm3"), _PARTS.get(architecture, _GGUF_PARTS)
+    family = with_architecture(architecture)
     for tensor in reader.tensors:
         if tensor.name in _ROPE_TABLES:
             continue
         match = _GGUF_NAME.fullmatch(tensor.name)
         layer, part, kind = match.groups() if match else (None, tensor.name, "")
         whole = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-        if parts is _GEMMA_PARTS and part.endswith("norm"):
-            whole = whole - np.float32(1.0)
+        if part.endswith("norm"):
+            whole = whole - np.float32(family.norm_offset)
         if layer is None:
             yield f"{_GGUF_WHOLE.get(part, part)}.{kind}", whole
             continue
-        if paired and part in ("attn_q", "attn_k"):
+        if family.permute_qk and part in ("attn_q", "attn_k"):
             heads = shape.heads if part == "attn_q" else shape.kv_heads
             pairs = whole.reshape(heads, -1, 2, *whole.shape[1:])  # [heads, d/2, the two halves, ...]
             whole = np.moveaxis(pairs, 2, 1).reshape(whole.shape)
-        yield f"model.layers.{layer}.{parts.get(part, part)}.{kind}", whole
+        yield f"model.layers.{layer}.{family.gguf_parts.get(part, part)}.{kind}", whole
 
 
 def gguf_field(reader: Any, name: str) -> Any:
@@ -99,7 +85,9 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
         "rope.freq_base": shape.rope_theta,
         "vocab_size": shape.vocab_size,
     }
-    if arch != "phi3":  # rotates a part of a head where the model says so; a wrong part shows in the logits
+    if (
+        not with_architecture(arch).partial_rotary
+    ):  # which rotates a part of a head where the model says so; a wrong part shows in the logits
         wanted["rope.dimension_count"] = shape.head_dim
     if shape.rope_border is not None:
         wanted["rope.scaling.original_context_length"] = shape.rope_border
@@ -116,13 +104,15 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
 def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a graph made by the model builder, blocks of int4 and int8 expanded.
 
-    The joined q, k, v are taken apart, but for Phi-3, whose model has them joined, and gate and up; norms of Gemma lose the 1
-    that the builder adds to them.
+    The joined q, k, v are taken apart, but for a model that has them joined (Phi-3), and gate and up; norms lose the offset that
+    the builder adds to them.
     """
     kind = str(read_json(folder / "genai_config.json")["model"]["type"])
+    family = with_architecture(kind.removesuffix("_text"))  # the builder names its models as llama.cpp does
+    joined = "attn_qkv" in family.gguf_parts
     gates: dict[str, Array] = {}
-    for name, whole in _onnx_weights(folder, shape, joined=kind.startswith("phi3")):
-        if kind.startswith("phi3") and name.endswith((".gate_proj.weight", ".up_proj.weight")):
+    for name, whole in _onnx_weights(folder, shape, joined=joined):
+        if joined and name.endswith((".gate_proj.weight", ".up_proj.weight")):
             gates[name] = whole
             stem = name.removesuffix(".gate_proj.weight").removesuffix(".up_proj.weight")
             pair = [gates.get(f"{stem}.{part}_proj.weight") for part in ("gate", "up")]
@@ -133,8 +123,7 @@ def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
                 )
                 gates.clear()
         else:
-            gemma = kind.startswith("gemma") and name.endswith("norm.weight")
-            yield name, whole - np.float32(1.0) if gemma else whole
+            yield name, whole - np.float32(family.norm_offset) if name.endswith("norm.weight") else whole
 
 
 def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
@@ -209,3 +198,71 @@ def _named(
     return [
         (f"{prefix}.self_attn.{name}_proj.{kind}", piece) for name, piece in zip("qkv", pieces, strict=True)
     ]
+
+
+def static_weights(folder: Path) -> Weights:
+    """(name, tensor) of the verification graph, whose weights all graphs share; int8 matrices expanded."""
+    import onnx
+
+    graph = onnx.load(folder / "verify.onnx", load_external_data=False).graph
+    tensors = {tensor.name: tensor for tensor in graph.initializer}
+
+    def read(name: str) -> Array:
+        return tensor_values(tensors[name], folder)
+
+    for node in graph.node:
+        if node.op_type == "DequantizeLinear" and node.input[0] in tensors:
+            values, scale, zero = (read(name) for name in node.input)
+            if values.ndim == 2:  # a constant of one number is no weight; columns have a scale each
+                whole = (values.astype(np.float32) - zero.astype(np.float32)) * scale
+                yield _static_named(node.input[0].removesuffix("_quantized"), whole)
+            elif values.ndim == 1 and node.input[0].endswith(".bias_quantized"):
+                name = node.input[0].removesuffix("_quantized")
+                yield _static_named(name, (values.astype(np.float32) - zero.astype(np.float32)) * scale)
+    for name, tensor in tensors.items():
+        if name in _STATIC_WHOLE or (
+            name.startswith("layers.") and tensor.data_type == onnx.TensorProto.FLOAT
+        ):
+            if name.endswith(("_scale", "_zero_point")):
+                continue
+            yield _static_named(name, read(name))
+
+
+def _static_named(name: str, value: Array) -> tuple[str, Array]:
+    """A matrix is [in, out] in the graph and [out, in] in the checkpoint; the embedding is not turned."""
+    if value.ndim == 2 and name != "embed_tokens":
+        value = value.T
+    if name in _STATIC_WHOLE:
+        return _STATIC_WHOLE[name], np.ascontiguousarray(value)
+    kind = "" if name.endswith(".bias") else ".weight"
+    return f"model.{name}{kind}", np.ascontiguousarray(value)
+
+
+def tensor_values(tensor: Any, folder: Path) -> Array:
+    """The array of a TensorProto of a graph in `folder`. Raises EdgespecError where its data file is elsewhere or too short.
+
+    The onnx package refuses data files with several hard links, and bundles of earlier versions have such.
+    """
+    from onnx.external_data_helper import uses_external_data
+    from onnx.helper import tensor_dtype_to_np_dtype
+    from onnx.numpy_helper import to_array
+
+    if not uses_external_data(tensor):
+        return np.asarray(to_array(tensor))
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    name, start = place["location"], int(place.get("offset", 0))
+    kind, count = (
+        np.dtype(tensor_dtype_to_np_dtype(tensor.data_type)),
+        int(np.prod(tensor.dims, dtype=object)),
+    )
+    file = folder / name
+    if Path(name).name != name or not file.is_file():
+        raise EdgespecError(
+            f"tensor {tensor.name} has its data in {name!r}, which is no file in {folder}; export it again"
+        )
+    if start + count * kind.itemsize > file.stat().st_size:
+        raise EdgespecError(
+            f"{file} has {file.stat().st_size} bytes, and tensor {tensor.name} ends at {start + count * kind.itemsize}; "
+            "export it again"
+        )
+    return np.fromfile(file, kind, count, offset=start).reshape(tuple(tensor.dims))

@@ -20,16 +20,11 @@ from edgespec_runtime.engines.engine import Engine
 from torch import Tensor
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import family_for
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.synthetic import layer_of
+from edgespec_export.onnx.repeat import layer_of
 from edgespec_export.verify.readback import Weights
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-)  # a layer's input is the output of the one before, and nothing else
 BLOCK = 4
 
 Array = np.ndarray[Any, Any]
@@ -143,10 +138,7 @@ def _one_layer(model_folder: Path) -> tuple[Any, int]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
-    if config.model_type not in FAMILIES:
-        raise InputError(
-            f"{model_folder} is a {config.model_type!r} model; the check by layers knows {', '.join(FAMILIES)}"
-        )
+    family_for("alike_layers", "the check by layers", {"model_type": config.model_type}, model_folder)
     small = deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, 8, None
     if getattr(small, "layer_types", None):

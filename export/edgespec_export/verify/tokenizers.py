@@ -10,7 +10,7 @@ tables in a GGUF file are read value by value (a swapped pair of merges may not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +287,6 @@ def check_tokenizers(
             checks.append(TokenizerCheck(where, source.name, broken=[str(error)[:300]]))
         step()
     return checks
-
-
-def as_json(checks: Sequence[TokenizerCheck]) -> list[dict[str, Any]]:
-    return [asdict(check) for check in checks]
 
 
 def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.token_rows import Row, Rows, Shuffled, pack_conversations
 
-KINDS = ("text", "fixed", "student", "target")
 TEXT, FIXED, STUDENT, TARGET = range(4)
 
 

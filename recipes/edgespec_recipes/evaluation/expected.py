@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgespec.core.metrics import expected_acceptance
 from edgespec.recipe.schema import Sampling
 from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.distributions import warp
@@ -101,7 +102,7 @@ def agreement(
             for name, draft in drafters.items():
                 q = warp(logits_at(draft, keep, input_ids=tokens), sampling.temperature, sampling.top_p)
                 passing = passing_chance(p.gather(-1, written), q.gather(-1, written))[:, 0]
-                overlap = torch.minimum(p, q).sum(-1, dtype=torch.float64).clamp_max(1.0)
+                overlap = expected_acceptance(p, q)
                 top = p.gather(-1, q.argmax(-1, keepdim=True))[:, 0].double()
                 draw = (p * q).sum(-1, dtype=torch.float64).clamp_max(1.0)
                 parts = (np.split(x.cpu().numpy(), ends) for x in (passing, overlap, top, draw))

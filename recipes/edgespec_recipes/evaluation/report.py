@@ -97,7 +97,7 @@ def summarise(
     }
 
 
-def evaluation_table(file: Path, *, markdown: bool = False) -> str:
+def evaluation_table(file: Path) -> str:
     """evaluation.json as a table: a line for each sampling, γ and drafter with its 95 % intervals.
 
     The last column is the paired gain in τ over the first drafter.
@@ -117,6 +117,4 @@ def evaluation_table(file: Path, *, markdown: bool = False) -> str:
                 interval(*gain["tau_difference"]) if gain else "",
             )
         )
-    return table(
-        ("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows, markdown=markdown
-    )
+    return table(("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows)

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import family_named, having
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape
 from edgespec_recipes.models.vocabulary import Blocks
 
-FAMILIES = ("llama", "mistral")
 SAMPLE_TOKENS = 4096
 PASS_TOKENS = 1024  # tokens of one forward pass of the target
 
@@ -145,13 +145,13 @@ def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:
     """Raises InputError for a target whose weights a plain Llama cannot hold, or that has less of something."""
     again = "give --drafter.init random"
     biased = full.attention_bias or getattr(config, "mlp_bias", False)
-    if config.model_type not in FAMILIES or biased or full.head_norms:
+    if not family_named(config.model_type).subcloning or biased or full.head_norms:
         what = (
             "with biases" if biased else "with norms in its heads" if full.head_norms else "of another build"
         )
         raise InputError(
             f"the target is a {config.model_type!r} model {what}; weight subcloning makes a plain Llama from "
-            f"{' or '.join(FAMILIES)} without biases: {again}"
+            f"{' or '.join(having('subcloning'))} without biases: {again}"
         )
     if shape.vocab_size != full.vocab_size or (shape.tied and not full.tied):
         raise InputError(

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import MissingExtra
-from edgespec.core.files import whole_file
+from edgespec.core.pictures import bars, new_figure, save, tidy
 from edgespec_recipes.study.report import DOMAIN_NAMES, Report
 
 _COLOURS = {"in": "#1f6f8b", "out": "#c1666b"}
 _LINES = ("#1f6f8b", "#c1666b", "#4d7c3a", "#8a5fa8", "#b8860b", "#555555")
 
 
-def require_matplotlib() -> None:
-    """Raise MissingExtra where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "The plots of a study") from error
-
-
 def plot_study(results: Mapping[str, Any], folder: Path, stem: str) -> list[tuple[str, str]]:
     """Write `folder`/STEM-*.png; return (title, file name) of each. A picture that would be empty is left out."""
-    require_matplotlib()
     report = Report(results)
     pictures = [(f"Block efficiency of every arm, γ = {report.gamma}", f"{stem}-arms.png", _arms(report))]
     if report.curves():
@@ -35,36 +25,17 @@ def plot_study(results: Mapping[str, Any], folder: Path, stem: str) -> list[tupl
             ("Acceptance rate by the share of tokens learnt", f"{stem}-k.png", _k(report, curves))
         )
     for _, name, figure in pictures:
-        with whole_file(folder / name) as temporary:
-            figure.savefig(temporary, format="png")
+        save(figure, folder / name)
     return [(title, name) for title, name, _ in pictures]
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _bars(found: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
-    """(values, [lengths below, lengths above]) of [value, low, high] triples."""
-    middle = [value for value, _, _ in found]
-    below = [max(0.0, value - low) for value, low, _ in found]
-    return middle, [below, [max(0.0, high - value) for value, _, high in found]]
 
 
 def _arms(report: Report) -> Any:
     order = [row["arm"] for row in reversed(report.results["best"]["ranking"])]
-    figure = _figure(5.2 * len(report.domains), 1.2 + 0.24 * len(order))
+    figure = new_figure(5.2 * len(report.domains), 1.2 + 0.24 * len(order))
     panels = figure.subplots(1, len(report.domains), sharey=True, squeeze=False)[0]
     for axes, domain in zip(panels, report.domains, strict=True):
         found = [report.mean(arm, domain)["tau"] for arm in order]
-        middle, errors = _bars(found)
+        middle, errors = bars(found)
         axes.errorbar(
             middle,
             range(len(order)),
@@ -80,12 +51,12 @@ def _arms(report: Report) -> Any:
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.set_ylim(-0.6, len(order) - 0.4)
         axes.set_xlabel(f"τ {DOMAIN_NAMES[domain]}, γ = {report.gamma}")
-        _tidy(axes)
+        tidy(axes)
     return figure
 
 
 def _steps(report: Report) -> Any:
-    figure = _figure(9.5, 3.6)
+    figure = new_figure(9.5, 3.6)
     figure.suptitle(f"mean over tasks and samplings, γ = {report.gamma}", fontsize=9)
     panels = figure.subplots(1, 2)
     for axes, metric, name in zip(
@@ -114,7 +85,7 @@ def _steps(report: Report) -> Any:
                 )
         axes.set_xlabel("distillation step")
         axes.set_ylabel(name)
-        _tidy(axes)
+        tidy(axes)
     panels[0].legend(frameon=False, fontsize=8)
     return figure
 
@@ -141,11 +112,11 @@ def _selections(results: Mapping[str, Any]) -> dict[str, list[tuple[float, str]]
 
 
 def _k(report: Report, curves: Mapping[str, list[tuple[float, str]]]) -> Any:
-    figure = _figure(4.8 * len(report.domains), 3.4)
+    figure = new_figure(4.8 * len(report.domains), 3.4)
     panels = figure.subplots(1, len(report.domains), squeeze=False)[0]
     for axes, domain in zip(panels, report.domains, strict=True):
         for colour, (divergence, points) in zip(_LINES * 9, curves.items(), strict=False):
-            middle, errors = _bars([report.mean(arm, domain)["alpha"] for _, arm in points])
+            middle, errors = bars([report.mean(arm, domain)["alpha"] for _, arm in points])
             axes.errorbar(
                 [k for k, _ in points],
                 middle,
@@ -159,5 +130,5 @@ def _k(report: Report, curves: Mapping[str, list[tuple[float, str]]]) -> Any:
         axes.set_xlabel("k, the share of tokens that is learnt")
         axes.set_ylabel(f"α {DOMAIN_NAMES[domain]}")
         axes.legend(frameon=False, fontsize=9)
-        _tidy(axes)
+        tidy(axes)
     return figure

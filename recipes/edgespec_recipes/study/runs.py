@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from edgespec_runtime.engines.device import cpu_name
 from edgespec_runtime.engines.engine import default_threads
 
 from edgespec.core.errors import InputError
@@ -72,13 +73,8 @@ def interleaved(tasks: dict[str, TaskOptions]) -> Iterator[dict[str, Any]]:
 
 def machine() -> dict[str, Any]:
     """What the study ran on."""
-    cpu = Path("/proc/cpuinfo")
-    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
-    model = next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": model, "cores": default_threads(), "threads": torch.get_num_threads(), "gpu": gpu}
+    return {"cpu": cpu_name(), "cores": default_threads(), "threads": torch.get_num_threads(), "gpu": gpu}
 
 
 class Runs:

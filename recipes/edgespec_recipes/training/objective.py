@@ -21,13 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgespec.core.metrics import expected_acceptance
 from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
 from edgespec_recipes.generating.stored import Store
 from edgespec_recipes.losses.head_loss import TargetRows, head_loss, head_values, in_head
-from edgespec_recipes.losses.losses import divergence, fkl, rewarded, tvd
+from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.mean_loss import label_losses
 from edgespec_recipes.losses.positions import LOSS, Positions, noise, positions_of
 from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence
@@ -181,7 +182,7 @@ class Objective:
         return self.tokens.report()
 
     def acceptance(self, model: Any, batches: Sequence[Batch]) -> dict[str, float]:
-        """{"alpha": teacher-forced acceptance rate at temperature 1}: the mean of 1 − TVD (DistillSpec, Eq. 3)."""
+        """{"alpha": teacher-forced acceptance rate at temperature 1}: the mean of Σ min(p, q) (DistillSpec, Eq. 3)."""
         found = torch.cat([self.overlaps(model, batch) for batch in batches])
         return {"alpha": float(found.sum()) / max(1, len(found))}
 
@@ -190,7 +191,7 @@ class Objective:
         target_rows, found = self.target_rows(batch)(None), list[Tensor]()
 
         def note(hidden: Tensor, head: Any) -> Tensor:
-            found.append(1.0 - _all_token_tvd(hidden, head, target_rows))
+            found.append(_acceptance(hidden, head, target_rows))
             return hidden[:1]
 
         with torch.no_grad():
@@ -203,12 +204,12 @@ def _run(model: Any, batch: Batch, compute: Callable[[Tensor, Any], Tensor]) -> 
     return in_head(model, batch["compared"], inputs_of(batch), compute)
 
 
-def _all_token_tvd(hidden: Tensor, head: Any, rows: TargetRows) -> Tensor:
-    """TVD [n] over the target's whole vocabulary, in which a drafter's tokens may be a part: it gives the others 0."""
+def _acceptance(hidden: Tensor, head: Any, rows: TargetRows) -> Tensor:
+    """Σ min(p, q) [n] over the target's whole vocabulary, in which a drafter's tokens may be a part: it gives the others 0."""
     spread = getattr(head, "spread", lambda logits: logits)
-    return head_values(
-        [lambda logits, target: tvd(spread(logits), target)],
-        hidden,
-        head,
-        lambda part, logits: rows(part, spread(logits)),
-    )[0]
+
+    def overlap(logits: Tensor, target: Tensor) -> Tensor:
+        q, p = (torch.softmax(one.float(), -1) for one in (spread(logits), target))
+        return torch.as_tensor(expected_acceptance(p, q))
+
+    return head_values([overlap], hidden, head, lambda part, logits: rows(part, spread(logits)))[0]

@@ -35,7 +35,7 @@ from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import dump, shuffled
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.pair.device_defaults import LENGTHS, of_bench
+from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.text.prompts import read_chats
 
@@ -149,12 +149,13 @@ def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, of_bench(given))
+    manifest = manifest_of(given)
+    options = from_mapping(Options, of_bench(given, manifest))
     if options.plot:
-        from edgespec_runtime.bench.plot import require_matplotlib
+        from edgespec.core.pictures import require_matplotlib
 
         require_matplotlib()
-    pair = open_pair(Path(options.bundle), options, with_draft=options.needs_model)
+    pair = open_pair(Path(options.bundle), options, options.needs_model, manifest)
     try:
         chats = (read_chats(Path(options.prompts)) if options.prompts else pair.prompts())[
             : options.max_prompts

@@ -6,31 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import MissingExtra
-from edgespec.core.files import whole_file
+from edgespec.core.pictures import bars, new_figure, save, tidy
 from edgespec_runtime.bench.report import AUTO, PLAIN, Summary
 
 _TARGET, _DRAFT = "#555555", "#1f6f8b"
 
 
-def require_matplotlib() -> None:
-    """Raise MissingExtra where matplotlib is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra("matplotlib", "plot", "A plot") from error
-
-
 def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     """Write a PNG with two panels: τ, and tokens per second with the plain line. Bars are 95 % intervals."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     plain = next(summary for summary in summaries if summary.draft_length == PLAIN)
     drafted = [summary for summary in summaries if summary.draft_length > PLAIN]
     chosen = [summary for summary in summaries if summary.draft_length == AUTO]
     lengths = [summary.draft_length for summary in drafted]
-    figure = Figure(figsize=(9, 3.8), dpi=150, layout="constrained")
+    figure = new_figure(9, 3.8)
     left, right = figure.subplots(1, 2)
     figure.suptitle(title, fontsize=11)
 
@@ -63,22 +51,19 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     for axes in (left, right):
         axes.set_xlabel("draft length γ")
         axes.set_xticks(lengths)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        tidy(axes)
         axes.legend(frameon=False, fontsize=9)
-    with whole_file(file) as temporary:
-        figure.savefig(temporary, format="png")
+    save(figure, file)
 
 
 def _points(
     axes: Any, lengths: Sequence[int], values: Sequence[tuple[float, float, float]], label: str
 ) -> None:
-    middle = [value for value, _, _ in values]
-    below, above = [value - low for value, low, _ in values], [high - value for value, _, high in values]
+    middle, errors = bars(values)
     axes.errorbar(
         lengths,
         middle,
-        yerr=[below, above],
+        yerr=errors,
         fmt="o-",
         color=_DRAFT,
         capsize=3,

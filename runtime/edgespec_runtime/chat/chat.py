@@ -28,7 +28,7 @@ from edgespec_runtime.decoding.loop import check_vocabulary
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, numbered, plain
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.pair.device_defaults import of_reply
+from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,9 +281,10 @@ def talk(chat: Chat, lines: Lines) -> int:
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, of_reply(given))
+    manifest = manifest_of(given)
+    options = from_mapping(Options, of_reply(given, manifest))
     lines = Lines()
-    pair = open_pair(Path(options.bundle), options, with_draft=options.draft and options.needs_model)
+    pair = open_pair(Path(options.bundle), options, options.draft and options.needs_model, manifest)
     try:
         chat = Chat(pair, options, lines.interactive)
         if lines.interactive:

@@ -23,7 +23,7 @@ from edgespec_runtime.decoding.loop import check_prompt
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import dump, metrics_of
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.pair.device_defaults import of_reply
+from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 
@@ -62,12 +62,13 @@ def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, of_reply(given))
+    manifest = manifest_of(given)
+    options = from_mapping(Options, of_reply(given, manifest))
     text = options.prompt or read_prompt()
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
     decoding = options if options.draft else plain(options)
-    pair = open_pair(Path(options.bundle), options, with_draft=decoding.needs_model)
+    pair = open_pair(Path(options.bundle), options, decoding.needs_model, manifest)
     try:
         prompt = encode_prompt(pair, text, options.system, options.raw)
         if not options.raw:

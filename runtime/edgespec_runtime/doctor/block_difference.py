@@ -57,7 +57,4 @@ def block_difference(
 def _fed(target: CachedEngine, ids: Sequence[int], size: int) -> NDArray[np.float32]:
     """Logits [n, V] of `ids` fed `size` at a time from an empty cache."""
     target.rewind(0)
-    size = min(size, target.engine.block_length)
-    return np.concatenate(
-        [np.array(target.forward(ids[start : start + size])) for start in range(0, len(ids), size)]
-    )
+    return np.array(target.read_rows(ids, size))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,16 +35,11 @@ class Device:
         cores = f"{self.cores} core{'s' * (self.cores != 1)}"
         return f"{self.cpu}, {cores}, {self.memory_gib} GiB, {self.system}"
 
-    @property
-    def fingerprint(self) -> str:
-        """Twelve hexadecimal digits, equal for equal devices."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:12]
-
 
 def this_device() -> Device:
     """The machine this process runs on."""
     return Device(
-        _cpu_name(), default_threads(), _memory_gib(), f"{platform.system()} {platform.machine()}".strip()
+        cpu_name(), default_threads(), _memory_gib(), f"{platform.system()} {platform.machine()}".strip()
     )
 
 
@@ -113,7 +107,7 @@ def _cpu_info() -> list[str]:
         return []
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     """The processor's own name where the system tells it."""
     for line in _cpu_info():
         key, _, value = line.partition(":")

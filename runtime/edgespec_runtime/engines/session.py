@@ -95,9 +95,12 @@ class CachedEngine:
         last: Logits = logits[-1]
         return last
 
-    def read_rows(self, tokens: Sequence[int]) -> Logits:
-        """Append any number of tokens, at least one, in passes that the engine takes; the logits [len(tokens), V] after each."""
-        size = self.engine.block_length
+    def read_rows(self, tokens: Sequence[int], most: int | None = None) -> Logits:
+        """Append any number of tokens, at least one, in passes of at most `most`; the logits [len(tokens), V] after each.
+
+        `most`: None for as many as the engine takes.
+        """
+        size = min(self.engine.block_length, most or self.engine.block_length)
         if len(tokens) <= size:
             return self.forward(tokens)
         return np.concatenate(

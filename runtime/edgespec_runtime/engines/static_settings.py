@@ -9,6 +9,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
+from edgespec_runtime.untrusted.genai_settings import unusable
 
 SETTINGS = "static.json"
 FORMAT = 1
@@ -52,13 +53,13 @@ def read_static_settings(folder: Path) -> StaticSettings:
     counts = {key: _count(value, key, most, where) for key, most in MOST.items()}
     blocks = value.get("blocks")
     if not isinstance(blocks, dict) or set(blocks) != set(BLOCKS):
-        raise _refuse(where, "blocks", blocks, f"an object with {', '.join(BLOCKS)}")
+        raise unusable(where, "blocks", blocks, f"an object with {', '.join(BLOCKS)}")
     masked = value.get("masked")
     if isinstance(masked, bool) or not isinstance(masked, int | float) or not -1e30 <= masked < 0:
-        raise _refuse(where, "masked", masked, "a negative number")
+        raise unusable(where, "masked", masked, "a negative number")
     precision = value.get("precision")
     if not isinstance(precision, str) or not 0 < len(precision) <= 64 or not precision.isprintable():
-        raise _refuse(where, "precision", precision, "a short name")
+        raise unusable(where, "precision", precision, "a short name")
     return StaticSettings(
         precision=precision,
         masked=float(masked),
@@ -70,11 +71,5 @@ def read_static_settings(folder: Path) -> StaticSettings:
 def _count(value: Mapping[str, Any], key: str, most: int, where: Path) -> int:
     found = value.get(key)
     if type(found) is not int or not 1 <= found <= most:
-        raise _refuse(where, key, found, f"1 to {most}")
+        raise unusable(where, key, found, f"1 to {most}")
     return found
-
-
-def _refuse(where: Path, key: str, seen: Any, wanted: str) -> BundleError:
-    return BundleError(
-        f"{where} has no usable {key!r}: it is {str(seen)[:80]!r}, and {wanted} is wanted; export the model again"
-    )

@@ -220,12 +220,18 @@ def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
     return vocabulary
 
 
-def open_pair(folder: Path, options: LoadOptions, with_draft: bool = True) -> Pair:
-    """Check every file of the bundle against its manifest, then `load_pair`.
+def open_pair(
+    folder: Path, options: LoadOptions, with_draft: bool = True, manifest: Manifest | None = None
+) -> Pair:
+    """Check every file of the bundle against its manifest, then `load_pair`. `manifest`: the folder's, where it was read already.
 
     Raises BundleError for a bundle that is incomplete or altered, and what `load_pair` raises.
     """
-    return load_pair(open_manifest(folder), options, with_draft)
+    if manifest is None:
+        manifest = open_manifest(folder)
+    else:
+        manifest.check_files()
+    return load_pair(manifest, options, with_draft)
 
 
 def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True) -> Pair:

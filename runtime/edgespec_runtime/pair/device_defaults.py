@@ -9,23 +9,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.manifest import open_manifest
+from edgespec.core.manifest import Manifest, open_manifest
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
 """Draft lengths that bench compares where γ is chosen."""
 
 
-def of_reply(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of chat or generate, with the bundle's device behind them. Raises BundleError for a broken manifest."""
-    return {**_settings(given), **given}
-
-
-def of_bench(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of bench, with the bundle's device behind them: a device's fixed γ alone, else lengths up to its longest.
+def manifest_of(given: Mapping[str, Any]) -> Manifest | None:
+    """The manifest of the bundle that is named, its files' hashes not yet checked; None where no bundle is named.
 
     Raises BundleError for a broken manifest.
     """
-    settings = _settings(given)
+    return open_manifest(Path(given["bundle"]), hashes=False) if given.get("bundle") else None
+
+
+def of_reply(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
+    """The options of chat or generate, with the bundle's device behind them."""
+    return {**_settings(manifest), **given}
+
+
+def of_bench(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
+    """The options of bench, with the bundle's device behind them: a device's fixed γ alone, else lengths up to its longest."""
+    settings = _settings(manifest)
     fixed, longest = settings.pop("draft_length", None), settings.get("max_draft_length")
     if fixed is not None:
         settings |= {"draft_lengths": [fixed], "choose": False}
@@ -34,9 +39,7 @@ def of_bench(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **given}
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """γ and context of the device the bundle was made for; nothing where it was made for none, or where no bundle is named."""
-    if not given.get("bundle"):
-        return {}
-    device = open_manifest(Path(given["bundle"]), hashes=False).device
+def _settings(manifest: Manifest | None) -> dict[str, Any]:
+    """γ and context of the device the bundle was made for; nothing where it was made for none."""
+    device = manifest.device if manifest is not None else {}
     return {key: value for key, value in device.items() if key != "name" and value is not None}

@@ -14,7 +14,6 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.table import table
 from edgespec_runtime.rules import acceptance, cascades, lenient
 from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
@@ -220,12 +219,3 @@ def rule_of(text: str) -> Rule | LoopRule:
             raise InputError(f"rule {text!r}: {key!r} is given twice; leave one out")
         values[key] = value
     return kind.make(from_mapping(kind.parameters, values, f"rule {name}"))
-
-
-def describe(*, markdown: bool = False) -> str:
-    """The table of all rules: name, parameters with their defaults, what it does."""
-    rows = []
-    for name, kind in RULES.items():
-        defaults = [f"{field.name}={field.default}" for field in dataclasses.fields(kind.parameters)]
-        rows.append((name, ",".join(defaults), kind.help))
-    return table(("rule", "parameters", "what it does"), rows, markdown=markdown, left=3)

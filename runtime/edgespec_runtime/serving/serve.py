@@ -26,8 +26,9 @@ from urllib.parse import urlsplit
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import parse_json
-from edgespec.core.options import from_mapping, knob
+from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.texts import check_json
+from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.serving.api import GETS, POSTS, Events, Service
 from edgespec_runtime.serving.request import Refused
@@ -47,11 +48,7 @@ class Options(LoadOptions):
     port: int = knob(8080, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
     name: str = knob("", "the model's name for clients (default: the target's)")
     draft: bool = knob(True, "speculate with the drafter")
-    draft_length: int | None = knob(
-        None,
-        "draft tokens in a block (γ) (default: chosen block by block from costs measured on this machine)",
-        at_least=1,
-    )
+    draft_length: int | None = with_default(DecodingOptions, "draft_length", None)
     waiting: int = knob(16, "requests that may wait; further ones are told to come back", at_least=0)
 
 

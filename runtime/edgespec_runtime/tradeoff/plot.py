@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.files import whole_file
-from edgespec_runtime.bench.plot import require_matplotlib
+from edgespec.core.pictures import bars, new_figure, save, tidy
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL
 from edgespec_runtime.tradeoff.report import Study, Summary, curves_of
 
@@ -32,11 +31,8 @@ def plot_tradeoff(file: Path, study: Study, summaries: Sequence[Summary]) -> Non
 
     Bars are 95 % intervals of the difference from AR-large, paired by prompt.
     """
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
     metrics = study.metrics
-    figure = Figure(figsize=(11, 0.8 + 3.7 * len(metrics)), dpi=130, layout="constrained")
+    figure = new_figure(11, 0.8 + 3.7 * len(metrics))
     about = study.about
     figure.suptitle(f"{about['title']}: {about['pair']}, {about['engine']} {about['precision']}", fontsize=11)
     panels = figure.subplots(len(metrics), 2, squeeze=False)
@@ -55,8 +51,7 @@ def plot_tradeoff(file: Path, study: Study, summaries: Sequence[Summary]) -> Non
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=9)
-    with whole_file(file) as temporary:
-        figure.savefig(temporary, format="png")
+    save(figure, file)
 
 
 def _panel(
@@ -67,11 +62,7 @@ def _panel(
         placed = [(x, point) for point in points if (x := place(point)) is not None]
         colour, mark = _COLOURS[number % len(_COLOURS)], _MARKS[number % len(_MARKS)]
         xs, ys = [x for x, _ in placed], [point.quality[metric][0] for _, point in placed]
-        behind = [point.behind[metric] for _, point in placed]
-        errors = [
-            [max(0.0, value - low) for value, low, _ in behind],
-            [max(0.0, high - value) for value, _, high in behind],
-        ]
+        _, errors = bars([point.behind[metric] for _, point in placed])
         axes.errorbar(xs, ys, yerr=errors, fmt="none", ecolor=colour, alpha=0.25, linewidth=1)
         alone = {"markersize": 10, "markerfacecolor": "none", "markeredgewidth": 1.6, "zorder": 6}
         look = alone if len(points) == 1 else {"markersize": 5}  # a single point shows through the others
@@ -82,5 +73,4 @@ def _panel(
         axes.axhline(value, color=colour, linestyle=":", linewidth=1)
         if x is not None:
             axes.plot([x], [value], mark, color=colour, markersize=size, zorder=5, label=end.name)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)

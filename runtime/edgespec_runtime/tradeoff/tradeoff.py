@@ -282,7 +282,7 @@ def run(given: dict[str, Any]) -> int:
     if bool(options.bundle) == bool(options.render):
         raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
     if options.plot:
-        from edgespec_runtime.bench.plot import require_matplotlib
+        from edgespec.core.pictures import require_matplotlib
 
         require_matplotlib()
     if options.render:

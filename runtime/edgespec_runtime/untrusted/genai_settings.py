@@ -67,28 +67,28 @@ def read_settings(folder: Path) -> OnnxSettings:
 def _object(value: Any, key: str, where: Path) -> dict[str, Any]:
     found = value.get(key) if isinstance(value, dict) else None
     if not isinstance(found, dict):
-        raise _refuse(where, key, found, "an object")
+        raise unusable(where, key, found, "an object")
     return found
 
 
 def _count(value: dict[str, Any], key: str, most: int, where: Path) -> int:
     found = value.get(key)
     if type(found) is not int or not 1 <= found <= most:
-        raise _refuse(where, key, found, f"1 to {most}")
+        raise unusable(where, key, found, f"1 to {most}")
     return found
 
 
 def _name(value: dict[str, Any], key: str, where: Path, *, layered: bool = False) -> str:
     found = value.get(key)
     if not isinstance(found, str) or not 0 < len(found) <= MAX_NAME or not found.isprintable():
-        raise _refuse(where, key, found, f"a name of at most {MAX_NAME} characters")
+        raise unusable(where, key, found, f"a name of at most {MAX_NAME} characters")
     # the layer is put in with %, and "%999999999d" would make a name of a gigabyte
     if layered and (found.count("%") != 1 or "%d" not in found):
-        raise _refuse(where, key, found, "a name with one %d")
+        raise unusable(where, key, found, "a name with one %d")
     return found
 
 
-def _refuse(where: Path, key: str, seen: Any, wanted: str) -> BundleError:
+def unusable(where: Path, key: str, seen: Any, wanted: str) -> BundleError:
     return BundleError(
         f"{where} has no usable {key!r}: it is {str(seen)[:80]!r}, and {wanted} is wanted; export the model again"
     )

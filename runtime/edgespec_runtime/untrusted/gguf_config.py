@@ -9,42 +9,18 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import FAMILIES
 from edgespec_runtime.untrusted.gguf_file import Header, read_header
 
 AGAIN = "fetch the file again"
 TOKENS = "tokenizer.ggml.tokens"
 ROPE_FACTORS = "rope_freqs.weight"
 _LOW, _HIGH = 1.0, 4.0  # turns within the original context between which Llama 3.1 blends
-NOPE_PERIOD = 4  # of SmolLM3: every fourth layer has no RoPE
-
-
-@dataclass(frozen=True)
-class Readable:
-    """A llama.cpp architecture as Hugging Face has it.
-
-    `paired`: llama.cpp rotates neighbouring pairs of q and k where Hugging Face rotates halves. `qkv_bias`: q, k and v always
-    have biases; `any_bias`: the matrices may have them. `head_norms`: q and k are normalised head by head.
-    """
-
-    model_type: str
-    model_class: str
-    paired: bool = False
-    qkv_bias: bool = False
-    any_bias: bool = False
-    head_norms: bool = False
-
-
-READABLE = {
-    "llama": Readable("llama", "LlamaForCausalLM", paired=True, any_bias=True),
-    "qwen2": Readable("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
-    "qwen3": Readable("qwen3", "Qwen3ForCausalLM", head_norms=True),
-    "smollm3": Readable("smollm3", "SmolLM3ForCausalLM", paired=True),
-}
+READABLE = {family.gguf: family for family in FAMILIES.values() if family.read_as_target}
 _READ = frozenset(
     """
     block_count context_length embedding_length feed_forward_length vocab_size attention.head_count attention.head_count_kv
@@ -107,7 +83,7 @@ def config_of(header: Header, file: Path | str) -> dict[str, Any]:
     rope = _rope(keys, number, context, file)
     biased = any(name.endswith("attn_q.bias") for name in header.tensors)
     config: dict[str, Any] = {
-        "architectures": [family.model_class],
+        "architectures": [family.read_as_target],
         "model_type": family.model_type,
         "vocab_size": len(tokens),
         "hidden_size": hidden,
@@ -126,10 +102,10 @@ def config_of(header: Header, file: Path | str) -> dict[str, Any]:
     }
     if rope["rope_type"] != "default":
         config["rope_scaling"] = rope
-    if family.any_bias:
+    if "ffn_gate" in family.gguf_biases:
         config["mlp_bias"] = any(name.endswith("ffn_gate.bias") for name in header.tensors)
-    if architecture == "smollm3":
-        config["no_rope_layers"] = [int(bool((layer + 1) % NOPE_PERIOD)) for layer in range(layers)]
+    if family.nope_period:
+        config["no_rope_layers"] = [int(bool((layer + 1) % family.nope_period)) for layer in range(layers)]
     for role, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         seen = header.values.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(seen, int) and seen < len(tokens):
@@ -197,7 +173,7 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
             "high_freq_factor": _HIGH,
             "original_max_position_embeddings": round(turns * 2 * math.pi * theta ** (even / size)),
         }
-        wanted = list(_llama3_divisors(rope, theta, size))
+        wanted = list(llama3_divisors(rope, theta, size))
         if len(wanted) == len(factors) and all(
             math.isclose(a, b, rel_tol=1e-4) for a, b in zip(wanted, factors, strict=True)
         ):
@@ -207,9 +183,14 @@ def rope_of_factors(config: Mapping[str, Any], factors: Sequence[float], file: P
     )
 
 
-def _llama3_divisors(rope: Mapping[str, Any], theta: float, size: int) -> Iterator[float]:
-    """Of every frequency: 1 for short waves, `factor` for long ones, blended between (Llama 3.1)."""
+def llama3_divisors(rope: Mapping[str, Any], theta: float, size: int) -> Iterator[float]:
+    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between (Llama 3.1).
+
+    The blend of the frequencies is linear in (original context / wavelength), so the divisor is its inverse. `size`: values of a
+    head that are rotated; there is one divisor for two of them.
+    """
+    factor, low, high = (float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     for even in range(0, size, 2):
-        turns = rope["original_max_position_embeddings"] * theta ** -(even / size) / (2 * math.pi)
-        share = min(1.0, max(0.0, (turns - _LOW) / (_HIGH - _LOW)))
-        yield 1.0 / (share + (1.0 - share) / rope["factor"])
+        turns = float(rope["original_max_position_embeddings"]) * theta ** -(even / size) / (2 * math.pi)
+        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        yield 1.0 / (share + (1.0 - share) / factor)

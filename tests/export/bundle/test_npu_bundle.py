@@ -11,7 +11,8 @@ import pytest
 from edgespec_export.bundle.write import write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair
 from edgespec_export.npu.to_npu import export_npu
-from edgespec_export.verify.pair import Reference, check_file
+from edgespec_export.verify.files import check_file
+from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.engines import static_openvino as engine_static_openvino

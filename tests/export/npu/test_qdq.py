@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq
-from edgespec_export.npu.qdq_rows import written_rows
+from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import export_npu, export_static
-from edgespec_export.verify.readback_npu import static_weights
+from edgespec_export.verify.readback import static_weights
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
 from edgespec_runtime.engines.static_settings import read_static_settings
 

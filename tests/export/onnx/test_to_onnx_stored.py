@@ -12,7 +12,8 @@ import pytest
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
-from edgespec_export.verify.pair import Reference, check_file
+from edgespec_export.verify.files import check_file
+from edgespec_export.verify.pair import Reference
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.torch import load_file, save_file
 

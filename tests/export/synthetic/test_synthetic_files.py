@@ -13,14 +13,15 @@ import onnx
 import pytest
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.formats.sizes import streamed_bytes
-from edgespec_export.gguf import synthetic as synthetic_gguf
-from edgespec_export.gguf.synthetic import planned_bytes, write_gguf
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_export.onnx import synthetic as synthetic_onnx
 from edgespec_export.onnx import to_onnx
-from edgespec_export.onnx.synthetic import repeat_layers, write_onnx
+from edgespec_export.onnx.repeat import repeat_layers
 from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.synthetic import gguf_file as synthetic_gguf
+from edgespec_export.synthetic import onnx_folder as synthetic_onnx
 from edgespec_export.synthetic import pair as synthetic
+from edgespec_export.synthetic.gguf_file import planned_bytes, write_gguf
+from edgespec_export.synthetic.onnx_folder import write_onnx
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from gguf import GGUFReader
@@ -223,8 +224,7 @@ def test_too_little_disk_or_memory_is_said_in_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(synthetic.shutil, "disk_usage", lambda _: usage._replace(free=2**30))
+    monkeypatch.setattr(synthetic, "free_disk", lambda _: 2**30)
     with pytest.raises(
         InputError, match=r"llama-2-7b-chat on llama.cpp in q4_0 take 3\.6 GiB .* 1\.0 GiB free"
     ):

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.file_check import FileCheck, compare_engine, judge
+from edgespec_export.verify.file_check import FileCheck, Passage, compare_engine, judge
 from edgespec_export.verify.logit_distance import distance
-from edgespec_export.verify.passages import Passage
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
 P = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]], np.float32))

@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from edgespec_export.formats.export import ExportedFile
-from edgespec_export.formats.export_limits import check_possible
+from edgespec_export.formats.export import ExportedFile, check_possible
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.pair import Reference, check_file
+from edgespec_export.verify.files import check_file
+from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.doctor.doctor import border_note

@@ -18,12 +18,8 @@ from edgespec_export.verify import exported_pair, file_check
 from edgespec_export.verify import pair as verify
 from edgespec_export.verify import tokenizers as verify_tokenizers
 from edgespec_export.verify.file_check import FileCheck, judge
-from edgespec_export.verify.pair import (
-    TORCH_READ_BACK,
-    Reference,
-    check_file,
-    verify_pair,
-)
+from edgespec_export.verify.files import as_numbered, check_file
+from edgespec_export.verify.pair import Reference, verify_pair
 from edgespec_export.verify.report import verification_table
 from edgespec_recipes.models.loading import load_model, save_model
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
@@ -79,7 +75,7 @@ def test_good_files_pass(
             assert quantised["checked_with"] == "llama.cpp"
             assert quantised["block_largest"] == 0.0
         else:
-            assert quantised["checked_with"] == TORCH_READ_BACK
+            assert quantised["checked_with"] == Reference.without_engine
             assert quantised["block_largest"] is None
         assert checks[role, "fp32"]["fast"] is checks[role, "f16"]["fast"] is None
         fast = [checks[role, "int4"]["fast"]] + [quantised["fast"]] * with_and_without_llama_cpp
@@ -88,7 +84,7 @@ def test_good_files_pass(
     text = verification_table(tmp_path / "verify.json")
     assert text.count(" ok") == 8 + 9  # files; the tokenizer in each of them and in the target's folder
     assert text.count("in fast mode") == (4 if with_and_without_llama_cpp else 2)
-    assert (TORCH_READ_BACK in text) is not with_and_without_llama_cpp
+    assert (Reference.without_engine in text) is not with_and_without_llama_cpp
 
 
 def damaged_copy(
@@ -227,7 +223,7 @@ def test_a_drafter_with_a_vocabulary_of_its_own(
     export_pair(tmp_path / "export", families["qwen3"], tmp_path / "drafter", options)
     folders = (tmp_path / "export", families["qwen3"], tmp_path / "drafter")
     assert verify_pair(tmp_path, *folders, PROMPTS, options) == {"files": 4, "positions": 4 * 120}
-    numbered = verify._as_numbered(PROMPTS, vocabulary_of(tmp_path / "drafter"))
+    numbered = as_numbered(PROMPTS, vocabulary_of(tmp_path / "drafter"))
     assert {258} < {token for prompt in numbered for token in prompt} <= set(range(259))
     monkeypatch.setattr(verify, "vocabulary_of", lambda _: None)
     with pytest.raises(IndexError):

@@ -9,7 +9,8 @@ import pytest
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.pair import Reference, check_file
+from edgespec_export.verify.files import check_file
+from edgespec_export.verify.pair import Reference
 from family_cases import CASES
 from tiny_models import make_model_folder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from edgespec_export.verify import tokenizers as verify_tokenizers
 from edgespec_export.verify.tokenizers import (
     Source,
     TokenizerCheck,
-    as_json,
     check_tokenizers,
     tokenizer_table,
 )
@@ -93,7 +93,7 @@ def test_good_ones_pass(root: Path, whole: bool) -> None:
     assert [one.where for one in checks] == ["tokenizer", ONNX, GGUF]
     assert [one.broken for one in checks] == [[], [], []]
     assert all(one.comparison is not None and not one.comparison.excused for one in checks)
-    table = tokenizer_table(as_json(checks))
+    table = tokenizer_table([asdict(check) for check in checks])
     assert table.count(" ok") == 3
     assert "BROKEN" not in table
 
@@ -209,7 +209,7 @@ def only_row(checks: list[TokenizerCheck], where: str, words: str) -> None:
     broken = {one.where: one.broken for one in checks if one.broken}
     assert list(broken) == [where]
     assert any(words in text for text in broken[where]), broken
-    table = tokenizer_table(as_json(checks))
+    table = tokenizer_table([asdict(check) for check in checks])
     assert table.count("BROKEN") == 1
     assert any(line.startswith(where) and line.endswith("BROKEN") for line in table.splitlines())
     assert words in table
@@ -288,4 +288,4 @@ def test_a_drafter_with_token_numbers_of_its_own_is_not_split(byte_level: Path) 
     one = check_tokenizers([file], {"target": source, "drafter": source}, True)[0]
     assert (one.broken, one.comparison) == ([], None)
     assert "token numbers of its own" in one.notes[0]
-    assert json.dumps(as_json([one]))
+    assert json.dumps(asdict(one))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from edgespec_runtime.engines.device import Device, free_share, read_bandwidth, this_device
 
 DEVICE = Device("A processor", 2, 16, "Linux x86_64")
 
 
-def test_devices_differ_in_their_fingerprints() -> None:
+def test_a_device_says_what_it_is() -> None:
     assert this_device() == this_device()
     assert this_device().cores >= 1
-    assert len(DEVICE.fingerprint) == 12
-    assert len({replace(DEVICE, cores=n).fingerprint for n in range(5)}) == 5
     assert str(DEVICE) == "A processor, 2 cores, 16 GiB, Linux x86_64"
 
 

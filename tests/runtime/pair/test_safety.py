@@ -15,6 +15,8 @@ import pytest
 from altered_bundle import HELLO, LLAMACPP, ONNX, OPTIONS, change, change_manifest, refused, secret
 from edgespec_runtime.pair.bundle import open_pair
 
+from edgespec.cli import main
+from edgespec.core import manifest as manifests
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
 from edgespec.core.manifest import check_file, open_manifest
@@ -223,3 +225,16 @@ def test_small_files_that_are_huge_or_of_another_form(
 ) -> None:
     change(copy, name, data)
     refused(copy, words)
+
+
+@pytest.mark.parametrize("verb", ["chat", "generate", "bench"])
+def test_the_manifest_is_read_once_and_every_hash_is_checked(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    prompts = copy / "prompts.jsonl"
+    prompts.write_bytes(prompts.read_bytes().swapcase())  # of the same size
+    read, real = [], manifests._read
+    monkeypatch.setattr(manifests, "_read", lambda folder: read.append(folder) or real(folder))
+    assert main([verb, str(copy), *(["hello"] if verb == "generate" else [])]) == 2
+    assert "prompts.jsonl was altered" in capsys.readouterr().err
+    assert len(read) == 1

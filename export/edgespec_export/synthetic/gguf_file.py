@@ -12,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGUFWriter
-from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, GGMLQuantizationType, LlamaFileType
+from gguf import GGUFWriter, get_tensor_name_map
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGML_QUANT_VERSION,
+    MODEL_ARCH,
+    GGMLQuantizationType,
+    LlamaFileType,
+)
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.families import FAMILIES
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
-from edgespec_export.gguf.families import FAMILIES, write_hyperparameters
+from edgespec_export.gguf.hyperparameters import write_hyperparameters
+from edgespec_export.synthetic.checkpoint import drawn, family_of
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
@@ -31,11 +39,6 @@ PRECISIONS = {
 SPREAD = {Q4_0: (16**2 / 12 - 1 / 12) ** 0.5, Q8_0: (256**2 / 12 - 1 / 12) ** 0.5}
 SCALE_BYTES = 2
 CHUNK = 2**25  # weights drawn at once
-
-
-def family_of(shape: ModelShape) -> str:
-    """The Hugging Face model_type that has a layer of this shape."""
-    return "qwen3" if shape.head_norms else "qwen2" if shape.attention_bias else "llama"
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0)
     """
     family = FAMILIES[family_of(shape)]
     tensors = list(_tensors(shape, precision))
-    writer = GGUFWriter(None, family.name)
-    writer.add_name(family.name)
-    write_hyperparameters(writer, family, shape, {"model_type": family.name}, [])
+    writer = GGUFWriter(None, family.gguf)
+    writer.add_name(family.gguf)
+    write_hyperparameters(writer, family, shape, {"model_type": family.model_type}, [])
     writer.add_file_type(PRECISIONS[precision][1])
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_tokenizer_model("no_vocab")
@@ -91,54 +94,26 @@ def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
     kind = PRECISIONS[precision][0]
     block = GGML_QUANT_SIZES[kind][0]
-    hidden, query, key = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    for size in (hidden, query, shape.intermediate):
+    for size in (shape.hidden, shape.heads * shape.head_dim, shape.intermediate):
         if size % block:
             raise InputError(
                 f"a matrix has rows of {size}, and {precision} needs a multiple of {block}; choose the precision f16"
             )
-
-    def matrix(name: str, *size: int) -> Tensor:
-        return Tensor(f"{name}.weight", size, kind)
-
-    def vector(name: str, size: int) -> Tensor:
-        return Tensor(name, (size,), F32)
-
-    yield matrix("token_embd", shape.vocab_size, hidden)
-    for layer in range(shape.layers):
-        at = f"blk.{layer}"
-        yield vector(f"{at}.attn_norm.weight", hidden)
-        for part, rows in (("q", query), ("k", key), ("v", key)):
-            yield matrix(f"{at}.attn_{part}", rows, hidden)
-            if shape.attention_bias:
-                yield vector(f"{at}.attn_{part}.bias", rows)
-        if shape.head_norms:
-            yield vector(f"{at}.attn_q_norm.weight", shape.head_dim)
-            yield vector(f"{at}.attn_k_norm.weight", shape.head_dim)
-        yield matrix(f"{at}.attn_output", hidden, query)
-        yield vector(f"{at}.ffn_norm.weight", hidden)
-        yield matrix(f"{at}.ffn_gate", shape.intermediate, hidden)
-        yield matrix(f"{at}.ffn_up", shape.intermediate, hidden)
-        yield matrix(f"{at}.ffn_down", hidden, shape.intermediate)
-    yield vector("output_norm.weight", hidden)
-    if not shape.tied:
-        yield matrix("output", shape.vocab_size, hidden)
+    names = get_tensor_name_map(MODEL_ARCH[family_of(shape).upper()], shape.layers)
+    for source, dims in shape.tensors().items():
+        name = names.get_name(source, try_suffixes=(".weight", ".bias"))
+        assert name is not None
+        yield Tensor(name, dims, F32 if len(dims) == 1 else kind)
 
 
 def _drawn(tensor: Tensor, generator: np.random.Generator) -> np.ndarray[Any, Any]:
     """Content of a tensor: uint8 [bytes] of a quantised one, else floats of its shape."""
-    if len(tensor.shape) == 1:
-        value = 0.0 if tensor.name.endswith(".bias") else 1.0
-        return np.full(tensor.shape, value, dtype=np.float32)
+    if tensor.kind in (F32, F16):
+        kind = np.float32 if tensor.kind is F32 else np.float16
+        pieces = drawn(tensor.shape, generator, bias=tensor.name.endswith(".bias"))
+        return np.concatenate([piece.astype(kind) for piece in pieces])
     rows, columns = tensor.shape
     deviation = columns**-0.5
-    step = max(1, CHUNK // columns)
-    if tensor.kind is F16:
-        floats = np.empty(tensor.shape, dtype=np.float16)
-        for start in range(0, rows, step):
-            part = floats[start : start + step]
-            part[:] = generator.standard_normal(part.shape, dtype=np.float32) * np.float32(deviation)
-        return floats
     weights, size = GGML_QUANT_SIZES[tensor.kind]
     blocks = np.empty((rows * columns // weights, size), dtype=np.uint8)
     scale = np.frombuffer(np.float16(deviation / SPREAD[tensor.kind]).tobytes(), dtype=np.uint8)

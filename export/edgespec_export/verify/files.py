@@ -1,0 +1,173 @@
+"""Every file of a pair against what is known of its model: one walk, with or without the models' folders. No torch.
+
+Every file runs, a block against single steps. A `Standard` says what its logits, weights and settings are held against: the
+model in torch (pair.py), or, for a bundle alone, the most exact file of the same model and the manifest's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engines.vocabulary import Vocabulary
+
+from edgespec.core.errors import BundleError
+from edgespec.core.manifest import BundleModel
+from edgespec.core.progress import progress
+from edgespec.core.shapes import ModelShape
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
+from edgespec_export.verify.file_check import (
+    BOUNDS,
+    SMALL,
+    FastCheck,
+    FileCheck,
+    compare_engine,
+    context_for,
+    fast_opener,
+    judge,
+    measure,
+    opener,
+    passages_of,
+)
+from edgespec_export.verify.readback import gguf_settings
+from edgespec_export.verify.tokenizers import Source, check_tokenizers
+
+NOT_CHECKED = (
+    "Not checked, because no model folders were given and none lie beside the bundle: weights and logits against torch, special "
+    "ids and chat template against the model's own. Give --models TARGET_FOLDER,DRAFTER_FOLDER for that; the columns from "
+    "'largest' to 'perplexity' compare with the most exact file of the same model instead."
+)
+MOST_TOKENS = 2**24  # of a text at a border
+MOST_EXACT = ("fp32", "f32", "fp16", "f16", "bf16")
+
+Array = np.ndarray[Any, Any]
+
+
+class Standard:
+    """What the files of one model are held against: here its most exact file, the first that runs.
+
+    `prompts` are token ids in the model's own numbers; `logits` [n, V] float32 for every passage, None where nobody knows them.
+    `source`: what its tokenizers are held against, None where its files have none.
+    """
+
+    without_engine = "settings alone"
+
+    def __init__(
+        self, shape: ModelShape, parameters: int, source: Source | None, prompts: Sequence[list[int]]
+    ) -> None:
+        self.shape, self.parameters, self.source = shape, parameters, source
+        self.passages = passages_of(prompts, shape)
+        self.logits: list[Array] | None = None
+
+    def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
+        """The files in the order in which they are checked."""
+
+        def exactness(file: ExportedFile) -> int:
+            return MOST_EXACT.index(file.precision) if file.precision in MOST_EXACT else len(MOST_EXACT)
+
+        return sorted(files, key=exactness)
+
+    def check(self, file: ExportedFile) -> FileCheck:
+        """Measure one file and hold it against the bounds of its precision."""
+        return check_file(file, self)
+
+    def read(self, check: FileCheck, file: ExportedFile) -> list[Array] | None:
+        """Note what the file says of itself; the logits that its own weights should give, None where nobody knows."""
+        if file.engine == "llama.cpp":
+            check.settings = gguf_settings(file.path, self.shape)
+        return None
+
+    def ran(self, file: ExportedFile, seen: list[Array]) -> None:
+        """The file gave these logits."""
+        if self.logits is None and file.precision in MOST_EXACT:
+            self.logits = seen
+
+
+def verify_files(
+    files: Sequence[ExportedFile],
+    standards: Iterable[tuple[str, Standard]],
+    subset: Vocabulary | None,
+    trials: Trials | None,
+    tokenizer_folder: Path,
+) -> dict[str, Any]:
+    """What verify.json holds: every file against its role's standard, the tokenizers, the acceptance of the exported pairs.
+
+    `standards` are asked for one after another, so that one model at a time is in memory. `subset`: the tokens the drafter knows,
+    None for all. `tokenizer_folder`: where the runtime reads the tokenizer from.
+    """
+    checks: list[FileCheck] = []
+    sources, parameters = {}, {}
+    with progress("verify", 2 * len(files) + 1, "check") as bar:
+        for role, standard in standards:
+            parameters[role] = standard.parameters
+            if standard.source is not None:
+                sources[role] = standard.source
+            for file in standard.ordered(file for file in files if file.role == role):
+                bar.set_postfix_str(f"{role} {file.precision}")
+                checks.append(standard.check(file))
+                bar.update(1)
+        bar.set_postfix_str("tokenizers")
+        with_tokenizer = [file for file in files if file.role in sources]
+        tokenizers = check_tokenizers(
+            with_tokenizer, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
+        )
+    runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
+    return {
+        "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
+        "files": [asdict(check) for check in checks],
+        "tokenizers": [asdict(check) for check in tokenizers],
+        "acceptance": as_json(runs),
+    }
+
+
+def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
+    """Measure one file and hold it against the bounds of its precision."""
+    check = FileCheck(file.role, file.engine, file.precision, checked_with=file.engine, stored=file.held)
+    shape, passages = standard.shape, standard.passages
+    own = standard.read(check, file)
+    threads, context = 1 if shape.parameters < SMALL else None, context_for(shape)
+    open_engine = opener(file, threads, context)
+    if open_engine is None:
+        check.checked_with, seen = standard.without_engine, own
+    else:
+        seen = compare_engine(check, open_engine, passages, own)
+        check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
+        open_fast = fast_opener(file, threads, context)
+        if open_fast is not None:
+            check.fast = FastCheck()
+            compare_engine(check.fast, open_fast, passages, own)
+    if seen is not None:
+        if standard.logits is not None:
+            measure(check, seen, standard.logits, passages)
+        standard.ran(file, seen)
+    judge(check)
+    return check
+
+
+def as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[list[int]]:
+    """The prompts in the numbers of a model with a vocabulary subset; a token it does not know becomes its last row."""
+    return prompts if subset is None else [subset.places().take(prompt).tolist() for prompt in prompts]
+
+
+def shape_of(model: BundleModel, role: str) -> ModelShape:
+    """The shape a manifest gives. Raises BundleError where it is none."""
+    known = {field.name for field in fields(ModelShape)}
+    try:
+        shape = ModelShape(**{name: value for name, value in model.shape.items() if name in known})
+    except TypeError as error:
+        raise BundleError(
+            f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
+        ) from error
+    border = shape.rope_border
+    if border is not None and not (
+        type(border) is int and 1 <= border < min(shape.context_length, MOST_TOKENS)
+    ):
+        raise BundleError(
+            f"the manifest's shape of the {role} has the rope_border {str(border)[:80]}; a number of tokens below its context is "
+            "wanted: build the bundle again"
+        )
+    return shape

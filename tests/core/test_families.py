@@ -1,0 +1,56 @@
+"""The records of model families: which formats know which, and what a config.json means where it is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from edgespec.core.errors import InputError
+from edgespec.core.families import FAMILIES, family_for, having, with_architecture
+from edgespec.core.shapes import ModelShape
+
+SIZES = {
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": 100,
+}
+
+
+def test_which_format_knows_which_family() -> None:
+    exported = {"llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "phi3"}
+    assert set(having("gguf")) == set(having("onnx_tables")) == exported
+    assert having("npu") == having("alike_layers") == ["llama", "mistral", "qwen2", "qwen3"]
+    assert having("subcloning") == ["llama", "mistral"]
+    assert having("read_as_target") == ["llama", "qwen2", "qwen3", "smollm3"]
+    assert with_architecture("llama") is FAMILIES["llama"]
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gemma3", "mamba", ""])
+def test_an_unknown_family_is_refused_with_its_name(kind: str) -> None:
+    with pytest.raises(
+        InputError, match=f"model is a '{kind}' model; GGUF export knows llama, mistral"
+    ) as raised:
+        family_for("gguf", "GGUF export", {"model_type": kind}, "model")
+    assert ("Gemma3ForCausalLM" in str(raised.value)) == (kind == "gemma3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "theta", "tied", "bias", "head_norms"),
+    [
+        ("llama", 128, 1e4, False, True, False),  # bias as config.json says
+        ("mistral", 128, 1e4, False, False, False),
+        ("qwen2", 128, 1e4, False, True, False),
+        ("qwen3", 128, 1e4, False, True, True),
+        ("smollm3", 128, 2e6, True, True, False),
+        ("gemma3_text", 256, 1e6, True, True, False),
+        ("phi3", 128, 1e4, False, False, False),
+        ("another", 128, 1e4, False, True, False),
+    ],
+)
+def test_what_a_config_leaves_out(
+    kind: str, head_dim: int, theta: float, tied: bool, bias: bool, head_norms: bool
+) -> None:
+    shape = ModelShape.from_config({"model_type": kind, "attention_bias": True, **SIZES})
+    found = (shape.head_dim, shape.rope_theta, shape.tied, shape.attention_bias, shape.head_norms)
+    assert found == (head_dim, theta, tied, bias, head_norms)
