@@ -32,7 +32,7 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     """Open a bundle: every file is checked against its manifest, then both models are loaded.
 
     Args:
-        bundle: the folder, as `build` and `export` return it.
+        bundle: the folder, as `build` and `export` return it, or the name of a ready pair (smollm2-135m-instruct).
         engine, precision: one of those in the bundle; the bundle's default where ''.
         options: `context` (tokens), `threads`, `mode` (exact or fast), `flash_attention`.
 
@@ -42,9 +42,10 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
     from edgespec.core.options import from_mapping
+    from edgespec.verbs.ready import bundle_of
 
     given = {"engine": engine, "precision": precision, **options}
-    return Pair(open_pair(Path(bundle), from_mapping(LoadOptions, given)))
+    return Pair(open_pair(Path(bundle_of(str(bundle))), from_mapping(LoadOptions, given)))
 
 
 class Pair:

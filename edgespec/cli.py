@@ -164,7 +164,13 @@ def _run(arguments: list[str]) -> int:
     refuse_old_name(arguments)
     name, *rest = arguments
     module, parser = parser_of(name)
-    code: int = module.run(given(parser.parse_intermixed_args(rest)))
+    options = given(parser.parse_intermixed_args(rest))
+    bundle = options.get("bundle")
+    if bundle and not os.path.exists(bundle):
+        from edgespec.verbs.ready import bundle_of
+
+        options["bundle"] = bundle_of(bundle)
+    code: int = module.run(options)
     return code
 
 

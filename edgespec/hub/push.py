@@ -26,7 +26,7 @@ SHOWN_PATHS = 4
 
 @dataclass(frozen=True)
 class Options:
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     repo: str = knob(
         help="hub repository, ORGANISATION/NAME; it is made where there is none", positional=True
     )

@@ -1,4 +1,11 @@
-"""The folder of a drafter that is a head (head.json, model.safetensors, vocabulary.json), and what it takes from its target."""
+"""The folder of a drafter that is a head, and what it takes from its target.
+
+    head.json           its shape, its target's checksum
+    model.safetensors   float32, or in bytes: of a matrix [N, K] NAME.bytes [N, K / 32, 32] around 128 and NAME.scales [N, K / 32]
+    vocabulary.json     the target's tokens that it drafts over
+
+The graph has the same bytes, so a head that is kept in bytes loses nothing more when it is exported.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json
+from edgespec.core.files import copy_file, read_json, whole_folder
 from edgespec.core.shapes import ModelShape
 
 HEAD_FILE = "head.json"
 WEIGHTS = "model.safetensors"
+VOCABULARY_FILE = "vocabulary.json"
 EMBEDDING = "model.embed_tokens.weight"
+BLOCK = 32  # columns that share a scale
 
 
 def is_head(folder: Path) -> bool:
@@ -26,6 +35,55 @@ def head_shape(folder: Path) -> dict[str, Any]:
     if not isinstance(shape, dict):
         raise InputError(f"{folder / HEAD_FILE} has no 'shape'; train the head again")
     return shape
+
+
+def in_bytes(matrix: Any) -> tuple[Any, Any]:
+    """[N, K] float32 -> bytes [N, K / 32, 32] around 128 and scales [N, K / 32]: symmetric blocks, round to nearest."""
+    import numpy as np
+
+    rows, columns = matrix.shape
+    blocks = matrix.reshape(rows, columns // BLOCK, BLOCK)
+    scales = np.abs(blocks).max(-1, keepdims=True) / 127.0
+    steps = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
+    return (np.rint(steps) + 128.0).astype(np.uint8), scales[..., 0].astype(np.float32)
+
+
+def head_weights(folder: Path) -> dict[str, Any]:
+    """A head's tensors by name, float32 arrays, whichever way they are kept. Raises InputError where the file is damaged."""
+    import numpy as np
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        kept = load_file(folder / WEIGHTS)
+        found = {}
+        for name, value in kept.items():
+            plain, _, form = name.rpartition(".")
+            if form == "bytes":
+                steps = (value.astype(np.float32) - 128.0) * kept[f"{plain}.scales"][..., None]
+                found[f"{plain}.weight"] = steps.reshape(len(steps), -1)
+            elif form != "scales":
+                found[name] = value.astype(np.float32)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InputError(f"{folder / WEIGHTS} cannot be read: {error}; train the head again") from error
+    return found
+
+
+def keep_in_bytes(folder: Path, out: Path) -> None:
+    """Copy a head's folder, a quarter of its size: matrices in bytes, norms as they are. Whole or not at all."""
+    from safetensors.numpy import save_file
+
+    kept: dict[str, Any] = {}
+    for name, value in head_weights(folder).items():
+        plain = name.removesuffix(".weight")
+        if value.ndim == 2:
+            kept[f"{plain}.bytes"], kept[f"{plain}.scales"] = in_bytes(value)
+        else:
+            kept[name] = value
+    with whole_folder(out) as place:
+        save_file(kept, place / WEIGHTS, metadata={"format": "np"})
+        for name in (HEAD_FILE, VOCABULARY_FILE):
+            copy_file(folder / name, place / name)
 
 
 def shape_of_drafter(folder: Path) -> ModelShape:

@@ -52,9 +52,13 @@ def choose_default(
 
     `metrics`: what was measured of acceptance; `verification`: verify.json's content.
     """
-    timed = [
-        one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)
-    ]
+    return pick(
+        [one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)]
+    )
+
+
+def pick(timed: Sequence[Timed]) -> dict[str, str]:
+    """`choose_default`'s answer from what was timed; every file is among it in its exact mode at least."""
     modes = {(one.engine, one.precision): _usual(timed, one) for one in timed}
     chosen = max(_faithful(list(modes.values())), key=lambda one: one.best)
     reason = (

@@ -35,7 +35,10 @@ from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
-FLOAT_LIMIT = 256 * 2**20  # bytes of fp32 weights per token up to which the unrounded model is the default
+FLOAT = 4  # bytes
+FLOAT_LIMIT = (
+    256 * 2**20
+)  # bytes of fp32 weights up to which the unrounded model is the default and nothing is timed
 
 
 def write_bundle(
@@ -104,7 +107,8 @@ def write_bundle(
                 if role == "target"
             },
         }
-        default = _default(options, streamed, device, own) or choose_default(
+        small = FLOAT * shapes["target"].parameters <= FLOAT_LIMIT
+        default = _default(options, small, device, own) or choose_default(
             files,
             subset,
             {role: shape.parameters for role, shape in shapes.items()},
@@ -253,34 +257,28 @@ def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, d
 
 
 def _default(
-    options: ExportOptions,
-    streamed: dict[tuple[str, str], int],
-    device: Profile | None,
-    own: OwnFile | None,
+    options: ExportOptions, small: bool, device: Profile | None, own: OwnFile | None
 ) -> dict[str, str] | None:
-    """What chat runs unless told otherwise, where no clock is needed: a device's own choice, the only files that there are,
-    floats while they are cheap to read. None: the files must be timed.
+    """What chat runs unless told otherwise, where no clock is needed: a device's own choice, static graphs, the least rounded
+    file of a `small` target. None: the files must be timed.
     """
+
+    def chosen(engine: str, precision: str, reason: str) -> dict[str, str]:
+        return {"engine": engine, "precision": precision, "reason": reason}
+
     if device is not None:
         precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
-        reason = f"the profile of {device.name}"
-        return {"engine": device.engine, "precision": precision, "reason": reason}
+        return chosen(device.engine, precision, f"the profile of {device.name}")
     if not options.onnx and not options.gguf:
-        return {
-            "engine": "static",
-            "precision": options.npu[0],
-            "reason": "the bundle has static graphs only",
-        }
-    size = streamed.get(("target", "onnxruntime/fp32"))
-    if size is not None and size <= FLOAT_LIMIT:
-        reason = f"the target's float weights are {size / 2**20:.0f} MiB, small enough to run unrounded"
-        return {"engine": "onnxruntime", "precision": "fp32", "reason": reason}
-    if len(options.onnx) + len(options.gguf) > 1:
+        return chosen("static", options.npu[0], "the bundle has static graphs only")
+    if not small:
         return None
+    if "fp32" in options.onnx:
+        return chosen("onnxruntime", "fp32", "the target is small enough to run unrounded")
     if options.onnx:
-        return {"engine": "onnxruntime", "precision": options.onnx[0], "reason": "the bundle has no other"}
+        return chosen("onnxruntime", options.onnx[0], "the bundle has no float weights")
     precision = drafter_precision(options) if own is None else own.precision
-    return {"engine": "llama.cpp", "precision": precision, "reason": "the bundle has GGUF files only"}
+    return chosen("llama.cpp", precision, "the bundle has GGUF files only")
 
 
 def _size(path: Path) -> int:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
-from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_shape, target_embedding
-from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_ACCURACY_LEVEL
+from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
+from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL
 
 PRECISIONS = ("int8", "fp32")
 GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", HEAD_FILE
@@ -50,26 +50,15 @@ def write_head_graph(
 
 def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
     """Write a head's folder as a graph. Returns {"bytes", "notes"}. Raises InputError where the two do not belong together."""
-    from safetensors.numpy import load_file
-
     shape, embedding = head_shape(head_folder), target_embedding(target_folder).numpy()
     if embedding.shape[1] != shape["hidden_size"]:
         raise InputError(
             f"the head in {head_folder} reads embeddings of {shape['hidden_size']} numbers and those in {target_folder} have "
             f"{embedding.shape[1]}; train the head for this target"
         )
-    write_head_graph(out_folder, shape, load_file(head_folder / WEIGHTS), embedding, precision)
+    write_head_graph(out_folder, shape, head_weights(head_folder), embedding, precision)
     size = sum(file.stat().st_size for file in out_folder.iterdir())
     return {"bytes": size, "notes": ["the table of token embeddings is the target's, one byte a value"]}
-
-
-def packed(matrix: Array) -> tuple[NDArray[np.uint8], Array]:
-    """[N, K] -> bytes [N, K / 32, 32] around 128 and scales [N · K / 32], symmetric blocks, round to nearest."""
-    rows, columns = matrix.shape
-    blocks = matrix.reshape(rows, columns // BLOCK_SIZE, BLOCK_SIZE)
-    scales = np.abs(blocks).max(-1, keepdims=True) / 127.0
-    steps = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
-    return (np.rint(steps) + 128.0).astype(np.uint8), scales.reshape(-1).astype(np.float32)
 
 
 class _Graph:
@@ -102,10 +91,14 @@ class _Graph:
         if self.precision == "fp32":
             weight = self.constant(f"{name}.weight", matrix.T)
             return self.add("MatMul", [x, weight], name, outputs)
-        data, scales = packed(matrix)
-        inputs = [x, self.constant(f"{name}.bytes", data), self.constant(f"{name}.scales", scales)]
+        data, scales = in_bytes(matrix)
+        inputs = [
+            x,
+            self.constant(f"{name}.bytes", data),
+            self.constant(f"{name}.scales", scales.reshape(-1)),
+        ]
         rows, columns = matrix.shape
-        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK_SIZE}
+        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK}
         return self.add("MatMulNBits", inputs, name, outputs, accuracy_level=FAST_ACCURACY_LEVEL, **settings)
 
     def norm(self, x: str, weight: Array, eps: float, name: str, out: str | None = None) -> str:

@@ -41,7 +41,7 @@ GENAI, PYTHON, TRANSFORMERS, BINARY = "onnxruntime-genai", "llama-cpp-python", "
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     engines: tuple[str, ...] = knob(
         (), "which engines (default: those the bundle and the flags below allow)",
         choices=(GENAI, PYTHON, BINARY, TRANSFORMERS),

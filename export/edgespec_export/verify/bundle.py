@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     models: tuple[str, ...] = knob(
         (), "model folders of target and drafter (default: those of the build the bundle lies in)"
     )

@@ -16,7 +16,7 @@ from edgespec_runtime.heads.feature_head import FeatureHead
 from torch import Tensor
 from torch.nn import functional
 
-from edgespec.model_folder.head import WEIGHTS, head_shape
+from edgespec.model_folder.head import head_shape, head_weights
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.file_check import FileCheck, bounds_of, relative
 from edgespec_export.verify.logit_distance import distance
@@ -37,10 +37,9 @@ def check_head(
 
     `embedding` [V, H] is the target's; `features` [n, F] of each text are its last hidden states at the text's tokens.
     """
-    from safetensors.torch import load_file
-
     check = FileCheck("drafter", "onnxruntime", file.held, checked_with="onnxruntime", stored=HEAD)
-    shape, weights = head_shape(head_folder), load_file(head_folder / WEIGHTS)
+    shape = head_shape(head_folder)
+    weights = {name: torch.from_numpy(value) for name, value in head_weights(head_folder).items()}
     stored, table = read_back(file.path)
     for name, value in stored.items():
         wanted = weights[name]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, whole_folder, write_json
-from edgespec.model_folder.head import HEAD_FILE, WEIGHTS
+from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_weights
 from edgespec_recipes.models.vocabulary import SubsetHead
 
 
@@ -202,14 +202,13 @@ def save_head(head: FeatureHead, folder: Path, provenance: dict[str, Any]) -> No
 
 def load_head(folder: Path) -> FeatureHead:
     """Raises InputError where the folder holds no head, or weights of another shape."""
-    from safetensors.torch import load_file
-
     if not (folder / HEAD_FILE).is_file():
         raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a feature drafter")
     try:
         shape = HeadShape(**read_json(folder / HEAD_FILE)["shape"])
         head = FeatureHead(shape, read_vocabulary(folder / VOCABULARY, InputError))
-        head.load_state_dict(load_file(folder / WEIGHTS))
+        weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
+        head.load_state_dict(weights)
     except (TypeError, KeyError, RuntimeError) as error:
         raise InputError(
             f"{folder} is not a feature drafter: {str(error)[:200]}; build the drafter again"

@@ -109,7 +109,8 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
         square += joined.T @ joined
         product += joined.T @ (at / scale)
     ridge = RIDGE * square.diagonal().mean().clamp_min(1e-6)
-    return torch.linalg.solve(square + ridge * torch.eye(width), product).T
+    found: Tensor = torch.linalg.solve(square + ridge * torch.eye(width), product).T
+    return found
 
 
 _PARTS = ("self_attn", "mlp")

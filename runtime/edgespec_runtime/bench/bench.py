@@ -45,7 +45,7 @@ MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(ReplyOptions, LoadOptions):
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     prompts: str = knob("", "a .jsonl file of prompts ('messages' or 'instruction') (default: the bundle's)")
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)

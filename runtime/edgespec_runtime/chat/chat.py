@@ -33,7 +33,7 @@ from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DecodingOptions, LoadOptions):
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     system: str = knob("", "system prompt")
     draft: bool = knob(True, "speculate with the drafter")
     colour: bool = knob(False, "show the drafter's tokens dimmed")

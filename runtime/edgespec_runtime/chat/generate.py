@@ -30,7 +30,7 @@ MAX_PROMPT_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Options(DecodingOptions, LoadOptions):
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     prompt: str = knob("", "the user's message; standard input where absent", positional=True)
     system: str = knob("", "system prompt")
     raw: bool = knob(False, "continue the prompt as it stands, without the chat template")

@@ -61,7 +61,7 @@ CACHE_BYTES = {LLAMACPP: 2}  # of a value in the KV cache; else 4
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CalibrateOptions, LoadOptions):
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     acceptance: float | None = knob(
         None,
         "acceptance rate α to predict with (default: those of the bundle's evaluation)",

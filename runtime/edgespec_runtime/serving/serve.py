@@ -40,7 +40,7 @@ SECONDS_TO_READ = 30.0  # a client that is slower to send its request is hung up
 
 @dataclass(frozen=True, kw_only=True)
 class Options(LoadOptions):
-    bundle: str = knob(help="bundle folder", positional=True)
+    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     host: str = knob(
         "127.0.0.1",
         "address to listen on, IPv4 or IPv6; anything but this machine is open to whoever reaches it",

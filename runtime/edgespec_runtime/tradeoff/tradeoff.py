@@ -55,7 +55,7 @@ FURTHEST = 100.0  # of a threshold on probabilities or nats: nothing lies beyond
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Warp, LoadOptions):
-    bundle: str = knob("", help="bundle folder", positional=True)
+    bundle: str = knob("", help="bundle folder, or the name of a ready pair", positional=True)
     rules: tuple[str, ...] = knob(
         ("lossless", "lossy", "chow", "opt", "token-v3", "token-cascade"),
         "acceptance rules, at every value of --alphas; one with its own value (opt:a=0.3) or without a parameter a is one point: "

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edgespec_export.onnx.head_graph import packed, write_head_graph
+from edgespec_export.onnx.head_graph import write_head_graph
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape, load_head, save_head
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec_runtime.heads.feature_head import FeatureHead as HeadEngine
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
+from edgespec.model_folder.head import head_weights, in_bytes, keep_in_bytes
 
 SHAPE = HeadShape(
     hidden_size=64,
@@ -112,7 +113,7 @@ def test_a_rewound_head_reads_the_true_features_in_the_place_of_its_own(
 def test_bytes_are_the_nearest_steps_of_their_block() -> None:
     matrix = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     matrix[1, :32] = 0.0
-    data, scales = packed(matrix)
+    data, scales = in_bytes(matrix)
     back = (data.astype(np.float32) - 128.0) * scales.reshape(3, 2, 1)
     steps = np.repeat(scales.reshape(3, 2), 32, 1)
     assert (np.abs(back.reshape(3, 64) - matrix) <= 0.5 * steps + 1e-7).all()
@@ -126,6 +127,26 @@ def test_folder_comes_back(tmp_path: Path, text: tuple[torch.Tensor, torch.Tenso
     for one, other in zip(unrolled_logits(head, text), unrolled_logits(again, text), strict=True):
         np.testing.assert_array_equal(one, other)
     assert read_json(tmp_path / "head" / "head.json")["target_sha256"] == "0" * 64
+
+
+def test_a_head_kept_in_bytes_is_the_graphs(tmp_path: Path) -> None:
+    """What rounding to bytes has changed once, it does not change again: the graph of the kept head is the first one's."""
+    head = made()
+    save_head(head, tmp_path / "head", {})
+    keep_in_bytes(tmp_path / "head", tmp_path / "kept")
+    keep_in_bytes(tmp_path / "kept", tmp_path / "again")
+    first, second = head_weights(tmp_path / "kept"), head_weights(tmp_path / "again")
+    exact = head_weights(tmp_path / "head")
+    for name, value in exact.items():
+        np.testing.assert_array_equal(first[name], second[name])
+        assert np.abs(first[name] - value).max() <= np.abs(value).max() / 254 * 1.001 * (value.ndim == 2)
+    assert (tmp_path / "kept" / "model.safetensors").stat().st_size < 0.4 * (
+        tmp_path / "head" / "model.safetensors"
+    ).stat().st_size
+    load_head(tmp_path / "kept")
+    (tmp_path / "kept" / "model.safetensors").write_bytes(b"no such thing")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_head(tmp_path / "kept")
 
 
 def test_other_numbers_are_refused(tmp_path: Path) -> None:

