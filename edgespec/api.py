@@ -7,8 +7,7 @@
             print(piece.text, end="")
         print(pair.stats["tokens_per_second"])
 
-Every function raises subclasses of `edgespec.core.errors.EdgespecError`, whose text is one sentence for the user. Keyword options
-are those of the verb of the same name, with underscores: `edgespec generate --help` lists them.
+Functions raise subclasses of `edgespec.core.errors.EdgespecError`. Keyword options are those of the verb of the same name.
 """
 
 from __future__ import annotations

@@ -20,7 +20,14 @@ from edgespec.model_folder.config import read_config
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import SELF, SELF_INSTRUCTIONS, SELF_TEXT, Recipe, reference_options
+from edgespec.recipe.schema import (
+    SELF,
+    SELF_INSTRUCTIONS,
+    SELF_PROMPTS,
+    SELF_TEXT,
+    Recipe,
+    reference_options,
+)
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import data_of
@@ -42,6 +49,7 @@ class Build(ExportStages):
         folder = Path(found["folder"])
         target, shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
         folder = self._tuned(folder)
+        self._own_prompts(folder)
         drafter = self._made(folder, cost_ratios(target, shape)["parameters"], shape)
         self._packed(folder, drafter, found)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
@@ -215,6 +223,30 @@ class Build(ExportStages):
             together=True,
         )
         return inputs.drafter, out / "distill" / "model"
+
+    def _own_prompts(self, target: Path) -> None:
+        """Held-out prompts that the target writes, with a seed of their own; from here on the recipe names their file."""
+        from edgespec_recipes.generating.self_written import INSTRUCTIONS, write_instructions
+
+        recipe = self.recipe
+        if recipe.evaluate.prompts_file != SELF:
+            return
+        export = recipe.export
+        wanted = max(
+            recipe.evaluate.prompts, export.bundle_prompts, export.verify_prompts, export.acceptance_prompts
+        )
+        self.stage(
+            SELF_PROMPTS,
+            f"the target writes {wanted:,} held-out prompts",
+            {"instructions": wanted},
+            lambda place: write_instructions(
+                place, target, wanted, recipe.generate, recipe.seed, recipe.inference, purpose=SELF_PROMPTS
+            ),
+            reads=self._model("target", target) | sources.exported(recipe.inference),
+            together=True,
+        )
+        file = self.out / SELF_PROMPTS / INSTRUCTIONS
+        self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=str(file)))
 
     def _written(self, target: Path, recipe: Recipe, writer: Reads, own: set[str]) -> None:
         """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""

@@ -19,6 +19,7 @@ from edgespec.recipe.schema import (
     SAMPLINGS,
     SELF,
     SELF_INSTRUCTIONS,
+    SELF_PROMPTS,
     SELF_TEXT,
     DistillOptions,
     InferenceOptions,
@@ -161,6 +162,8 @@ def writings(recipe: Recipe) -> list[Writing]:
     if SELF in generate.instructions:
         texts = generate.self_instructions or -(-generate.prompts // len(generate.instructions))
         found.append(Writing(SELF_INSTRUCTIONS, texts, INSTRUCTION_TOKENS))
+    if recipe.evaluate.prompts_file == SELF:
+        found.append(Writing(SELF_PROMPTS, recipe.evaluate.prompts, INSTRUCTION_TOKENS))
     return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
 
 

@@ -22,9 +22,9 @@ from edgespec.planning.estimate import (
     writings,
 )
 from edgespec.planning.hardware import Hardware
-from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_TEXT, Recipe, TrainingOptions
+from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe, TrainingOptions
 
-TOGETHER = ("tune", SELF_TEXT, SELF_INSTRUCTIONS, "pretrain", "generate", "store", "reference", "distill")
+TOGETHER = ("tune", SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "pretrain", "generate", "store", "reference", "distill")
 """Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 ON_HOST = ("export", "pack")

@@ -17,7 +17,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.data_sources import HUB, numbered, parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, Recipe
+from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, find_shape
 
@@ -82,7 +82,7 @@ def _file_problems(recipe: Recipe) -> list[str]:
 
 
 def _source_problem(source: str) -> str:
-    if source in ("", PYTHON_STDLIB):
+    if source in ("", PYTHON_STDLIB, SELF):
         return ""
     if source.startswith(HUB):
         try:

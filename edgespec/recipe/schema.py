@@ -11,7 +11,7 @@ from edgespec.recipe.device_table import device_entries
 PYTHON_STDLIB = "python-stdlib"
 SELF = "self"
 """The source that the target writes itself."""
-SELF_TEXT, SELF_INSTRUCTIONS = "self-text", "self-instructions"
+SELF_TEXT, SELF_INSTRUCTIONS, SELF_PROMPTS = "self-text", "self-instructions", "self-prompts"
 """The stages that write it."""
 DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
@@ -310,7 +310,8 @@ SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
 @dataclass(frozen=True)
 class EvaluateOptions:
     prompts_file: str = knob(
-        PYTHON_STDLIB, "held-out prompts: .jsonl, .json or .parquet in any known format, or python-stdlib"
+        PYTHON_STDLIB,
+        "held-out prompts: .jsonl, .json or .parquet in any known format, python-stdlib, or self: the target's own",
     )
     prompts: int = knob(48, "held-out prompts", at_least=2)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=1)

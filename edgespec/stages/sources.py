@@ -23,7 +23,7 @@ from edgespec.recipe.data_sources import (
     parse_hub,
     source_files,
 )
-from edgespec.recipe.schema import PYTHON_STDLIB, InferenceOptions, Recipe
+from edgespec.recipe.schema import PYTHON_STDLIB, SELF, InferenceOptions, Recipe
 from edgespec.stages.record import DONE, Reads, Source
 
 SETTINGS = (
@@ -138,7 +138,8 @@ def data_of(recipe: Recipe, out: Path) -> BuildData:
 
 def held_out_of(recipe: Recipe, out: Path) -> BuildData:
     """What an export in `out` reads."""
-    return BuildData(prompts=_left({"evaluate.prompts_file": recipe.evaluate.prompts_file}, out))
+    source = recipe.evaluate.prompts_file
+    return BuildData(prompts={} if source == SELF else _left({"evaluate.prompts_file": source}, out))
 
 
 def _left(found: Mapping[str, str], out: Path) -> dict[str, str]:

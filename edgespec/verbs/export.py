@@ -28,7 +28,7 @@ from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import EvaluateOptions, ExportOptions, Recipe, precision_names
+from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe, precision_names
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
@@ -175,6 +175,9 @@ def _source_of_build(build: Path) -> Source:
             )
     found = read_json(build / "target" / "stage.json")["counts"]
     recipe = resolve(load_recipe(build / RECIPE_FILE), {})
+    if recipe.evaluate.prompts_file == SELF:
+        written = str(build / SELF_PROMPTS / "instructions.jsonl")
+        recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=written))
     target = build / "tune" / "model" if recipe.tune.steps else Path(found["folder"])
     return Source(
         _folder(str(target), "target"),

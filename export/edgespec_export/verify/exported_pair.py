@@ -135,11 +135,11 @@ def open_models(
 def open_first_pair(
     folder: Path, target_folder: Path, drafter_folder: Path, options: ExportOptions
 ) -> tuple[CachedEngine, CachedEngine]:
-    """The first pair of an export whose drafter is a head, on its engine."""
+    """The first pair of an export whose drafter is a head, on its engine, in fast mode."""
     files = exported_files(folder, options, own_file(target_folder), head=True)
     target, drafter = files[0], next(file for file in files if file.is_head)
     size = ModelShape.from_config(read_json(target_folder / "config.json")).parameters
-    return open_models(target, drafter, {"target": size}, vocabulary_of(drafter_folder), [])
+    return open_models(target, drafter, {"target": size}, vocabulary_of(drafter_folder), [], fast=True)
 
 
 def open_file(

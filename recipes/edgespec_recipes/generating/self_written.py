@@ -135,18 +135,17 @@ def write_instructions(
     options: GenerateOptions,
     seed: int,
     inference: InferenceOptions | None = None,
+    purpose: str = "instructions",
 ) -> dict[str, Any]:
     """Write `out`/instructions.jsonl: `wanted` user's messages that the target wrote. Returns counts of samples.
 
-    `options`: batch_size and shard_size of the generate stage. Raises InputError for a template without a user's turn, and
-    where too few samples are usable.
+    `options`: batch_size and shard_size of the generate stage. `purpose`: another word gives other texts from the same seed.
+    Raises InputError for a template without a user's turn, and where too few samples are usable.
     """
     tokenizer = load_tokenizer(target_folder)
     turn = user_turn(tokenizer)
     how = _sampling(options, INSTRUCTION_TOKENS)
-    writer = writer_of(
-        target_folder, tokenizer, how, _seed(seed, "instructions"), inference or InferenceOptions()
-    )
+    writer = writer_of(target_folder, tokenizer, how, _seed(seed, purpose), inference or InferenceOptions())
     job = _Job(
         out=out,
         label="target writes instructions",
