@@ -24,7 +24,17 @@ from edgespec.planning.estimate import (
 from edgespec.planning.hardware import Hardware
 from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe, TrainingOptions
 
-TOGETHER = ("tune", SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "pretrain", "generate", "store", "reference", "distill")
+TOGETHER = (
+    "tune",
+    SELF_PROMPTS,
+    SELF_TEXT,
+    SELF_INSTRUCTIONS,
+    "pretrain",
+    "generate",
+    "store",
+    "reference",
+    "distill",
+)
 """Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 ON_HOST = ("export", "pack")

@@ -16,11 +16,14 @@ from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from small_build import write_data
 from tiny_models import make_model_folder
 
+from edgespec.building.find_target import gguf_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json
+from edgespec.core.files import copy_file, read_json
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.metrics import RawCounts
+from edgespec.model_folder.head import keep_in_bytes
+from edgespec.verbs import ready
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
@@ -120,6 +123,36 @@ def test_a_draft_begins_with_true_features(built: Path, engine: str, precision: 
         np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
     pair.close()
     fresh.close()
+
+
+def test_a_ready_pair_is_made_once(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = built.parent / "tiny.gguf"
+    drafter = tmp_path / "ready" / "tiny"
+    keep_in_bytes(built / "distill" / "model", drafter)
+    copy_file(built / "evaluate" / "evaluation.json", drafter / "evaluation.json")
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(ready, "ready_folders", lambda: {"tiny": drafter})
+    monkeypatch.setattr(ready, "gguf_of", lambda name: file)
+    monkeypatch.setattr(ready, "gguf_target", lambda name: gguf_target(str(file)))
+    words = ["generate", "tiny", "Say a thing", "--max-new-tokens", "8", "--threads", "1"]
+    assert main(words) == 0
+    first = capsys.readouterr()
+    assert "making the ready pair tiny" in first.err
+    bundle = Path(ready.bundle_of("tiny"))
+    manifest = open_manifest(bundle)
+    assert manifest.drafter.kind == HEAD
+    assert manifest.metrics["settings"]
+    assert main(words) == 0
+    again = capsys.readouterr()
+    assert "making" not in again.err
+    assert again.out == first.out[first.out.rindex("bundle:") :].partition("\n")[2]
+    with pytest.raises(
+        InputError, match="no folder 'tinny' and no ready pair of that name; did you mean 'tiny'"
+    ):
+        ready.bundle_of("tinny")
+    assert ready.bundle_of("no/such") == "no/such"
 
 
 def test_rules_that_mix_are_refused(built: Path) -> None:
