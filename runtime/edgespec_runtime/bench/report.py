@@ -27,7 +27,10 @@ Interval = tuple[float, float, float]  # value, low and high end of the 95 % int
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once. `first_token_seconds` is prefill and first block, from an empty cache."""
+    """One prompt decoded once. `first_token_seconds` is prefill and first block, from an empty cache.
+
+    `turn`: of a prompt that is a conversation, which of its turns; the turns of one prompt are summarised together.
+    """
 
     prompt: int
     repeat: int
@@ -36,6 +39,7 @@ class Run:
     first_token_seconds: float
     reply: tuple[int, ...]
     counts: RawCounts
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Summary:
 
 
 class _Prompt:
-    """All runs of one prompt, by draft length; the median over repeats of anything."""
+    """All runs of one prompt, by draft length; the median over repeats and turns of anything."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs: dict[int, list[Run]] = {}
@@ -91,7 +95,12 @@ class _Prompt:
         return self.of(length, value) / self.of(PLAIN, unit)
 
     def is_identical(self, length: int) -> bool:
-        return all(run.reply == plain.reply for run in self._runs[length] for plain in self._runs[PLAIN])
+        return all(
+            run.reply == plain.reply
+            for run in self._runs[length]
+            for plain in self._runs[PLAIN]
+            if run.turn == plain.turn
+        )
 
     def summed(self, length: int) -> RawCounts:
         total = RawCounts()
@@ -210,6 +219,27 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     ]
     headers = ("", "τ [95 %]", "α", *(f"MBSU by {name}" for name in names), "c_t", "v(γ+1)")
     return table(headers, rows, markdown=markdown)
+
+
+def default_of(summaries: Sequence[Summary]) -> Summary:
+    """What stands for speculation where one figure is wanted: chosen draft lengths, as chat has them, else the fastest γ."""
+    best = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
+    return next((s for s in summaries if s.draft_length == AUTO), best)
+
+
+def shortfalls(
+    summaries: Sequence[Summary], least_speedup: float | None, least_tau: float | None
+) -> list[str]:
+    """A sentence for each bound that is not reached, with the value seen and the value wanted; None: no bound."""
+    seen = default_of(summaries)
+    found = []
+    for name, value, least in (
+        ("speed-up over plain decoding", seen.speedup, least_speedup),
+        ("block efficiency τ", seen.block_efficiency, least_tau),
+    ):
+        if least is not None and not value[0] >= least:  # NaN reaches no bound
+            found.append(f"The {name} is {interval(*value)} at {seen.name}; at least {least:g} is wanted.")
+    return found
 
 
 def verdict(summaries: Sequence[Summary]) -> str:
