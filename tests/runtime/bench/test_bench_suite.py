@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, Asked, Options, asked_of, runs_of
+from edgespec_runtime.bench import bench
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, Asked, Options, asked_of, measure, runs_of
 from edgespec_runtime.bench.categories import ALL, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.report import AUTO, PLAIN, Run, default_of, shortfalls, summarise
@@ -158,11 +159,34 @@ def test_a_second_round_reads_the_same_prompts(pair: Pair) -> None:
     assert {run.reply for run in first} != {run.reply for run in second}  # with other seeds
 
 
-def test_turns_have_seeds_of_their_own(pair: Pair) -> None:
-    same = Question(("Hello", "Hello"), category="chat")
-    ((runs, _),) = runs_of(pair, [Dialogue(pair.tokenizer, same)], options(temperature=1.0, seed=3))
-    one, other = (run.reply for run in runs if run.draft_length == PLAIN)
-    assert one != other
+def test_turns_have_seeds_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[tuple[int, int | None]] = []  # (length, seed)
+
+    def noting(pair: Pair, prompt: Any, how: Any, length: int, *more: Any) -> Run:
+        seeds.append((length, how.seed))
+        return measure(pair, prompt, how, length, *more)
+
+    monkeypatch.setattr(bench, "measure", noting)
+    dialogues = [Dialogue(pair.tokenizer, TALK), Dialogue(pair.tokenizer, Question(("Hello",)))]
+    list(runs_of(pair, dialogues, options(temperature=1.0, seed=3, repeats=2)))
+    runs = seeds[2:]  # behind the warm-up
+    assert len(runs) == len(set(runs)) == 2 * 2 * 4
+    first = [seed for length, seed in runs if length == PLAIN]
+    assert first == [seed for length, seed in runs if length == 2]  # rivals share it
+    assert (first[0], first[3]) == (3, 4)  # first turns are counted as prompts are without turns
+
+
+def test_the_first_round_alone_answers(pair: Pair) -> None:
+    class Noting(Dialogue):
+        answers = 0
+
+        def answer(self, reply: Any) -> None:
+            self.answers += 1
+            super().answer(reply)
+
+    dialogue = Noting(pair.tokenizer, TALK)
+    list(runs_of(pair, [dialogue], options(repeats=3)))
+    assert dialogue.answers == 3
 
 
 def test_what_the_context_cannot_hold_is_left_out_and_counted(pair: Pair) -> None:
