@@ -29,8 +29,8 @@ from edgespec_runtime.bench.report import (
     Run,
     Summary,
     cost_table,
-    default_of,
     shortfalls,
+    shown,
     speed_table,
     summarise,
     verdict,
@@ -79,9 +79,11 @@ class Options(ReplyOptions, LoadOptions):
         at_least=0.0,
     )
     min_speedup: float | None = knob(
-        None, "exit with 1 where the speed-up over plain decoding is less", at_least=0.0
+        None,
+        "exit with 1 where the speed-up over plain decoding is less, with chosen γ if there is such",
+        at_least=0.0,
     )
-    min_tau: float | None = knob(None, "exit with 1 where the block efficiency τ is less", at_least=0.0)
+    min_tau: float | None = knob(None, "exit with 1 where the highest τ of a fixed γ is less", at_least=0.0)
     json: str = knob("", "write raw counts of every run, summaries and verdict to this file")
     plot: str = knob("", "draw τ and token rate for each draft length into this PNG file")
     markdown: bool = knob(False, "print Markdown tables")
@@ -209,7 +211,7 @@ class Asked:
 
     def by_category(self, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Category]:
         names = {index: one.question.category for index, one in enumerate(self.dialogues)}
-        return by_category(runs, names, default_of(summaries).draft_length)
+        return [row for s in shown(summaries) for row in by_category(runs, names, s.draft_length)]
 
 
 def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Asked:
@@ -291,10 +293,13 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
 def _print_suite(
     options: Options, summaries: Sequence[Summary], asked: Asked, rows: Sequence[Category], seconds: float
 ) -> None:
-    """The table by category, and what of the suite was not run."""
+    """A table by category for each way of drafting that is shown, and what of the suite was not run."""
     done, total = rows[-1].prompts, len(asked.dialogues)
-    print(f"\n{options.suite} by category: {default_of(summaries).name} against plain decoding\n")
-    print(category_table(rows, markdown=options.markdown), end="\n\n")
+    print()
+    for s in shown(summaries):
+        print(f"{options.suite} by category: {s.name} against plain decoding\n")
+        own = [row for row in rows if row.draft_length == s.draft_length]
+        print(category_table(own, markdown=options.markdown), end="\n\n")
     if done < total:
         print(
             f"{done} of {total} prompts were run; all of them take about {duration(seconds * total / done)}: "

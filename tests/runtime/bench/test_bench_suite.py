@@ -14,7 +14,7 @@ from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, Asked, Options, asked_of, measure, runs_of
 from edgespec_runtime.bench.categories import ALL, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue
-from edgespec_runtime.bench.report import AUTO, PLAIN, Run, default_of, shortfalls, summarise
+from edgespec_runtime.bench.report import AUTO, PLAIN, Run, shortfalls, shown, summarise
 from edgespec_runtime.bench.suite import Question
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
@@ -111,10 +111,17 @@ def test_bounds_name_what_was_seen_and_what_is_wanted() -> None:
     assert len(shortfalls(broken, 0.0, None)) == 1
 
 
-def test_chosen_draft_lengths_stand_for_speculation_where_they_were_run() -> None:
-    runs = [*both(0, 20, 0.3), replace(run_of(0, 3, 20, 0.4), draft_length=AUTO), run_of(0, 1, 40, 0.2)]
-    assert default_of(summarise(runs, {})).draft_length == AUTO
-    assert default_of(summarise([run for run in runs if run.draft_length != AUTO], {})).draft_length == 1
+def test_the_speedup_is_that_of_chosen_lengths_and_the_block_efficiency_that_of_a_fixed_one() -> None:
+    """γ = 1 is the faster one, γ = 3 has the higher τ, and the chosen lengths hardly drafted."""
+    runs = [*both(0, 20, 0.4), run_of(0, 1, 40, 0.3), replace(run_of(0, 1, 50, 0.5), draft_length=AUTO)]
+    summaries = summarise(runs, {})
+    assert [s.draft_length for s in shown(summaries)] == [1, AUTO]
+    slow, flat = shortfalls(summaries, 1.3, 3.1)
+    assert slow.startswith("The speed-up over plain decoding is 1.20 [1.20, 1.20] at γ chosen (1.0);")
+    assert flat.startswith("The block efficiency τ is 3.00 [3.00, 3.00] at γ = 3;")
+    fixed = summarise([run for run in runs if run.draft_length != AUTO], {})
+    assert [s.draft_length for s in shown(fixed)] == [1]
+    assert shortfalls(fixed, 1.3, 3.0) == []
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +271,7 @@ def test_a_bound_that_is_missed_fails_after_everything_was_written(
     assert "at γ = 2; at least 9 is wanted." in said.err
     assert "speed-up over plain" not in said.err
     report = json.loads(file.read_text())
-    assert "categories" not in report  # without a suite, the file is as it was
+    assert not {"categories", "questions"} & set(report)  # without a suite, the file is as it was
     assert main(["bench", str(bundle), *QUICK, *flags, "--min-speedup", "1000"]) == 1
     assert "The speed-up over plain decoding is " in capsys.readouterr().err
 
