@@ -6,31 +6,39 @@ that warms up or slows down does so for all of them, and none always follows the
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from edgespec import __version__
+from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.progress import progress
+from edgespec.core.table import duration
+from edgespec_runtime.bench.categories import Category, by_category, category_table
+from edgespec_runtime.bench.dialogues import Dialogue, that_fit
 from edgespec_runtime.bench.report import (
     AUTO,
     PLAIN,
     Run,
     Summary,
     cost_table,
+    shortfalls,
+    shown,
     speed_table,
     summarise,
     verdict,
 )
+from edgespec_runtime.bench.suite import BUILT_IN, MAX_QUESTIONS, Question, in_turn, of_chat, read_suite
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, ReplyOptions, numbered, plain
+from edgespec_runtime.decoding.options import SHIFT, DecodingOptions, ReplyOptions, numbered, plain
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import dump, shuffled
 from edgespec_runtime.engines.engine import default_threads
@@ -40,6 +48,7 @@ from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.text.prompts import read_chats
 
 LEAST_PROMPTS = 3
+TURN_SEEDS = 2**32  # between the seeds of a prompt's turns: more than there are prompts and repeats
 MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little of a machine that drifts
 
 
@@ -47,7 +56,12 @@ MOST_REPEATS = 9  # where they are as many as fit in the time: more tell little 
 class Options(ReplyOptions, LoadOptions):
     bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     prompts: str = knob("", "a .jsonl file of prompts ('messages' or 'instruction') (default: the bundle's)")
-    max_prompts: int = knob(64, "most prompts", at_least=1)
+    suite: str = knob(
+        "",
+        "a file of questions with categories, reported by category: Spec-Bench, MT-bench, HumanEval or GSM8K rows, prompts, "
+        f"messages; {BUILT_IN}: the 140 questions that come with edgespec",
+    )
+    max_prompts: int = knob(64, "most prompts; of a suite all of them, unless this is given", at_least=1)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
     draft_lengths: tuple[int, ...] = knob(LENGTHS, "draft lengths γ", at_least=1)
     choose: bool = knob(
@@ -60,8 +74,16 @@ class Options(ReplyOptions, LoadOptions):
         at_least=0,
     )
     seconds: float = knob(
-        18.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
+        18.0,
+        f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}; of a suite {LEAST_PROMPTS} of every category",
+        at_least=0.0,
     )
+    min_speedup: float | None = knob(
+        None,
+        "exit with 1 where the speed-up over plain decoding is less, with chosen γ if there is such",
+        at_least=0.0,
+    )
+    min_tau: float | None = knob(None, "exit with 1 where the highest τ of a fixed γ is less", at_least=0.0)
     json: str = knob("", "write raw counts of every run, summaries and verdict to this file")
     plot: str = knob("", "draw τ and token rate for each draft length into this PNG file")
     markdown: bool = knob(False, "print Markdown tables")
@@ -94,11 +116,12 @@ def measure(
 
 
 def runs_of(
-    pair: Pair, prompts: Sequence[Sequence[int]], options: Options
+    pair: Pair, dialogues: Sequence[Dialogue], options: Options, least: int = LEAST_PROMPTS
 ) -> Iterator[tuple[list[Run], int]]:
     """Yield (runs of a prompt, one with every draft length; how many such there will be as far as one can tell).
 
-    Round after round through the prompts, so that no moment of the machine falls on the repeats of one prompt alone.
+    Round after round through the prompts, so that no moment of the machine falls on the repeats of one prompt alone. The turns
+    of a conversation follow each other. `least`: prompts that are run whatever time they take.
     """
     lengths = (PLAIN, *sorted(set(options.draft_lengths)))
     shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
@@ -106,35 +129,50 @@ def runs_of(
     how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
     how[PLAIN] = plain(how[PLAIN])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
-        measure(pair, prompts[0], how[length], length, (0, 0))
+        measure(pair, dialogues[0].prompts[0], how[length], length, (0, 0))
     chosen = None
     if options.choose and isinstance(options.acceptance_rule(), Rule):
         longest = options.max_draft_length
         lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
         chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
     start = perf_counter()
-    planned, rounds, done = len(prompts), 1, 0
+    planned, rounds, done = len(dialogues), 1, 0
     while done < planned * rounds:
         repeat, index = divmod(done, planned)
-        turn = repeat * len(prompts) + index
-        runs = []
-        for length in shuffled(lengths, turn):
-            # prompts that share a seed are not independent
-            seeded = numbered(how[length], turn)
-            schedule = chosen if length == AUTO else None
-            runs.append(measure(pair, prompts[index], seeded, length, (index, repeat), schedule))
+        dialogue, runs = dialogues[index], []
+        for turn, prompt in enumerate(
+            dialogue.prompts
+        ):  # in the first round, each answer adds the next prompt
+            number = repeat * len(dialogues) + index + turn * TURN_SEEDS
+            for length in shuffled(lengths, number):
+                # prompts that share a seed are not independent
+                seeded = numbered(how[length], number)
+                schedule = chosen if length == AUTO else None
+                run = measure(pair, prompt, seeded, length, (index, repeat), schedule)
+                runs.append(replace(run, turn=turn))
+                if length == PLAIN:
+                    reply = run.reply
+            if not repeat:
+                dialogue.answer(reply)
         done += 1
         if not repeat:
             affordable = int(options.seconds * done / (perf_counter() - start))
             fitting = affordable // max(1, options.repeats)
-            planned = min(len(prompts), max(LEAST_PROMPTS, fitting, done))
+            planned = min(len(dialogues), max(least, fitting, done))
             rounds = options.repeats or min(max(1, affordable // planned), MOST_REPEATS)
         yield runs, planned * rounds
 
 
-def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> dict[str, Any]:
+def report(
+    pair: Pair,
+    options: Options,
+    runs: Sequence[Run],
+    summaries: Sequence[Summary],
+    asked: Asked,
+    rows: Sequence[Category],
+) -> dict[str, Any]:
     """Everything, for --json: raw counts of every run first, what is derived from them after."""
-    return {
+    found = {
         "edgespec": __version__,
         "engine": pair.engine,
         "precision": pair.precision,
@@ -146,31 +184,81 @@ def report(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
         "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],
         "verdict": verdict(summaries),
     }
+    if options.suite:
+        found["questions"] = [
+            {"prompt": index, "question": one.question.name, "category": one.question.category}
+            for index, one in enumerate(asked.dialogues)
+        ]
+        found["too_long"] = {"prompts": asked.too_long, "turns": asked.turns_left_out}
+        found["categories"] = [asdict(row) for row in rows]
+    return found
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of a bench. `too_long`: questions that were left out because the context has no room for them."""
+
+    dialogues: Sequence[Dialogue]
+    too_long: int = 0
+
+    @property
+    def least(self) -> int:
+        return LEAST_PROMPTS * len({one.question.category for one in self.dialogues})
+
+    @property
+    def turns_left_out(self) -> int:
+        return sum(one.left_out for one in self.dialogues)
+
+    def by_category(self, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Category]:
+        names = {index: one.question.category for index, one in enumerate(self.dialogues)}
+        return [row for s in shown(summaries) for row in by_category(runs, names, s.draft_length)]
+
+
+def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Asked:
+    """The questions of a suite, one category after the other, as far as the context has room; else the chats of a file."""
+    if questions:
+        context = pair.target.engine.context_length
+        reply = 1 if options.when_full == SHIFT else options.max_new_tokens
+        return Asked(*that_fit(pair.tokenizer, in_turn(questions), context - reply, options.max_prompts))
+    chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
+    return Asked([Dialogue(pair.tokenizer, of_chat(chat)) for chat in chats[: options.max_prompts]])
 
 
 def run(given: dict[str, Any]) -> int:
     manifest = manifest_of(given)
-    options = from_mapping(Options, of_bench(given, manifest))
+    values = of_bench(given, manifest)
+    if values.get("suite"):
+        values.setdefault("max_prompts", MAX_QUESTIONS)
+    options = from_mapping(Options, values)
+    if options.suite and options.prompts:
+        raise InputError(
+            f"--suite is {options.suite!r} and --prompts is {options.prompts!r}; give one of them"
+        )
+    questions = read_suite(options.suite) if options.suite else []
     if options.plot:
         from edgespec.core.pictures import require_matplotlib
 
         require_matplotlib()
     pair = open_pair(Path(options.bundle), options, options.needs_model, manifest)
     try:
-        chats = (read_chats(Path(options.prompts)) if options.prompts else pair.prompts())[
-            : options.max_prompts
-        ]
-        prompts = [pair.tokenizer.encode_chat(chat) for chat in chats]
+        asked = asked_of(pair, options, questions)
         runs: list[Run] = []
-        with progress("bench", len(prompts), "prompt") as bar:
-            for group, planned in runs_of(pair, prompts, options):
+        start = perf_counter()
+        with progress("bench", len(asked.dialogues), "prompt") as bar:
+            for group, planned in runs_of(pair, asked.dialogues, options, asked.least):
                 runs += group
                 bar.total = planned
                 bar.update(1)
+        seconds = perf_counter() - start
         summaries = summarise(runs, pair.cost_ratios)
         _print(pair, options, runs, summaries)
+        rows: list[Category] = []
+        if options.suite:
+            rows = asked.by_category(runs, summaries)
+            _print_suite(options, summaries, asked, rows, seconds)
+        print(verdict(summaries))
         if options.json:
-            write_json(Path(options.json), report(pair, options, runs, summaries))
+            write_json(Path(options.json), report(pair, options, runs, summaries, asked, rows))
         if options.plot:
             from edgespec_runtime.bench.plot import plot_bench
 
@@ -178,6 +266,8 @@ def run(given: dict[str, Any]) -> int:
             plot_bench(Path(options.plot), summaries, title)
         for file in filter(None, (options.json, options.plot)):
             print(f"wrote {file}", file=sys.stderr)
+        if missed := shortfalls(summaries, options.min_speedup, options.min_tau):
+            raise CheckFailed(" ".join(missed))
         return 0
     finally:
         pair.close()
@@ -198,4 +288,25 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
     if greedy:
         same = min(summary.identical for summary in summaries)
         print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")
-    print(verdict(summaries))
+
+
+def _print_suite(
+    options: Options, summaries: Sequence[Summary], asked: Asked, rows: Sequence[Category], seconds: float
+) -> None:
+    """A table by category for each way of drafting that is shown, and what of the suite was not run."""
+    done, total = rows[-1].prompts, len(asked.dialogues)
+    print()
+    for s in shown(summaries):
+        print(f"{options.suite} by category: {s.name} against plain decoding\n")
+        own = [row for row in rows if row.draft_length == s.draft_length]
+        print(category_table(own, markdown=options.markdown), end="\n\n")
+    if done < total:
+        print(
+            f"{done} of {total} prompts were run; all of them take about {duration(seconds * total / done)}: "
+            f"--seconds {math.ceil(1.2 * seconds * total / done)}"
+        )
+    if asked.too_long or asked.turns_left_out:
+        print(
+            f"Left out, because the context has no room for them: {asked.too_long} prompts, {asked.turns_left_out} later turns; "
+            "a smaller --max-new-tokens leaves more room."
+        )

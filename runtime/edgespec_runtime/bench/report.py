@@ -27,7 +27,10 @@ Interval = tuple[float, float, float]  # value, low and high end of the 95 % int
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt decoded once. `first_token_seconds` is prefill and first block, from an empty cache."""
+    """One prompt decoded once. `first_token_seconds` is prefill and first block, from an empty cache.
+
+    `turn`: of a prompt that is a conversation, which of its turns; the turns of one prompt are summarised together.
+    """
 
     prompt: int
     repeat: int
@@ -36,6 +39,7 @@ class Run:
     first_token_seconds: float
     reply: tuple[int, ...]
     counts: RawCounts
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Summary:
 
 
 class _Prompt:
-    """All runs of one prompt, by draft length; the median over repeats of anything."""
+    """All runs of one prompt, by draft length; the median over repeats and turns of anything."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs: dict[int, list[Run]] = {}
@@ -91,7 +95,12 @@ class _Prompt:
         return self.of(length, value) / self.of(PLAIN, unit)
 
     def is_identical(self, length: int) -> bool:
-        return all(run.reply == plain.reply for run in self._runs[length] for plain in self._runs[PLAIN])
+        return all(
+            run.reply == plain.reply
+            for run in self._runs[length]
+            for plain in self._runs[PLAIN]
+            if run.turn == plain.turn
+        )
 
     def summed(self, length: int) -> RawCounts:
         total = RawCounts()
@@ -212,9 +221,39 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     return table(headers, rows, markdown=markdown)
 
 
+def fastest_fixed(summaries: Sequence[Summary]) -> Summary:
+    """The fixed draft length with the highest speed-up."""
+    return max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
+
+
+def shown(summaries: Sequence[Summary]) -> list[Summary]:
+    """What is looked at by category: the fastest fixed γ and, last, the chosen draft lengths where they were run."""
+    return [fastest_fixed(summaries), *(s for s in summaries if s.draft_length == AUTO)]
+
+
+def shortfalls(
+    summaries: Sequence[Summary], least_speedup: float | None, least_tau: float | None
+) -> list[str]:
+    """A sentence for each bound that is not reached, with the value seen and the value wanted; None: no bound.
+
+    The speed-up is that of chosen draft lengths, as chat has them, or of the fastest γ. τ is the highest of a fixed γ: that of
+    chosen lengths says how often this machine drafted rather than how good the drafter is.
+    """
+    highest = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.block_efficiency[0])
+    used = shown(summaries)[-1]
+    found = []
+    for name, value, at, least in (
+        ("speed-up over plain decoding", used.speedup, used.name, least_speedup),
+        ("block efficiency τ", highest.block_efficiency, highest.name, least_tau),
+    ):
+        if least is not None and not value[0] >= least:  # NaN reaches no bound
+            found.append(f"The {name} is {interval(*value)} at {at}; at least {least:g} is wanted.")
+    return found
+
+
 def verdict(summaries: Sequence[Summary]) -> str:
     """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs."""
-    best = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
+    best = fastest_fixed(summaries)
     value, low, high = best.speedup
     measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at {best.name}"
     fastest = max((s for s in summaries if s.draft_length != AUTO), key=lambda s: s.of_fastest[0])

@@ -19,7 +19,7 @@ def read_chats(path: Path) -> list[list[Message]]:
     Raises InputError naming file and row: no such file, a row of another shape, a conversation that does not end with the user.
     """
     chats = [
-        _messages(row, f"{path}: row {number}")
+        messages_of(row, f"{path}: row {number}")
         for number, row in enumerate(read_jsonl(path, limit=MAX_PROMPT_BYTES), 1)
     ]
     if not chats:
@@ -27,7 +27,8 @@ def read_chats(path: Path) -> list[list[Message]]:
     return chats
 
 
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
+def messages_of(row: dict[str, Any], where: str) -> list[Message]:
+    """The conversation of one row. Raises InputError naming `where` for a row of another shape."""
     if isinstance(row.get("instruction"), str):
         return [{"role": "user", "content": row["instruction"]}]
     messages = row.get("messages")

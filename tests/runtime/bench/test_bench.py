@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from edgespec_runtime.bench.bench import MOST_REPEATS, Options, runs_of
+from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
@@ -21,6 +22,7 @@ from edgespec_runtime.bench.report import (
     summarise,
     verdict,
 )
+from edgespec_runtime.bench.suite import of_chat
 from edgespec_runtime.decoding.speed import metrics_of, shuffled
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
@@ -243,7 +245,7 @@ def test_the_plot_is_a_png_of_some_size(measured: Path) -> None:
 def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -> None:
     pair = open_pair(bundle, LoadOptions())
     try:
-        prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
+        prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()]
         options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=0.0)
         assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
         once = replace(options, repeats=1, seconds=60.0)
@@ -255,7 +257,7 @@ def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -
 def test_time_that_is_left_goes_into_more_rounds_through_the_prompts(bundle: Path) -> None:
     pair = open_pair(bundle, LoadOptions())
     try:
-        prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()][:4]
+        prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()][:4]
         options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=60.0)
         options = replace(options, temperature=1.0, seed=5)
         groups = [runs for runs, _ in runs_of(pair, prompts, options)]
