@@ -151,7 +151,9 @@ class Build(ExportStages):
 
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
         """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
-        if self.recipe.drafter.init != "checkpoint" or self.recipe.drafter.kind == "head":
+        if self.recipe.drafter.kind == "head":
+            return target  # its graph has no limits of its own
+        if self.recipe.drafter.init != "checkpoint":
             return shape
         from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.head import is_head, shape_of_drafter
+from edgespec.model_folder.head import is_head
 from edgespec.recipe.model_check import check_model
 from edgespec.recipe.schema import ExportOptions
 
@@ -27,7 +27,7 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
     check_model_folder(target)
     _check_runtime(target)
     if isinstance(drafter, Path) and is_head(drafter):
-        drafter = shape_of_drafter(drafter)
+        drafter = target  # its graph has no limits of its own
     elif isinstance(drafter, Path):
         check_model(drafter, "the drafter")
     return check_possible(target, drafter, options)
