@@ -21,7 +21,7 @@ from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import open_models
 from edgespec_export.verify.file_check import has_engine
 
-SAME, CLOSE = 0.97, 0.92  # share of argmaxes that a file keeps: "same answers", "close"
+CLOSE = 0.92  # share of the most likely tokens that a file must keep: with fewer it is another model
 EXACT_SHARE = (
     0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
 )
@@ -86,11 +86,9 @@ def _pairs(files: Sequence[ExportedFile]) -> list[tuple[ExportedFile, ExportedFi
 
 
 def _faithful(timed: Sequence[Timed]) -> Sequence[Timed]:
-    """Those with the same answers, else the close ones, else those that keep most."""
-    for bound in (SAME, CLOSE, max(one.kept for one in timed)):
-        if found := [one for one in timed if one.kept >= bound]:
-            return found
-    return timed
+    """Those whose answers are close to the float model's, else those that keep most."""
+    bound = min(CLOSE, max(one.kept for one in timed))
+    return [one for one in timed if one.kept >= bound]
 
 
 def _timed(

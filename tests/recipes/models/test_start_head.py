@@ -1,0 +1,90 @@
+"""A head before training: its vocabulary by coverage, its first guess by least squares, layers that say nothing yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from edgespec_recipes.models.loading import load_model
+from edgespec_recipes.models.start_head import covering, start_head
+from edgespec_recipes.training.distill_head import unrolled
+from tiny_models import make_model_folder
+from torch.nn import functional
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import DrafterOptions
+
+KEPT = 200
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    folder: Path = make_model_folder(tmp_path_factory.mktemp("target") / "model")
+    model: torch.nn.Module = load_model(folder)
+    return model
+
+
+def seen_of(target: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Texts whose next feature is linear in what a head reads, so that the best guess is exact."""
+    generator = torch.Generator().manual_seed(0)
+    weight = target.model.norm.weight.detach()
+    width, table = len(weight), target.get_input_embeddings().weight.detach()
+    rule = torch.randn(width, 2 * width, generator=generator) / width**0.5
+    found = []
+    for _ in range(12):
+        tokens = torch.randint(0, len(table), (64,), generator=generator)
+        before = torch.randn(64, width, generator=generator)
+        normed = [functional.rms_norm(part, (width,), eps=1e-6) for part in (table[tokens], before)]
+        found.append((tokens, before, torch.cat(normed, -1) @ rule.T * weight))
+    return found
+
+
+@torch.no_grad()
+def test_the_first_guess_is_least_squares(target: torch.nn.Module) -> None:
+    seen = seen_of(target)
+    counts = np.arange(512)[::-1].copy()
+    head = start_head(target, DrafterOptions(kind="head", vocabulary=KEPT), counts, [0, 500], seen)
+    assert 500 in head.vocabulary.ids
+    assert len(head.vocabulary.ids) == KEPT
+    for layer in head.layers:
+        assert not layer.o_proj.weight.any()  # so the layer adds nothing to the guess
+        assert not layer.down_proj.weight.any()
+        assert layer.q_proj.weight.any()
+    errors, sizes = [], []
+    for tokens, before, at in seen:
+        embedded = target.get_input_embeddings().weight[tokens]
+        joined = torch.cat([head.embedding_norm(embedded), head.feature_norm(before)], -1)
+        guess = head.fc(joined) * head.norm.weight
+        errors.append((guess - at).square().mean())
+        sizes.append(at.square().mean())
+    assert (sum(errors) / sum(sizes)).item() < 2e-3  # what the ridge leaves
+    rows = target.get_output_embeddings().weight[head.lm_head.ids]
+    torch.testing.assert_close(head.lm_head.weight, rows)
+
+
+def test_a_vocabulary_covers_what_was_written() -> None:
+    counts = np.zeros(5000, np.int64)
+    counts[:300], counts[300:400], counts[400:] = 1000, 10, 0
+    assert covering(counts, 0.98) == 512  # 295 tokens and more, a multiple of 256
+    assert covering(np.ones(600, np.int64), 1.0) == 599  # a part of the target's tokens
+
+
+def test_more_layers_than_the_target_has_are_refused(target: torch.nn.Module) -> None:
+    with pytest.raises(InputError, match=r"drafter\.layers is 9; the target has 2"):
+        start_head(
+            target, DrafterOptions(kind="head", vocabulary=KEPT, layers=9), np.ones(512, np.int64), [], []
+        )
+
+
+def test_rows_of_own_steps_have_slots_of_their_own() -> None:
+    batch = {
+        "input_ids": torch.arange(6).view(2, 3),
+        "features": torch.zeros(2, 3, 4),
+        "slot": torch.tensor([5, 9]),
+    }
+    several = unrolled(batch, 3)
+    assert several["input_ids"].tolist() == 3 * batch["input_ids"].tolist()
+    assert several["slot"].tolist() == [15, 27, 16, 28, 17, 29]
+    assert several["features"] is batch["features"]
