@@ -149,6 +149,7 @@ def distill_head(
     learnt, watched = _held_out(rows, options.watch_rows if options.watch_steps else 0)
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watched]
     scale = options.select_fraction if options.scale_learning_rate else 1.0
+    before = objective.acceptance(model.to(device), batches) if batches else {}
     counts = train(
         model,
         Mixture({TARGET: learnt}, shares(options), options.steps * options.batch_size, seed),
@@ -170,6 +171,7 @@ def distill_head(
     return {
         **counts,
         "divergence": options.divergence,
+        "alpha_before": round(before["alpha"], 4) if before else None,
         "response_rows": len(rows),
         "written_tokens": int(rows.counts.sum()),
         "draft_vocab_size": head.shape.draft_vocab_size,
