@@ -3,7 +3,7 @@
 
     python3 make.py demo     install the pinned packages, build a drafter for tiny-chat, bench the pair
     python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
-    python3 make.py test --fast    the same without compiling llama.cpp, and without the tests that need it or that train
+    python3 make.py test --fast    the same without compiling llama.cpp, and without the tests that need it, that train or that take long
     python3 make.py optimum  make .venv-optimum (about a minute) and check optimum-onnx's graphs there
 
 A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest; with a model folder and a
@@ -135,7 +135,7 @@ def test(arguments: list[str]) -> int:
     # files go out in their order, so that the long builds come first and no process waits for them at the end.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    options += ["-m", "not llamacpp and not training"] if fast else []
+    options += ["-m", "not llamacpp and not training and not long"] if fast else []
     return code or run(BIN / "python", "-m", "pytest", *options, *arguments)
 
 

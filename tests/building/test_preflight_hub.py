@@ -54,6 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("hub") / "model")
 
 
+@pytest.mark.long
 def test_refusals_are_told_apart(model: Path, tmp_path: Path) -> None:
     packed = Path(shutil.copytree(model, tmp_path / "packed"))
     config = json.loads((packed / "config.json").read_text())
@@ -81,6 +82,7 @@ def test_refusals_are_told_apart(model: Path, tmp_path: Path) -> None:
     assert kept["source"] == f"acme/open@{COMMIT}"  # what was fetched once needs no hub
 
 
+@pytest.mark.long
 def test_interrupted_downloads(model: Path, tmp_path: Path) -> None:
     """A connection that breaks once is taken up where it was; one that stays broken is said, and what came whole is kept."""
     weights = model / "model.safetensors"

@@ -29,7 +29,7 @@ def rows_of(count: int, columns: int, spread: float, seed: int = 0) -> np.ndarra
     return (np.random.default_rng(seed).standard_normal((count, columns)) * spread).astype(np.float32)
 
 
-@pytest.mark.parametrize("columns", [11, 700, 20_000])
+@pytest.mark.parametrize("columns", [11, 700, pytest.param(20_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "cuts", [Cuts(0.95, 0.0), Cuts(1.0, 0.0), Cuts(0.9, 0.05), Cuts(1.0, 0.2), Cuts(1e-6, 0.0)]
 )

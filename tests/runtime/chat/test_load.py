@@ -39,6 +39,7 @@ def slope(units: list[int], memory: list[int]) -> float:
     return float(np.polyfit(units[half:], memory[half:], 1)[0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "precision"), ENGINES)
 def test_memory_does_not_grow_with_tokens(both: Path, engine: str, precision: str) -> None:
     pair = open_pair(both, LoadOptions(engine=engine, precision=precision, threads=1, context=128))
@@ -63,6 +64,7 @@ def test_memory_does_not_grow_with_tokens(both: Path, engine: str, precision: st
     assert slope(tokens, memory) < BYTES_A_TOKEN
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("engine", "precision"), ENGINES)
 def test_a_hundred_chats_leave_nothing_behind(both: Path, engine: str, precision: str) -> None:
     memory = []
