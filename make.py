@@ -3,7 +3,7 @@
 
     python3 make.py demo     install the pinned packages, build a drafter for tiny-chat, bench the pair
     python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
-    python3 make.py test --fast    the same without compiling llama.cpp, and without the tests that need it, that train or that take long
+    python3 make.py test --fast    the same without compiling llama.cpp, and without tests that need it, train or take long
     python3 make.py optimum  make .venv-optimum (about a minute) and check optimum-onnx's graphs there
 
 A second run finds everything in place and starts in seconds. Extra arguments of `test` go to pytest; with a model folder and a
