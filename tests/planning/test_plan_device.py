@@ -1,0 +1,148 @@
+"""Whether a drafter pays on a device: break-even, budgets, measured costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edgespec_runtime.chooser.kept_costs import FOLDER, keep_synthetic, kept_for, store_costs
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.engines.device import this_device
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+
+from edgespec.cli import main
+from edgespec.core.metrics import predicted_block_efficiency
+from edgespec.core.shapes import ModelShape
+from edgespec.planning import costs
+from edgespec.planning.estimate import exported_bytes
+from edgespec.planning.plan_device import (
+    ARITHMETIC,
+    CONTEXT,
+    DeviceRates,
+    budget,
+    fastest,
+    measured,
+    rate_of,
+    rates_of_profile,
+)
+from edgespec.planning.plan_report import LENGTHS
+from edgespec.recipe.devices import profiles
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.targets import cache_folder, shape_of_target
+
+TARGET = shape_of_target("llama-2-7b-chat")
+DRAFTER = derive(TARGET, DrafterOptions())
+PAPER = ("plan", "--target", "llama-2-7b-chat", "--recipe", "paper-llama-2-7b-chat", "--gpus", "8xA100-80GB")
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main([*words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_budget_without_arithmetic_is_mbsu() -> None:
+    """With infinite arithmetic every pass costs one reading: the measured-cost formula and MBSU are the same up to the cache."""
+    way = budget(TARGET, DRAFTER, "llama.cpp", "q8_0", DeviceRates(1e11, float("inf"), ""))
+    for length in LENGTHS:
+        assert way.costs.v(length + 1, CONTEXT) == 1.0
+        assert way.speedup(0.7, length) == pytest.approx(way.memory_bound(0.7, length), rel=0.01)
+    assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
+    weights = exported_bytes(TARGET, "q8_0", streamed=True)
+    cache = 2 * CONTEXT * costs.cache_values(TARGET)
+    assert way.plain_rate == pytest.approx(1e11 / (weights + cache), rel=1e-6)
+
+
+def test_a_budget_without_bandwidth_never_pays() -> None:
+    """Where products bind, a pass of n tokens costs n steps: nothing is gained."""
+    way = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e18, 1e12, ""))
+    assert way.costs.v(4, CONTEXT) == pytest.approx(4.0, rel=1e-6)
+    assert [way.break_even(length) for length in LENGTHS] == [None] * len(LENGTHS)
+    assert (way.least(LENGTHS), way.best(0.99)) == (None, (0, 1.0))
+
+
+def test_drafts_stay_within_a_devices_limit() -> None:
+    free = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e10, float("inf"), ""))
+    tied = replace(free, longest=2)
+    assert free.best(0.8)[0] > 4
+    assert tied.best(0.8) == (2, free.speedup(0.8, 2))
+    alone = tied.least((3, 4, 5))
+    assert alone is None
+
+
+def test_break_even_is_where_the_speedup_is_one() -> None:
+    way = budget(TARGET, DRAFTER, "onnxruntime", "int4", DeviceRates(5e10, 5e11, ""))
+    for length in LENGTHS:
+        alpha = way.break_even(length)
+        assert alpha is not None
+        assert way.speedup(alpha, length) == pytest.approx(1.0, abs=1e-4)
+    assert way.least(LENGTHS) == min((way.break_even(length), length) for length in LENGTHS)
+
+
+def test_the_papers_acceptance() -> None:
+    rate = rate_of(2.3, 3)
+    assert predicted_block_efficiency(rate, 3) == pytest.approx(2.3)
+    assert rate == pytest.approx(0.636, abs=0.001)
+
+
+def test_every_profile_has_its_arithmetic() -> None:
+    assert set(profiles()) <= set(ARITHMETIC)
+    for one in profiles().values():
+        rates = rates_of_profile(one, 0.5)
+        assert rates.bandwidth == one.bandwidth_gb_s * 5e8
+        assert one.memory in rates.source
+
+
+def test_measured_costs_go_before_a_budget(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    assert measured(TARGET, DRAFTER) == []
+    table = Costs((200,), (tuple(0.1 * (1 + 0.1 * n) for n in range(8)),), (0.002,))
+    how: dict[str, Any] = {"threads": 2, "flash_attention": None, "context_length": 512}
+    keep_synthetic({"target": TARGET, "drafter": DRAFTER}, "onnxruntime", "int4", table, **how, seconds=5.0)
+    other = replace(TARGET, layers=31)
+    keep_synthetic({"target": other, "drafter": DRAFTER}, "onnxruntime", "int4", table, **how, seconds=5.0)
+    [way] = measured(TARGET, DRAFTER)
+    assert (way.measured, way.costs, way.context) == (True, table, 200)
+    assert way.speedup(0.7, 3) == pytest.approx((1 - 0.7**4) / 0.3 / (3 * 0.02 + 1.3))
+    out = planned(capsys, *PAPER)
+    assert "Measured: 2 threads" in out
+    assert "Speculation is " in out
+    assert "budget" not in out
+    [file] = [
+        path
+        for path in (cache_folder() / FOLDER).iterdir()
+        if json.loads(path.read_text())["shapes"]["target"]["layers"] == 32
+    ]
+    value = json.loads(file.read_text())
+    damages: list[dict[str, Any]] = [{"device": asdict(this_device()) | {"cpu": "another"}}, {"costs": None}]
+    damages += [{"schema": 99}, {"subject": value["subject"] | {"engine": []}}]
+    for damage in damages:
+        file.write_text(json.dumps(value | damage))
+        assert kept_for(TARGET, DRAFTER) == []
+    file.write_text("{")
+    assert kept_for(TARGET, DRAFTER) == []
+
+
+@pytest.mark.llamacpp
+def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    pair = open_pair(both, LoadOptions(engine="llama.cpp"))
+    try:
+        store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
+        shapes = [ModelShape(**role.shape) for role in (pair.manifest.target, pair.manifest.drafter)]
+    finally:
+        pair.close()
+    found = measured(*shapes)
+    assert [(way.name, way.costs.draft_seconds) for way in found] == [("llama.cpp q8_0", (0.001,))]
+
+
+def test_fastest_counts_tokens_and_not_ratios() -> None:
+    slow = budget(TARGET, DRAFTER, "llama.cpp", "f16", DeviceRates(1e10, float("inf"), ""))
+    quick = budget(TARGET, DRAFTER, "llama.cpp", "q4_0", DeviceRates(1e10, 1e11, ""))
+    assert slow.best(0.7)[1] > quick.best(0.7)[1]
+    assert fastest([slow, quick], 0.7) is quick
