@@ -53,6 +53,7 @@ def test_the_ones_that_are_promised_are_there() -> None:
         "tvdpp",
         "quick",
         "smollm2-head",
+        "smollm2-quick",
         "tiny-chat",
     }
     assert set(shipped_recipes()) == promised
