@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.serving.api import Service
-from edgespec_runtime.serving.serve import Server
+from edgespec_runtime.serving.app import Access
+from edgespec_runtime.serving.listening import Listener, Server
 from repository import REPOSITORY
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 12}
@@ -28,6 +29,13 @@ Spoil = Callable[[str, int, bytes], tuple[int, bytes] | None]
 @contextmanager
 def served(bundle: Path, *flags: str) -> Iterator[str]:
     """The address of `edgespec serve` on a free port."""
+    with started(bundle, *flags) as (_, url):
+        yield url
+
+
+@contextmanager
+def started(bundle: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of `edgespec serve` and its address; on a free port unless the flags say otherwise."""
     rooms = [str(REPOSITORY / room) for room in (".", "runtime")]
     command = [
         sys.executable,
@@ -52,26 +60,35 @@ def served(bundle: Path, *flags: str) -> Iterator[str]:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("serving"), line
-            yield line.split(" at ")[1].split("/v1")[0]
+            yield process, line.split(" at ")[1].split("/v1")[0]
         finally:
             process.terminate()
 
 
 @contextmanager
 def listening(
-    bundle: Path, host: str = "127.0.0.1", *, waiting: int = 4, draft_length: int | None = 3
+    bundle: Path,
+    host: str = "127.0.0.1",
+    *,
+    waiting: int = 4,
+    draft_length: int | None = 3,
+    draft: bool = True,
+    key: str = "",
+    origins: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """The server of `edgespec serve` on a free port, in this process."""
-    pair = open_pair(bundle, LoadOptions())
-    with Server(host, 0, Service(pair, "target", draft_length), waiting) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
-    pair.close()
+    listener = Listener(host, 0)
+    pair = open_pair(bundle, LoadOptions(), with_draft=draft)
+    access = Access(listener.is_local, key, origins)
+    server = Server(listener, Service(pair, "target", draft_length), waiting, access)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        pair.close()
 
 
 def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
@@ -87,7 +104,8 @@ def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any
     try:
         connection.request("GET" if body is None else "POST", path, data, names)
         answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
+        text = answer.read()
+        return answer.status, json.loads(text) if text else None
     finally:
         connection.close()
 
@@ -101,7 +119,7 @@ def stream(url: str, path: str, body: dict[str, Any]) -> list[Any]:
         data = json.dumps({**body, "stream": True})
         connection.request("POST", path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        assert answer.headers["Content-Type"] == "text/event-stream"
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
         events = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
     finally:
         connection.close()

@@ -1,6 +1,6 @@
 """What a served bundle answers: requests in OpenAI's words to replies of the decoding loop, and scores of given tokens.
 
-Knows no sockets. How a request is read: serve_request.py.
+Knows no sockets and no threads. How a request is read: request.py.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts
+from edgespec_runtime.chat.replies import Piece, pieces
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.decoding.loop import check_prompt, decode
-from edgespec_runtime.decoding.options import Block, DecodingOptions, plain
+from edgespec_runtime.decoding.loop import check_prompt
+from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import Pair
+from edgespec_runtime.rules.table import RULES
+from edgespec_runtime.serving.counts import Reply, Sums
+from edgespec_runtime.serving.line import Watch
 from edgespec_runtime.serving.request import (
+    AUTO,
     Fields,
     Refused,
     Request,
@@ -29,21 +34,33 @@ from edgespec_runtime.serving.request import (
     read_messages,
     read_prompt,
 )
-from edgespec_runtime.serving.turns import Turns, Watch
 
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
+LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
+PIECE = 16 * 1024  # characters
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
-Events = Generator[dict[str, Any], None, None]
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A request that was read and can be answered.
+
+    Attributes:
+        stream: whether the answer is sent in pieces.
+        run: makes the pieces, or the one answer, in the line's thread. What its argument raises ends it before the next pass.
+    """
+
+    stream: bool
+    run: Callable[[Watch], Iterator[Json]]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One request about to be answered. `field`: what its prompt is called."""
-
     request: Request
-    field: str
     prompt: list[int]
     how: DecodingOptions
+    reply: Reply = field(default_factory=lambda: Reply(0))
 
 
 class _Envelope:
@@ -53,76 +70,114 @@ class _Envelope:
         drawn = asked.request.seed is not None or asked.how.temperature > 0
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._seed = {"seed": asked.how.seed if drawn else None}
-        self._prompt = len(asked.prompt)
 
-    def around(self, kind: str, *choices: dict[str, Any], reply: int | None = None) -> dict[str, Any]:
-        """An answer or a piece of one. `reply`: tokens of the whole reply, for the usage."""
+    def around(self, kind: str, *choices: Json, usage: Json | None = None) -> Json:
+        """An answer or a piece of one."""
         made = {**self._head, "object": kind, **self._seed, "choices": list(choices)}
-        if reply is not None:
-            made["usage"] = {
-                "prompt_tokens": self._prompt,
-                "completion_tokens": reply,
-                "total_tokens": self._prompt + reply,
-            }
-        return made
+        return made if usage is None else {**made, "usage": usage}
 
 
 class Service:
-    """A loaded pair that answers one request at a time, in the order they came.
+    """A loaded pair that answers requests, one at a time.
 
-    Whoever asks passes a `watch`: it is called while the request waits and before every pass of a model. What it raises ends the
-    reply there, and the next request has its turn.
+    Attributes:
+        sums: what all replies came to.
     """
 
     def __init__(self, pair: Pair, name: str, draft_length: int | None) -> None:
         self.pair, self.name, self.draft_length = pair, name, draft_length
         self.schedules = Schedules(pair, lambda text: None)
-        self.turns = Turns()
+        self.sums = Sums()
         self.started = int(time.time())
 
     @property
     def context_length(self) -> int:
         return self.pair.target.engine.context_length
 
-    def models(self) -> dict[str, Any]:
+    def models(self) -> Json:
         card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}
-        return {"object": "list", "data": [{**card, "max_model_len": self.context_length}]}
+        speculation = {
+            "drafter": self.pair.draft is not None,
+            "draft_length": self.draft_length or AUTO,
+            "rules": {name: kind.help for name, kind in RULES.items()},
+            "engine": f"{self.pair.engine} {self.pair.precision}",
+        }
+        return {
+            "object": "list",
+            "data": [{**card, "max_model_len": self.context_length, "speculation": speculation}],
+        }
 
-    def tokenize(self, body: dict[str, Any], _: Watch) -> dict[str, Any]:
-        ids = self.pair.tokenizer.encode(Fields(body).text("prompt"))
+    def tokenize(self, body: Json) -> Json:
+        text = Fields(body).text("prompt")
+        self._check_size("prompt", text)
+        ids = self.pair.tokenizer.encode(text)
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
 
-    def complete(self, body: dict[str, Any], watch: Watch) -> dict[str, Any] | Events:
+    def complete(self, body: Json) -> Work:
+        """Raises InputError or Refused for a request that cannot be answered."""
         request = read_completion(body, self.name)
         prompt = read_prompt(body, self.pair.target.engine.vocab_size)
+        if isinstance(prompt, str):
+            self._check_size("prompt", prompt)
         ids = self.pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         asked = self._asked(request, "prompt", ids, DEFAULT_TOKENS)
         envelope = _Envelope("cmpl", self.name, asked)
-        if request.stream:
-            return self._events(asked, watch, envelope, "text_completion", lambda text: {"text": text})
-        text, reply, finish, scores = self._answer(asked, watch)
-        choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
-        if request.ids:
-            choice |= {"token_ids": reply, "prompt_token_ids": ids}
-        return envelope.around("text_completion", choice, reply=len(reply))
+        kind = "text_completion"
 
-    def chat(self, body: dict[str, Any], watch: Watch) -> dict[str, Any] | Events:
+        def whole(watch: Watch) -> Iterator[Json]:
+            text, reply, finish, scores = self._answer(asked, watch)
+            choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
+            if request.ids:
+                choice |= {"token_ids": reply, "prompt_token_ids": ids}
+            yield envelope.around(kind, choice, usage=asked.reply.usage())
+
+        def parts(watch: Watch) -> Iterator[Json]:
+            return self._parts(asked, watch, envelope, kind, lambda text: {"text": text})
+
+        return Work(request.stream, parts if request.stream else whole)
+
+    def chat(self, body: Json) -> Work:
+        """Raises InputError or Refused for a request that cannot be answered."""
         request = read_chat(body, self.name)
-        ids = self.pair.tokenizer.encode_chat(read_messages(body))
+        messages = read_messages(body)
+        self._check_size("messages", *(message["content"] for message in messages))
+        ids = self.pair.tokenizer.encode_chat(messages)
         asked = self._asked(request, "messages", ids, self.context_length)
         envelope = _Envelope("chatcmpl", self.name, asked)
-        if request.stream:
-            kind, first = "chat.completion.chunk", {"delta": {"role": "assistant", "content": ""}}
-            return self._events(
-                asked, watch, envelope, kind, lambda text: {"delta": {"content": text}}, first
-            )
-        text, reply, finish, _ = self._answer(asked, watch)
-        message = {"role": "assistant", "content": text}
-        choice = {"index": 0, "message": message, "finish_reason": finish}
-        return envelope.around("chat.completion", choice, reply=len(reply))
+
+        def whole(watch: Watch) -> Iterator[Json]:
+            text, _, finish, _ = self._answer(asked, watch)
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": finish}
+            yield envelope.around("chat.completion", choice, usage=asked.reply.usage())
+
+        def parts(watch: Watch) -> Iterator[Json]:
+            first = {"delta": {"role": "assistant", "content": ""}}
+            kind = "chat.completion.chunk"
+            return self._parts(asked, watch, envelope, kind, lambda text: {"delta": {"content": text}}, first)
+
+        return Work(request.stream, parts if request.stream else whole)
+
+    def _check_size(self, field: str, *texts: str) -> None:
+        """Refuse a text of more than twice the context by its beginning: the tokenizer takes seconds for a megabyte, and nothing
+        else of this process runs meanwhile."""
+        context, tokens = self.context_length, 0
+        if sum(map(len, texts)) <= LIKELY * context:
+            return
+        for text in texts:
+            for at in range(0, len(text), PIECE):
+                tokens += len(self.pair.tokenizer.encode(text[at : at + PIECE]))
+                if tokens > 2 * context:
+                    words = (
+                        f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
+                    )
+                    raise Refused(400, words, field, "context_length_exceeded")
 
     def _asked(self, request: Request, field: str, prompt: list[int], usual: int) -> _Asked:
-        """Raises InputError or Refused for a prompt that cannot be answered."""
+        """`field`: what the prompt is called. Raises InputError or Refused for a prompt that cannot be answered."""
+        if request.speculative and self.pair.draft is None:
+            words = "speculative is true; this server runs without a drafter: leave it out or give false"
+            raise Refused(400, words, "speculative")
         how = request.options(self.context_length - len(prompt), usual, self.draft_length)
         how = how if self.pair.draft is not None else plain(how)
         try:
@@ -131,69 +186,73 @@ class Service:
             if len(prompt) < self.context_length:
                 raise
             raise Refused(400, str(error), field, "context_length_exceeded") from error
-        return _Asked(request, field, prompt, how)
+        return _Asked(request, prompt, how, Reply(len(prompt)))
 
     @contextmanager
-    def _turn(self, watch: Watch) -> Iterator[None]:
-        """Both models for one request."""
-        models = [model for model in (self.pair.target, self.pair.draft) if model is not None]
-        with self.turns.one(watch):
-            try:
-                for model in models:
-                    model.before_pass = watch
-                yield
-            finally:
-                for model in models:
-                    model.before_pass = None
+    def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
+        """Both models for one request, and the pieces of its reply."""
+        target, draft, reply = self.pair.target, self.pair.draft, asked.reply
+        models = [model for model in (target, draft) if model is not None]
+        try:
+            for model in models:
+                model.before_pass = watch
+            schedule = self.schedules.of(asked.how)
+            start = perf_counter()
+            reply.computed = target.prefill(asked.prompt[:-1])
+            reply.counts.prefill_seconds = perf_counter() - start
+            with closing(pieces(self.pair, asked.prompt, asked.how, reply.counts, schedule)) as said:
+                yield said
+        finally:
+            for model in models:
+                model.before_pass = None
+            self.sums.replied(reply)
 
-    def _blocks(self, asked: _Asked) -> Generator[Block, None, None]:
-        schedule = self.schedules.of(asked.how)
-        stop, counts = self.pair.tokenizer.stop_ids, RawCounts()
-        return decode(self.pair.target, self.pair.draft, asked.prompt, asked.how, stop, counts, schedule)
-
-    def _answer(self, asked: _Asked, watch: Watch) -> tuple[str, list[int], str, dict[str, Any] | None]:
-        request = asked.request
-        with self._turn(watch):
-            reply: list[int] = []
-            finish = ""
-            with closing(self._blocks(asked)) as blocks:
-                for block in blocks:
-                    reply += block.tokens
-                    finish = block.finish
-            scores = None
+    def _answer(self, asked: _Asked, watch: Watch) -> tuple[str, list[int], str, Json | None]:
+        request, reply, finish, scores = asked.request, list[int](), "", None
+        with self._turn(asked, watch) as said:
+            for piece in said:
+                reply += piece.tokens
+                finish = piece.finish
             if request.score is not None:
                 first = 0 if request.echo else len(asked.prompt)
                 scores = self._scores([*asked.prompt, *reply], first, request.score, as_ids=request.as_ids)
         text = self.pair.tokenizer.decode([*asked.prompt, *reply] if request.echo else reply)
         return text, reply, REASONS[finish], scores
 
-    def _events(
+    def _parts(
         self,
         asked: _Asked,
         watch: Watch,
         envelope: _Envelope,
         kind: str,
-        part: Callable[[str], dict[str, Any]],
-        opening: dict[str, Any] | None = None,
-    ) -> Events:
-        """The pieces of a streamed reply; `opening`, if any, is the first one and comes with the first block."""
+        words: Callable[[str], Json],
+        opening: Json | None = None,
+    ) -> Iterator[Json]:
+        """The pieces of a streamed reply; `opening`, if any, is the first one and comes with the first block.
 
-        def piece(words: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-            return envelope.around(kind, {"index": 0, **words, "finish_reason": finish})
+        `speculation` of a piece is ours: whether its text is the drafter's, and of how many tokens it is.
+        """
+        request, tokens = asked.request, 0
 
-        stream, finish, count = self.pair.tokenizer.stream(), "", 0
-        with self._turn(watch), closing(self._blocks(asked)) as blocks:
-            for block in blocks:
-                if opening is not None and not count:
-                    yield piece(opening)
-                count, finish = count + len(block.tokens), block.finish
-                if text := stream.feed(block.tokens):
-                    yield piece(part(text))
-        yield piece(part(stream.finish()), REASONS[finish])
-        if asked.request.usage:
-            yield envelope.around(kind, reply=count)
+        def part(inside: Json, finish: str | None = None) -> Json:
+            usage = asked.reply.usage() if request.running_usage else None
+            return envelope.around(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
 
-    def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> dict[str, Any]:
+        with self._turn(asked, watch) as said:
+            for piece in said:
+                if opening is not None:
+                    yield part(opening)
+                    opening = None
+                tokens += len(piece.tokens)
+                if piece.text or piece.finish:
+                    mark = {"accepted": piece.accepted, "tokens": tokens}
+                    finish = REASONS[piece.finish] if piece.finish else None
+                    yield part({**words(piece.text), "speculation": mark}, finish)
+                    tokens = 0
+        if request.usage:
+            yield envelope.around(kind, usage=asked.reply.usage())
+
+    def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.
 
         The first token of all has no distribution: nothing came before it.
@@ -223,12 +282,10 @@ class Service:
         return f"token_id:{token}" if as_id else self.pair.tokenizer.decode([token])
 
 
-Ask = Callable[[Service, dict[str, Any], Watch], dict[str, Any] | Events]
-GETS: dict[str, Callable[[Service], dict[str, Any]]] = {
-    "/health": lambda service: {"status": "ok"},
+GETS: dict[str, Callable[[Service], Json]] = {
     "/v1/models": Service.models,
 }
-POSTS: dict[str, Ask] = {
+POSTS: dict[str, Callable[[Service, Json], Work | Json]] = {
     "/v1/completions": Service.complete,
     "/v1/chat/completions": Service.chat,
     "/tokenize": Service.tokenize,

@@ -1,8 +1,9 @@
 """Requests in OpenAI's words, read into what they ask for. Pure functions from JSON to dataclasses: no sockets, no models.
 
 `null` counts as absent everywhere. A field that is not known is ignored. A known field that would change the answer, and is not
-supported, is refused by its name; its neutral values (`n: 1`, `tools: []`) are fine. Fields beyond OpenAI's are those of vLLM:
-`prompt` as token ids, `return_token_ids`, `return_tokens_as_token_ids`, `top_k`, `min_p`.
+supported, is refused by its name; its neutral values (`n: 1`, `tools: []`) are fine. Fields beyond OpenAI's are those of vLLM
+(`prompt` as token ids, `return_token_ids`, `return_tokens_as_token_ids`, `top_k`, `min_p`,
+`stream_options.continuous_usage_stats`) and ours: `speculative`, `draft_length`, `rule`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec.core.errors import InputError
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.rules.table import rule_of
 from edgespec_runtime.text.tokenizer import Message
 
 MAX_LOGPROBS = 256
@@ -23,6 +26,8 @@ TEMPERATURE = 1.0  # OpenAI's, where a request names none
 SEED_BITS = 31  # of a seed drawn here: every JSON reader holds it exactly
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 PARTS = "\n"  # between the text parts of one message, as in vLLM and llama-server
+AUTO = "auto"  # a draft length chosen block by block
+MAX_RULE = 200  # characters: the longest name with its parameters has 40
 _SHOWN = 80  # characters of a value in an error
 
 # Fields that would change the answer and are not supported: the values that ask for nothing.
@@ -53,11 +58,19 @@ class Refused(Exception):
         status: the HTTP status that says why.
         param: the field that is wrong, None where none is.
         code: OpenAI's word for the reason, where clients look for one.
+        retry_after: whole seconds after which to try again, None where that would not help.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,10 @@ class Request:
         seed: None where the client gave none.
         max_tokens: longest reply, None where the client gave none.
         usage: whether a stream ends with the count of tokens.
+        running_usage: whether every piece of a stream has the count so far.
+        speculative: whether a drafter takes part; None where the client did not say.
+        draft_length: γ, `AUTO`, or None where the client gave none.
+        rule: the acceptance rule, None where the client gave none.
         score: how many of the most probable tokens to send with log-probabilities, None for no log-probabilities.
         echo: whether the text and the log-probabilities begin with the prompt.
         ids: whether to send the token ids of prompt and reply.
@@ -80,6 +97,10 @@ class Request:
     max_tokens: int | None
     stream: bool
     usage: bool
+    running_usage: bool = False
+    speculative: bool | None = None
+    draft_length: int | str | None = None
+    rule: str | None = None
     score: int | None = None
     echo: bool = False
     ids: bool = False
@@ -91,12 +112,18 @@ class Request:
         Args:
             room: most tokens that fit behind the prompt.
             usual: longest reply where the request names none.
+            draft_length: that of a request without one.
         """
+        if self.draft_length is not None:
+            draft_length = None if self.draft_length == AUTO else int(self.draft_length)
         how = DecodingOptions(
             **self.sampling,  # type: ignore[arg-type]
             max_new_tokens=max(1, min(room, self.max_tokens or usual)),
             draft_length=draft_length,
+            rule=self.rule,
         )
+        if self.speculative is False:
+            how = plain(how)
         if self.seed is not None:
             return dataclasses.replace(how, seed=self.seed)
         if how.temperature == 0.0:
@@ -262,15 +289,42 @@ def _request(fields: Fields, **more: Any) -> Request:
     sampling = {"temperature": TEMPERATURE} | {
         name: value for name, value in named.items() if value is not None
     }
-    options = fields.get("stream_options")
+    given = fields.get("stream_options")
+    options = Fields({} if given is None else given, "stream_options")
     return Request(
         sampling=sampling,
         seed=fields.whole("seed", 0, 2**63 - 1),
         max_tokens=_max_tokens(fields),
         stream=fields.flag("stream"),
-        usage=options is not None and Fields(options, "stream_options").flag("include_usage"),
+        usage=options.flag("include_usage"),
+        running_usage=options.flag("continuous_usage_stats"),
+        speculative=None if fields.get("speculative") is None else fields.flag("speculative"),
+        draft_length=_draft_length(fields),
+        rule=_rule(fields),
         **more,
     )
+
+
+def _draft_length(fields: Fields) -> int | str | None:
+    value = fields.get("draft_length")
+    if value is None or value == AUTO:
+        return value  # type: ignore[no-any-return]
+    if not _is_number(value):
+        raise fields.wrong("draft_length", f'a whole number of at least 1, or "{AUTO}", is wanted')
+    return fields.whole("draft_length", 1, 2**31 - 1)
+
+
+def _rule(fields: Fields) -> str | None:
+    if fields.get("rule") is None:
+        return None
+    rule = fields.text("rule")
+    if len(rule) > MAX_RULE:
+        raise fields.wrong("rule", f"a text of at most {MAX_RULE} characters is wanted")
+    try:
+        rule_of(rule)
+    except InputError as error:
+        raise fields.wrong("rule", str(error)) from error
+    return rule
 
 
 def _max_tokens(fields: Fields) -> int | None:

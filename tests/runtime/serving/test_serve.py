@@ -74,7 +74,11 @@ def test_a_stream_counts_its_tokens_when_asked(url: str) -> None:
     whole = ask(url, "/v1/chat/completions", CHAT)[1]
     *events, last = stream(url, "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}})
     assert last["choices"] == []
+    for usage in (last["usage"], whole["usage"]):
+        assert min(usage["speculation"].pop("seconds").values()) >= 0
+        assert usage.pop("prompt_tokens_details")["cached_tokens"] in (0, usage["prompt_tokens"] - 1)
     assert last["usage"] == whole["usage"]
+    assert last["usage"]["speculation"]["drafted"] > 0
     assert all(len(event["choices"]) == 1 for event in events)
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from edgespec_runtime.serving import serve
-from edgespec_runtime.serving.serve import MAX_BODY
+from edgespec_runtime.serving.app import MAX_BODY
 from served import CHAT, ask, listening, served
 
 from edgespec.core.errors import InputError
@@ -148,7 +146,7 @@ def test_addresses_of_both_kinds(bundle: Path, host: str) -> None:
         stranger = ask(address, "/v1/models", None, Host="evil.example")[0]
         assert stranger == (200 if host in ("::", "") else 403)
         if host == "::":
-            assert ask(f"http://127.0.0.1:{server.server_address[1]}", "/health")[0] == 200
+            assert ask(f"http://127.0.0.1:{server.listener.address[1]}", "/health")[0] == 200
 
 
 def _has_ipv6() -> bool:
@@ -166,23 +164,52 @@ def test_an_address_that_is_none(bundle: Path, host: str) -> None:
         serve.run({"bundle": str(bundle), "host": host, "port": 0})
 
 
-def _raw(url: str, head: str) -> str:
-    """The first line of the answer to a request written by hand."""
+def _raw(url: str, data: bytes) -> str:
+    """The first line of the answer to bytes written by hand."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as connection:
-        connection.sendall(head.encode())
-        connection.shutdown(socket.SHUT_WR)
-        return connection.recv(4096).decode().partition("\r\n")[0]
+        connection.sendall(data)
+        return connection.recv(65536).decode().partition("\r\n")[0]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def test_sizes_are_bounded_before_they_are_read(url: str) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    assert " 413 " in _raw(url, f"{head}Content-Length: {MAX_BODY + 1}\r\n\r\n")
-    assert " 413 " in _raw(url, f"{head}Content-Length: {'9' * 5000}\r\n\r\n")  # more digits than int() takes
-    assert " 411 " in _raw(url, f"{head}\r\n")
-    assert " 411 " in _raw(url, f"{head}Content-Length: -5\r\n\r\n")
-    assert " 400 " in _raw(url, f'{head}Content-Length: 50\r\n\r\n{{"prompt": "a"')
+    length = b"Content-Length: %s\r\n\r\n"
+    assert " 413 " in _raw(url, HEAD + length % str(MAX_BODY + 1).encode())
+    assert " 413 " in _raw(url, HEAD + length % (b"9" * 19))
+    assert " 400 " in _raw(url, HEAD + length % (b"9" * 5000))  # more digits than int() takes
+    assert " 400 " in _raw(url, HEAD + length % b"-5")
+    assert " 400 " in _raw(url, HEAD + b"\r\n")  # no body
+    assert " 400 " in _raw(url, HEAD + b"X: " + b"a" * 70_000)
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunk = b"100000\r\n" + b" " * 2**20 + b"\r\n"
+    assert " 413 " in _raw(url, chunked + 9 * chunk)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    assert " 200 " in _raw(url, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
     assert ask(url, "/health")[0] == 200
+
+
+def test_a_prompt_of_ten_megabytes(url: str) -> None:
+    """The client has sent all of it before it reads the answer, and the connection goes on."""
+    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port, timeout=30)
+    for text, status, words in (
+        ("a" * 10 * 2**20, 413, "at most"),
+        ("a " * 2**21, 400, "the context holds 256"),
+    ):
+        for path, field in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/tokenize", {"prompt": text}),
+        ):
+            connection.request("POST", path, json.dumps(field), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            error = json.loads(answer.read())["error"]
+            assert answer.status == status
+            assert words in error["message"]
+            assert (error["code"] == "context_length_exceeded") is (status == 400)
+    connection.close()
 
 
 def test_a_client_that_leaves_frees_the_next(url: str) -> None:
@@ -242,20 +269,6 @@ def _text(url: str, body: object) -> tuple[int, str]:
         return answer.status, answer.read().decode()
     finally:
         connection.close()
-
-
-def test_too_many_at_once_are_told_to_come_back(bundle: Path) -> None:
-    """Two inside, one that computes and one that waits: the third hears 503. Who asks for no reply is answered."""
-    with listening(bundle, waiting=1) as server, ThreadPoolExecutor(4) as pool:
-        body = {"prompt": "a", "max_tokens": 2}
-        with server.service.turns.one(lambda: None):
-            waiting = [pool.submit(ask, server.url, "/v1/completions", body) for _ in range(2)]
-            while server.turns._value:
-                time.sleep(0.01)
-            status, answer = ask(server.url, "/v1/completions", body)
-            assert (status, answer["error"]["type"]) == (503, "server_error")
-            assert ask(server.url, "/health")[0] == ask(server.url, "/v1/models")[0] == 200
-        assert [future.result()[0] for future in waiting] == [200, 200]
 
 
 def test_a_port_that_is_taken(bundle: Path, url: str) -> None:

@@ -1,0 +1,372 @@
+"""The server as an ASGI application: routes, bounds on what is read, who may ask, errors in OpenAI's form.
+
+Knows HTTP and the line of jobs. What a request means and is answered: api.py; sockets and clients that are slow: listening.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import json
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import parse_json
+from edgespec.core.texts import check_json
+from edgespec_runtime.serving.api import GETS, POSTS, Json, Service, Work
+from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line
+from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
+from edgespec_runtime.serving.page import Page
+from edgespec_runtime.serving.request import Refused
+
+MAX_BODY = 8 * 1024 * 1024
+MAX_BODIES = 8 * MAX_BODY  # of all requests that are being read
+SECONDS_TO_READ = 30.0  # a client that is slower to send its request, or to take its answer, is hung up on
+SECONDS_UNTIL_STREAM = (
+    10.0  # a stream that has not begun by then does, with pings: proxies give up on silence
+)
+LONGEST_RETRY = 60  # seconds that a client is told to wait at most
+OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and load balancers have none
+LEFT = "left"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask.
+
+    Attributes:
+        local: only this machine can reach the server, so that a request under another name comes from a page that was tricked.
+        key: what `Authorization: Bearer` must give, '' for none.
+        origins: pages that browsers let ask, '*' for all; empty for none but the server's own.
+    """
+
+    local: bool = True
+    key: str = ""
+    origins: Sequence[str] = ()
+
+
+def is_local(host: str) -> bool:
+    """Whether a host is a name or an address of this machine that nobody else can reach."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return False
+
+
+def refusal(error: Refused) -> Response:
+    """OpenAI's form of an error."""
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:  # what comes yet is no request
+        headers["Connection"] = "close"
+    return _Json(_error(error), error.status, headers)
+
+
+def _error(error: Refused) -> Json:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode()
+
+
+class _Counted:
+    """Outermost: counts what was answered, and how long it took."""
+
+    def __init__(self, app: ASGIApp, service: Service, paths: frozenset[str]) -> None:
+        self._app, self._sums, self._paths = app, service.sums, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start, status = perf_counter(), LEFT
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            left = scope.get("edgespec.left", False)
+            self._sums.answered(path, LEFT if left else status, perf_counter() - start)
+
+
+class _Guard:
+    """Turns strangers away: another machine's name for this one, a wrong key."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app, self._access = app, access
+        self._key = _digest(access.key.encode())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = dict(scope["headers"])
+            self._check_host(headers.get(b"host", b"").decode("latin-1"))
+            if self._access.key and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+                self._check_key(headers.get(b"authorization", b""))
+        except Refused as error:
+            await refusal(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_host(self, host: str) -> None:
+        """A page in a browser must not reach a local server by a name of its own for this address (DNS rebinding)."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:  # a bracket without the other
+            name = ""
+        if self._access.local and not is_local(name):
+            raise Refused(403, f"the host {host[:100]!r} is not this machine")
+
+    def _check_key(self, given: bytes) -> None:
+        """In a time that tells nothing of the key."""
+        scheme, _, key = given.partition(b" ")
+        same = hmac.compare_digest(_digest(key.strip()), self._key)
+        if scheme.lower() != b"bearer" or not same:
+            words = "the API key is wrong" if given else "the API key is missing"
+            raise Refused(
+                401, f"{words}; send the header 'Authorization: Bearer KEY'", None, "invalid_api_key"
+            )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class _Stream(EventSourceResponse):
+    """Server-sent events of a job; whoever leaves, or takes too little, ends it."""
+
+    def __init__(self, line: Line, job: Job[Json], events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, sep="\n")
+        self._line, self._job = line, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._line.leave(self._job)
+
+
+class _Answers:
+    """The endpoints."""
+
+    def __init__(self, service: Service, line: Line) -> None:
+        self._service, self._line = service, line
+        self._reading = 0  # bytes of bodies
+
+    def get(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return _Json(GETS[path](self._service))
+
+        return answer
+
+    def post(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            async with self._body(request) as data:
+                self._check_line()
+                asked = await asyncio.to_thread(self._read, path, data)
+            return await self._reply(request, asked) if isinstance(asked, Work) else _Json(asked)
+
+        return answer
+
+    @asynccontextmanager
+    async def _body(self, request: Request) -> AsyncIterator[bytearray]:
+        """Everything the client sends, within bounds. Raises Refused."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Refused(415, f"the body is {kind[:100] or 'of no type'}; application/json is wanted")
+        length = request.headers.get("content-length", "0")
+        if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
+            raise Refused(413, f"the body has {length[:20]} bytes; at most {MAX_BODY} are read")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(SECONDS_TO_READ):
+                async for chunk in request.stream():
+                    data += chunk
+                    self._reading += len(chunk)
+                    if len(data) > MAX_BODY:
+                        raise Refused(
+                            413, f"the body has more than {MAX_BODY} bytes; at most so many are read"
+                        )
+                    if self._reading > MAX_BODIES:
+                        raise self._busy("too many requests are being read")
+            yield data
+        except TimeoutError as error:
+            words = f"the body did not come within {SECONDS_TO_READ:g} seconds, {len(data)} bytes of it did"
+            raise Refused(408, words) from error
+        finally:
+            self._reading -= len(data)
+
+    def _read(self, path: str, data: bytearray) -> Work | Json:
+        """What is asked; in a thread, since a long prompt takes long."""
+        body = bytes(data)
+        value = parse_json(body, "the request", strict=True)
+        if not isinstance(value, dict):
+            raise Refused(400, "the body is no JSON object")
+        check_json(body.decode(), value, "the request")
+        return POSTS[path](self._service, value)
+
+    def _check_line(self) -> None:
+        try:
+            self._line.check()
+        except Full as error:
+            raise self._busy("too many requests are waiting") from error
+
+    def _busy(self, words: str) -> Refused:
+        """A place is free after about one reply."""
+        seconds = min(LONGEST_RETRY, max(1, math.ceil(self._service.sums.seconds_a_reply)))
+        return Refused(503, f"{words}; try again in {seconds} s", retry_after=seconds)
+
+    async def _reply(self, request: Request, asked: Work) -> Response:
+        self._check_line()
+        job = self._line.submit(asked.run)
+        stays = False
+        try:
+            patience = SECONDS_UNTIL_STREAM if asked.stream else None
+            first = await _unless_left(request.receive, job.batch(), patience)
+            self._service.sums.waited(job.waited)
+            if not asked.stream:
+                assert first
+                return _Json(first[0])
+            stays = True
+            return _Stream(self._line, job, _events(job, first))
+        except ClientLeft:
+            request.scope["edgespec.left"] = True
+            raise
+        finally:
+            if not stays:
+                self._line.leave(job)
+
+
+async def _unless_left(receive: Receive, wanted: Awaitable[T], patience: float | None) -> T | None:
+    """What is waited for, None where it takes longer than `patience` seconds. Raises ClientLeft where the client leaves."""
+    work, gone = asyncio.ensure_future(wanted), asyncio.ensure_future(_end_of(receive))
+    try:
+        await asyncio.wait({work, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        if gone.done():
+            raise ClientLeft
+        return None
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def _end_of(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(job: Job[Json], batch: list[Json] | None) -> AsyncIterator[bytes]:
+    """Server-sent events of what a job makes; what comes at once is sent at once."""
+    try:
+        while batch is None or batch:
+            if batch:
+                yield b"".join(map(_event, batch))
+            batch = await job.batch()
+    except EdgespecError as error:  # too late for a status
+        yield _event(_error(_of(error)))
+    except ClientLeft:
+        pass
+    else:
+        yield b"data: [DONE]\n\n"
+
+
+def _event(value: Json) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+
+
+def _of(error: EdgespecError) -> Refused:
+    return Refused(400 if isinstance(error, InputError) else 500, str(error))
+
+
+async def _on_refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return refusal(error)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EdgespecError)
+    return refusal(_of(error))
+
+
+async def _on_left(request: Request, error: Exception) -> Response:
+    request.scope["edgespec.left"] = True
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    words = f"there is no {request.method[:20]} {request.url.path[:200]}"
+    answer = refusal(Refused(error.status_code, words))
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+def application(service: Service, line: Line, access: Access) -> Starlette:
+    """Everything behind one address."""
+    answers, metrics, page = _Answers(service, line), Metrics(service.sums, line), Page()
+
+    async def health(request: Request) -> Response:
+        return _Json({"status": "ok"})
+
+    async def numbers(request: Request) -> Response:
+        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def front(request: Request) -> Response:
+        return Response(page.html, headers=page.headers, media_type="text/html")
+
+    routes = [
+        Route("/", front),
+        Route("/health", health),
+        Route("/metrics", numbers),
+        *(Route(path, answers.get(path)) for path in GETS),
+        *(Route(path, answers.post(path), methods=["POST"]) for path in POSTS),
+    ]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(access.origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+    )
+    return Starlette(
+        routes=routes,
+        middleware=[
+            Middleware(_Counted, service=service, paths=frozenset(route.path for route in routes)),
+            *([cors] if access.origins else []),
+            Middleware(_Guard, access=access),
+        ],
+        exception_handlers={
+            Refused: _on_refused,
+            EdgespecError: _on_error,
+            ClientLeft: _on_left,
+            ClientDisconnect: _on_left,
+            HTTPException: _on_http,
+        },
+    )

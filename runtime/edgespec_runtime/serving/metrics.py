@@ -1,0 +1,99 @@
+"""A server's sums in Prometheus' text form. What llama.cpp's server has too is called as there, so that its dashboards work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from edgespec_runtime.serving.counts import Sums
+from edgespec_runtime.serving.line import Line
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _Sums(Collector):
+    def __init__(self, sums: Sums, line: Line) -> None:
+        self._sums, self._line = sums, line
+
+    def collect(self) -> Iterator[Metric]:
+        sums, inside = self._sums.read(), len(self._line)
+        counts = sums.counts
+        decoding = counts.total_seconds
+        for name, help, value in (
+            ("prompt_tokens_total", "Number of prompt tokens processed.", sums.computed),
+            ("prompt_seconds_total", "Prompt process time", counts.prefill_seconds),
+            ("tokens_predicted_total", "Number of generation tokens processed.", counts.emitted),
+            ("tokens_predicted_seconds_total", "Predict process time", decoding),
+        ):
+            yield CounterMetricFamily(f"llamacpp:{name}", help, value)
+        for name, help, value in (
+            (
+                "prompt_tokens_seconds",
+                "Average prompt throughput in tokens/s.",
+                _rate(sums.computed, counts.prefill_seconds),
+            ),
+            (
+                "predicted_tokens_seconds",
+                "Average generation throughput in tokens/s.",
+                _rate(counts.emitted, decoding),
+            ),
+            ("requests_processing", "Number of requests processing.", min(1, inside)),
+            ("requests_deferred", "Number of requests deferred.", max(0, inside - 1)),
+        ):
+            yield GaugeMetricFamily(f"llamacpp:{name}", help, value)
+        for name, help, value in (
+            ("draft_tokens", "Tokens that the drafter proposed.", counts.drafted),
+            ("accepted_tokens", "Drafted tokens that were accepted.", sum(counts.accepted)),
+            ("blocks", "Passes of the target that emitted tokens.", counts.blocks),
+        ):
+            yield CounterMetricFamily(f"edgespec_{name}", help, value)
+        for name, help, values in (
+            ("tested", "Draft tokens at this position of a block that were tested.", counts.tested),
+            ("accepted", "Of them, those that were accepted.", counts.accepted),
+        ):
+            positions = CounterMetricFamily(f"edgespec_{name}_by_position", help, labels=["position"])
+            for place, count in enumerate(values, 1):
+                positions.add_metric([str(place)], count)
+            yield positions
+        parts = CounterMetricFamily("edgespec_decoding_seconds", "Decoding time by part.", labels=["part"])
+        for part, seconds in (
+            ("draft", counts.draft_seconds),
+            ("verify", counts.verify_seconds),
+            ("rest", max(0.0, counts.loop_seconds)),
+        ):
+            parts.add_metric([part], seconds)
+        yield parts
+        requests = CounterMetricFamily(
+            "edgespec_requests", "Requests answered, by path and status.", labels=["path", "status"]
+        )
+        for (path, status), count in sorted(sums.requests.items()):
+            requests.add_metric([path, status], count)
+        yield requests
+        yield SummaryMetricFamily(
+            "edgespec_queue_seconds", "Time in line of requests for a reply.", *sums.waits
+        )
+        yield SummaryMetricFamily("edgespec_request_seconds", "Time of whole requests.", *sums.answers)
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds else 0.0
+
+
+class Metrics:
+    """The page `/metrics`, with a registry of its own: nothing else of the process is in it."""
+
+    def __init__(self, sums: Sums, line: Line) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Sums(sums, line))
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
