@@ -44,7 +44,7 @@ class Tab:
         self._to.write(json.dumps(message).encode() + b"\0")
         while True:
             answer = self._next()
-            if answer.get("method") == "Log.entryAdded":
+            if answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] != "verbose":
                 self.problems.append(answer["params"]["entry"]["text"])
             if answer.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(json.dumps(answer["params"]["exceptionDetails"]))
@@ -88,7 +88,11 @@ class Tab:
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])

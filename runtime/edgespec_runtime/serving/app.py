@@ -321,6 +321,11 @@ async def _on_left(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # nobody reads it
 
 
+async def _on_mistake(request: Request, error: Exception) -> Response:
+    """Of ours; its traceback is on standard error."""
+    return refusal(Refused(500, "the server made a mistake; its standard error says more"))
+
+
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     words = f"there is no {request.method[:20]} {request.url.path[:200]}"
@@ -368,5 +373,6 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
             ClientLeft: _on_left,
             ClientDisconnect: _on_left,
             HTTPException: _on_http,
+            Exception: _on_mistake,
         },
     )
