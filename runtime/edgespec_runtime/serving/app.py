@@ -39,6 +39,7 @@ from edgespec_runtime.serving.request import Refused
 
 MAX_BODY = 8 * 1024 * 1024
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are being read
+SMALL = 4 * 1024  # bytes that are read and tokenised in about the time that a thread takes to begin
 SECONDS_TO_READ = 30.0  # a client that is slower to send its request, or to take its answer, is hung up on
 SECONDS_UNTIL_STREAM = (
     10.0  # a stream that has not begun by then does, with pings: proxies give up on silence
@@ -189,7 +190,10 @@ class _Answers:
         async def answer(request: Request) -> Response:
             async with self._body(request) as data:
                 self._check_line()
-                asked = await asyncio.to_thread(self._read, path, data)
+                if len(data) <= SMALL:
+                    asked = self._read(path, data)
+                else:
+                    asked = await asyncio.to_thread(self._read, path, data)
             return await self._reply(request, asked) if isinstance(asked, Work) else _Json(asked)
 
         return answer
@@ -223,7 +227,7 @@ class _Answers:
             self._reading -= len(data)
 
     def _read(self, path: str, data: bytearray) -> Work | Json:
-        """What is asked; in a thread, since a long prompt takes long."""
+        """What is asked. A long prompt takes long: seconds for a megabyte."""
         body = bytes(data)
         value = parse_json(body, "the request", strict=True)
         if not isinstance(value, dict):

@@ -31,7 +31,8 @@ class Listener:
     def __init__(self, host: str, port: int) -> None:
         try:
             family, address = _resolved(host, port)
-            self.socket = socket.socket(family, socket.SOCK_STREAM)
+            # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named
+            self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             try:
                 self._listen(family, address)
             except OSError:
