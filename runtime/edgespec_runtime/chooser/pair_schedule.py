@@ -15,9 +15,13 @@ from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.rules.acceptance import Rule, at_temperature
 
+MOST_KEPT = 64  # a server's clients may each choose another temperature, thousands of them
+
 
 class Schedules:
     """The schedules of a loaded pair, one for each choice of who drafts and how; what one learnt stays from reply to reply.
+
+    Of more than MOST_KEPT the one that was asked for longest ago is forgotten.
 
     Costs that were measured earlier on this device serve while a plain step takes about what they say; else they are measured
     when first needed, in a second or two, and `note` is told so. Both empty the caches.
@@ -36,10 +40,14 @@ class Schedules:
             )  # rules that are no `Rule` have a loop and draft lengths of their own
         mixes = at_temperature(rule, options.temperature).mixes
         how = (options.drafter, options.max_draft_length, options.temperature, mixes)
-        if how not in self._made:
+        made = self._made.pop(how, None)
+        if made is None:
             expected = expected_rate(self._pair.manifest.metrics, options.temperature)
-            self._made[how] = Adaptive(self._measured(), expected, options.max_draft_length, mixes=mixes)
-        return self._made[how]
+            made = Adaptive(self._measured(), expected, options.max_draft_length, mixes=mixes)
+        self._made[how] = made  # the newest is the last
+        if len(self._made) > MOST_KEPT:
+            del self._made[next(iter(self._made))]
+        return made
 
     def _measured(self) -> Costs:
         if self._costs is None:

@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -32,7 +32,7 @@ from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import parse_json
 from edgespec.core.texts import check_json
 from edgespec_runtime.serving.api import GETS, POSTS, Json, Service, Work
-from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line
+from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line, Watch
 from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
 from edgespec_runtime.serving.page import Page
 from edgespec_runtime.serving.request import Refused
@@ -163,7 +163,7 @@ class _Stream(EventSourceResponse):
     """Server-sent events of a job; whoever leaves, or takes too little, ends it."""
 
     def __init__(self, line: Line, job: Job[Json], events: AsyncIterator[bytes]) -> None:
-        super().__init__(events, sep="\n")
+        super().__init__(events, sep="\n", ping=SECONDS_UNTIL_STREAM)
         self._line, self._job = line, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -248,12 +248,17 @@ class _Answers:
 
     async def _reply(self, request: Request, asked: Work) -> Response:
         self._check_line()
-        job = self._line.submit(asked.run)
+        sums, start = self._service.sums, perf_counter()
+
+        def work(watch: Watch) -> Iterator[Json]:
+            sums.waited(perf_counter() - start)
+            yield from asked.run(watch)
+
+        job = self._line.submit(work)
         stays = False
         try:
             patience = SECONDS_UNTIL_STREAM if asked.stream else None
             first = await _unless_left(request.receive, job.batch(), patience)
-            self._service.sums.waited(job.waited)
             if not asked.stream:
                 assert first
                 return _Json(first[0])

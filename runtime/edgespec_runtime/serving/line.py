@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from time import perf_counter
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -32,7 +31,6 @@ class Job(Generic[T]):
 
     Attributes:
         left: whether nobody waits for it any more.
-        waited: seconds until it began.
     """
 
     def __init__(self, work: Callable[[Watch], Iterable[T]]) -> None:
@@ -41,7 +39,6 @@ class Job(Generic[T]):
         self._items: deque[T] = deque()
         self._woken = self._done = self.left = False
         self._error: BaseException | None = None
-        self._submitted, self.waited = perf_counter(), 0.0
 
     def watch(self) -> None:
         if self.left:
@@ -66,7 +63,6 @@ class Job(Generic[T]):
     def run(self) -> None:
         """Do the work, in the line's thread."""
         work, self._work = self._work, None
-        self.waited = perf_counter() - self._submitted
         try:
             self.watch()
             for item in work(self.watch) if work is not None else ():

@@ -10,7 +10,7 @@ from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
 from edgespec_runtime.chooser.kept_costs import load_costs, store_costs
-from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.chooser.pair_schedule import MOST_KEPT, Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
@@ -73,6 +73,17 @@ def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair) -> None:
     assert schedules.of(DecodingOptions()) is first
     assert schedules.of(DecodingOptions(temperature=1.0)) is not first
     assert sum("measuring this machine" in note for note in notes) == 1
+
+
+def test_schedules_of_a_thousand_temperatures_are_not_all_kept(pair: Pair) -> None:
+    """The one that is asked for again and again stays."""
+    schedules = Schedules(pair, lambda text: None)
+    used = schedules.of(DecodingOptions())
+    first = schedules.of(DecodingOptions(temperature=0.5))
+    for number in range(MOST_KEPT):
+        schedules.of(DecodingOptions(temperature=1 + number / 1000))
+        assert schedules.of(DecodingOptions()) is used
+    assert schedules.of(DecodingOptions(temperature=0.5)) is not first
 
 
 @pytest.mark.usefixtures("quiet")

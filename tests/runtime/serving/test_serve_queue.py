@@ -121,6 +121,21 @@ def test_metrics_add_up(bundle: Path) -> None:
     assert seen["edgespec_queue_seconds_count"] == 3
 
 
+def test_a_stream_that_waits_long_begins_with_pings(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SECONDS_UNTIL_STREAM", 0.05)
+    with gated(bundle) as (server, gate), connected(server, {**SHORT, "stream": True}) as client:
+        until(lambda: len(gate.sizes) == 1)
+        seen = b""
+        while b": ping" not in seen:
+            seen += client.recv(4096)
+        assert seen.startswith(b"HTTP/1.1 200")
+        assert b"data:" not in seen
+        gate.passes.release(100)
+        while b"[DONE]" not in seen:
+            seen += client.recv(4096)
+        assert seen.count(b"data: {") == 2
+
+
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience of a tenth of a second."""
