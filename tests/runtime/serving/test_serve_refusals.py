@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,6 +16,7 @@ from edgespec_runtime.serving import serve
 from edgespec_runtime.serving.app import MAX_BODY
 from served import CHAT, ask, listening, served
 
+from edgespec.cli import main
 from edgespec.core.errors import InputError
 
 
@@ -274,3 +277,46 @@ def _text(url: str, body: object) -> tuple[int, str]:
 def test_a_port_that_is_taken(bundle: Path, url: str) -> None:
     with pytest.raises(InputError, match=r"cannot listen on 127.0.0.1 port \d+: .*give another --port"):
         serve.run({"bundle": str(bundle), "port": urlsplit(url).port})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cors": "https://page.example/path"}, "cors is 'https://page.example/path'; an origin such as"),
+        ({"cors": "*\r\nX-Injected: 1"}, "an origin such as"),
+        ({"api_key": "two words"}, "the API key has a character that a header cannot carry"),
+        ({"api_key": "schl\u00fcssel"}, "the API key has a character"),
+        ({"port": 70000}, "port is 70000; it must be at most 65535"),
+    ],
+)
+def test_options_that_cannot_be(bundle: Path, given: dict[str, str], words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        serve.run({"bundle": str(bundle), **given})
+
+
+def test_the_key_may_come_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(serve.KEY, "from-outside")
+    with served(bundle) as address:
+        assert ask(address, "/v1/models")[0] == 401
+        assert ask(address, "/v1/models", None, Authorization="Bearer from-outside")[0] == 200
+
+
+def test_without_its_packages_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also before the bundle is looked at; the help needs none of them."""
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("edgespec_runtime.serving", "starlette", "sse_starlette", "uvicorn"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("starlette", "sse_starlette", "uvicorn", "prometheus_client"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["serve", "no/such/bundle"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "which is not installed: pip install 'edgespec[serve]'" in error
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    assert "EDGESPEC_API_KEY" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from edgespec_runtime.decoding.options import MODEL, NOBODY
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
 from edgespec_runtime.serving.request import (
     NEUTRAL,
@@ -16,23 +17,24 @@ from edgespec_runtime.serving.request import (
     read_prompt,
 )
 
-MODEL = "target"
+MODEL_NAME = "target"
 # Every field of OpenAI's two endpoints and those of vLLM and llama-server that are read here.
 FIELDS = (
     *("model", "messages", "prompt", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "user"),
     *("max_completion_tokens", "stream", "stream_options", "logprobs", "echo", "return_token_ids"),
+    *("speculative", "draft_length", "rule"),
     *("return_tokens_as_token_ids", "store", "metadata", "prediction", "reasoning_effort", "service_tier"),
     *NEUTRAL,
 )
 
 
 def both(body: dict[str, Any]) -> list[Request]:
-    return [read_completion(body, MODEL), read_chat(body, MODEL)]
+    return [read_completion(body, MODEL_NAME), read_chat(body, MODEL_NAME)]
 
 
 def refused(body: dict[str, Any], *, chat: bool = False) -> Refused:
     with pytest.raises(Refused) as error:
-        (read_chat if chat else read_completion)(body, MODEL)
+        (read_chat if chat else read_completion)(body, MODEL_NAME)
     assert "\n" not in str(error.value)
     return error.value
 
@@ -61,25 +63,46 @@ def test_every_knob_of_sampling_arrives() -> None:
         }
         assert how.max_new_tokens == 9
         assert request.options(room=4, usual=16, draft_length=None).max_new_tokens == 4
-    assert read_chat({"top_k": -1}, MODEL).options(9, 9, None).top_k == 0  # vLLM's "all"
-    assert read_chat({"top_k": 5.0}, MODEL).options(9, 9, None).top_k == 5
+    assert read_chat({"top_k": -1}, MODEL_NAME).options(9, 9, None).top_k == 0  # vLLM's "all"
+    assert read_chat({"top_k": 5.0}, MODEL_NAME).options(9, 9, None).top_k == 5
 
 
 def test_without_a_seed_every_reply_has_another() -> None:
-    request = read_chat({}, MODEL)
+    request = read_chat({}, MODEL_NAME)
     seeds = {request.options(9, 9, None).seed for _ in range(20)}
     assert len(seeds) > 15  # 20 of 2^31 are all different but for one time in ten million
     assert all(seed is not None and 0 <= seed < 2**31 for seed in seeds)
-    given = read_chat({"seed": 4}, MODEL)
+    given = read_chat({"seed": 4}, MODEL_NAME)
     assert {given.options(9, 9, None).seed for _ in range(5)} == {4}
 
 
 def test_a_seed_that_was_given_means_one_text_and_a_drawn_one_the_faster_rule() -> None:
-    assert read_chat({"seed": 4}, MODEL).options(9, 9, None).rule_name == REPRODUCIBLE
-    drawn = read_chat({}, MODEL).options(9, 9, None)
+    assert read_chat({"seed": 4}, MODEL_NAME).options(9, 9, None).rule_name == REPRODUCIBLE
+    drawn = read_chat({}, MODEL_NAME).options(9, 9, None)
     assert drawn.seed is not None
     assert drawn.rule_name == BLOCK
-    assert read_chat({"temperature": 0, "seed": 4}, MODEL).options(9, 9, None).rule_name == LOSSLESS
+    assert read_chat({"temperature": 0, "seed": 4}, MODEL_NAME).options(9, 9, None).rule_name == LOSSLESS
+
+
+def test_speculation_is_chosen_by_request() -> None:
+    for request in both({"speculative": False, "rule": "opt:a=0.3"}):
+        how = request.options(9, 9, 5)
+        assert (how.drafter, how.rule_name, how.draft_length) == (NOBODY, "opt:a=0.3", 5)
+    for asked, served, length in (
+        (None, 5, 5),
+        (2, 5, 2),
+        (2.0, None, 2),
+        ("auto", 5, None),
+        ("auto", None, None),
+    ):
+        for request in both({"draft_length": asked, "speculative": True}):
+            how = request.options(9, 9, served)
+            assert (how.drafter, how.draft_length) == (MODEL, length)
+    seeded = read_chat({"seed": 4, "rule": "block"}, MODEL_NAME).options(9, 9, None)
+    assert (seeded.seed, seeded.rule_name) == (4, "block")
+    for request in both({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
+        assert request.usage
+        assert request.running_usage
 
 
 def test_either_name_of_the_longest_reply() -> None:
@@ -160,6 +183,15 @@ def test_values_that_ask_for_nothing_are_fine(name: str, values: list[Any]) -> N
         ({"stream_options": 5}, "stream_options is 5; a JSON object is wanted"),
         ({"stream_options": {"include_usage": "yes"}}, 'stream_options.include_usage is "yes"; true or false'),
         ({"model": 5}, "model is 5; a text is wanted"),
+        ({"max_tokens": -1}, "max_tokens is -1; a whole number from 1 to 2147483647 is wanted"),
+        ({"speculative": "no"}, 'speculative is "no"; true or false is wanted'),
+        ({"draft_length": 0}, "draft_length is 0; a whole number from 1 to 2147483647 is wanted"),
+        ({"draft_length": "long"}, 'draft_length is "long"; a whole number of at least 1, or "auto", is wanted'),
+        ({"draft_length": True}, "draft_length is true; a whole number of at least 1"),
+        ({"rule": "loss"}, "rule is \"loss\"; unknown acceptance rule 'loss'; did you mean 'lossy'?"),
+        ({"rule": "opt:a=x"}, "a is 'x'; it must be a number"),
+        ({"rule": 5}, "rule is 5; a text is wanted"),
+        ({"rule": "x" * 201}, "a text of at most 200 characters is wanted"),
         ({"user" * 40: 1, "n": "x" * 500}, f'n is "{"x" * 79}...; it is not supported'),
     ],
 )  # fmt: skip
@@ -175,7 +207,7 @@ def test_another_model_is_not_found() -> None:
     error = refused({"model": "gpt"})
     assert (error.status, error.param, error.code) == (404, "model", "model_not_found")
     assert str(error) == 'there is no model "gpt"; this is "target"'
-    assert both({"model": MODEL}) == both({})
+    assert both({"model": MODEL_NAME}) == both({})
 
 
 def test_a_chat_has_no_log_probabilities() -> None:
@@ -187,7 +219,7 @@ def test_a_chat_has_no_log_probabilities() -> None:
 
 
 def test_log_probabilities_of_a_completion() -> None:
-    assert [read_completion({"logprobs": count}, MODEL).score for count in (0, 5, 256)] == [0, 5, 256]
+    assert [read_completion({"logprobs": count}, MODEL_NAME).score for count in (0, 5, 256)] == [0, 5, 256]
     assert "logprobs is true; a whole number from 0 to 256" in str(refused({"logprobs": True}))
     assert "logprobs is 257" in str(refused({"logprobs": 257}))
     for name in ("echo", "return_token_ids", "return_tokens_as_token_ids"):
@@ -288,8 +320,8 @@ def test_any_json_is_read_or_refused() -> None:
         for value in values:
             body = {"messages": [{"role": "user", "content": "a"}], "prompt": "a", name: value}
             for read in (
-                lambda body: read_completion(body, MODEL).options(9, 9, None),
-                lambda body: read_chat(body, MODEL).options(9, 9, None),
+                lambda body: read_completion(body, MODEL_NAME).options(9, 9, None),
+                lambda body: read_chat(body, MODEL_NAME).options(9, 9, None),
                 lambda body: read_prompt(body, 512),
                 read_messages,
             ):
