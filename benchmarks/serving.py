@@ -140,7 +140,7 @@ def a_request(client: Client, chats: Sequence[Any], repeats: int) -> list[float]
 
 
 def token_rates(
-    client: Client, pair: Pair, chats: Sequence[Any], rounds: int
+    url: str, pair: Pair, chats: Sequence[Any], rounds: int
 ) -> tuple[list[float], list[float], int]:
     """(rates served, rates here, texts that differ), the two in turns, each first in every other turn."""
     served_rates, local_rates, differing = [], [], 0
@@ -149,9 +149,10 @@ def token_rates(
         prompt = pair.tokenizer.encode_chat(chat)
         room = pair.target.engine.context_length - len(prompt)
         tokens = min(LONG, room)
-        ways = [lambda: client.streamed(body_of(chat, tokens)), lambda: local(pair, prompt, tokens)]  # noqa: B023
-        turns = [ways[0](), ways[1]()] if number % 2 else [ways[1](), ways[0]()][::-1]
-        (text, times), (own_text, own_times) = turns
+        first = local(pair, prompt, tokens) if number % 2 else None
+        with closing(Client(url)) as client:
+            text, times = client.streamed(body_of(chat, tokens))
+        own_text, own_times = first or local(pair, prompt, tokens)
         differing += text != own_text
         if min(times[-1][1], own_times[-1][1]) > SHORT:  # a reply of a few tokens times nothing
             served_rates.append(rate(times))
@@ -223,7 +224,7 @@ def main() -> int:
         with served(given.bundle, flags) as (url, process), closing(Client(url)) as client:
             a_request(client, chats, 20)  # both sides warm
             added = sorted(a_request(client, chats, 100))
-            served_rates, local_rates, changed = token_rates(client, pair, chats, given.replies)
+            served_rates, local_rates, changed = token_rates(url, pair, chats, given.replies)
             load_test = many(url, process, chats, given.requests, given.at_once, given.rounds)
     finally:
         pair.close()

@@ -254,42 +254,38 @@ class _Answers:
             sums.waited(perf_counter() - start)
             yield from asked.run(watch)
 
-        job = self._line.submit(work)
+        job = self._line.submit(work, at_once=not asked.stream)
+        gone = asyncio.create_task(self._leave_with(request.receive, job))
         stays = False
         try:
-            patience = SECONDS_UNTIL_STREAM if asked.stream else None
-            first = await _unless_left(request.receive, job.batch(), patience)
-            if not asked.stream:
-                assert first
+            first = await _within(SECONDS_UNTIL_STREAM if asked.stream else None, job)
+            if first == []:  # it was dropped
+                raise ClientLeft
+            if first is not None and not asked.stream:
                 return _Json(first[0])
             stays = True
             return _Stream(self._line, job, _events(job, first))
-        except ClientLeft:
-            request.scope["edgespec.left"] = True
-            raise
         finally:
+            gone.cancel()
             if not stays:
                 self._line.leave(job)
 
+    async def _leave_with(self, receive: Receive, job: Job[Json]) -> None:
+        """Give the place up when the client does."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._line.leave(job)
 
-async def _unless_left(receive: Receive, wanted: Awaitable[T], patience: float | None) -> T | None:
-    """What is waited for, None where it takes longer than `patience` seconds. Raises ClientLeft where the client leaves."""
-    work, gone = asyncio.ensure_future(wanted), asyncio.ensure_future(_end_of(receive))
+
+async def _within(patience: float | None, job: Job[T]) -> list[T] | None:
+    """A job's first batch; None where it takes longer than `patience` seconds."""
     try:
-        await asyncio.wait({work, gone}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        if gone.done():
-            raise ClientLeft
+        async with asyncio.timeout(patience) as limit:
+            return await job.batch()
+    except TimeoutError:
+        if not limit.expired():
+            raise
         return None
-    finally:
-        work.cancel()
-        gone.cancel()
-
-
-async def _end_of(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _events(job: Job[Json], batch: list[Json] | None) -> AsyncIterator[bytes]:

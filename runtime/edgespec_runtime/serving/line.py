@@ -33,8 +33,9 @@ class Job(Generic[T]):
         left: whether nobody waits for it any more.
     """
 
-    def __init__(self, work: Callable[[Watch], Iterable[T]]) -> None:
+    def __init__(self, work: Callable[[Watch], Iterable[T]], at_once: bool) -> None:
         self._work: Callable[[Watch], Iterable[T]] | None = work
+        self._at_once = at_once
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._items: deque[T] = deque()
         self._woken = self._done = self.left = False
@@ -47,10 +48,8 @@ class Job(Generic[T]):
     async def batch(self) -> list[T]:
         """What was made since the last call, at least one item; [] at the end. Raises what the work raised."""
         while True:
-            self._woken, done = (
-                False,
-                self._done,
-            )  # in this order: whatever is made from here on wakes us again
+            self._woken = False  # first: whatever is made from here on wakes us again
+            done = self._done
             if self._items:
                 return [self._items.popleft() for _ in range(len(self._items))]
             if done:
@@ -67,7 +66,8 @@ class Job(Generic[T]):
             self.watch()
             for item in work(self.watch) if work is not None else ():
                 self._items.append(item)
-                self._wake()
+                if not self._at_once:
+                    self._wake()
         except BaseException as error:
             self._error = error
         self.end()
@@ -113,9 +113,12 @@ class Line:
         if self._closed or len(self._jobs) > self._waiting:
             raise Full
 
-    def submit(self, work: Callable[[Watch], Iterable[T]]) -> Job[T]:
-        """Stand in line, from the event loop that will read the job's items. Raises Full."""
-        job = Job(work)
+    def submit(self, work: Callable[[Watch], Iterable[T]], *, at_once: bool = False) -> Job[T]:
+        """Stand in line, from the event loop that will read the job's items. Raises Full.
+
+        at_once: the items are wanted when all of them are made.
+        """
+        job = Job(work, at_once)
         with self._changed:
             self.check()
             self._jobs.append(job)  # type: ignore[arg-type]

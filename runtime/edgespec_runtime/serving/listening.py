@@ -19,6 +19,7 @@ from edgespec_runtime.serving.line import Line
 
 MAX_CONNECTIONS = 256  # a process may usually open 1024 files
 MAX_HEAD = 64 * 1024  # bytes of a request's line and headers
+SECONDS_KEPT = 30  # an idle connection; longer than clients keep theirs (5 s in httpx), or they send into a closed one
 SECONDS_TO_END = 5  # for what is being sent when the server is stopped
 
 
@@ -162,6 +163,7 @@ class Server:
                 headers=[("X-Content-Type-Options", "nosniff")],
                 limit_concurrency=MAX_CONNECTIONS,
                 h11_max_incomplete_event_size=MAX_HEAD,
+                timeout_keep_alive=SECONDS_KEPT,
                 timeout_graceful_shutdown=SECONDS_TO_END,
             ),
             self.line,
