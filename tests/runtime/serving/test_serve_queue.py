@@ -192,6 +192,11 @@ def test_a_client_that_vanishes_behind_a_kept_connection_takes_no_place(bundle: 
         gate.passes.release(500)
         until(lambda: len(server.line) == 0)
         assert ask(server.url, "/v1/completions", SHORT)[0] == 200
+        seen = metrics(server.url)
+        statuses = [
+            seen[f"edgespec_requests_total{{/v1/completions,{status}}}"] for status in ("left", "503", "200")
+        ]
+        assert statuses == [1, 1, 1]
 
 
 def test_a_killed_server_starts_again_on_its_port(bundle: Path) -> None:
