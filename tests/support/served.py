@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.serving.access import Access
 from edgespec_runtime.serving.api import Service
-from edgespec_runtime.serving.app import Access
 from edgespec_runtime.serving.listening import Listener, Server
 from repository import REPOSITORY
 

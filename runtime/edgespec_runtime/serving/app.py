@@ -1,37 +1,34 @@
-"""The server as an ASGI application: routes, bounds on what is read, who may ask, errors in OpenAI's form.
+"""The server as an ASGI application: routes, bounds on what is read, replies whole and in pieces.
 
-Knows HTTP and the line of jobs. What a request means and is answered: api.py; sockets and clients that are slow: listening.py.
+Knows HTTP and the line of jobs. What a request means and is answered: api.py; who may ask: access.py; sockets, and clients that
+are slow: listening.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import EdgespecError
 from edgespec.core.files import parse_json
 from edgespec.core.texts import check_json
+from edgespec_runtime.serving.access import Access, Guard
 from edgespec_runtime.serving.api import GETS, POSTS, Json, Service, Work
+from edgespec_runtime.serving.errors import HANDLERS, LEFT, JsonAnswer, error_of, refused_by
 from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line, Watch
 from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
 from edgespec_runtime.serving.page import Page
@@ -45,53 +42,8 @@ SECONDS_UNTIL_STREAM = (
     10.0  # a stream that has not begun by then does, with pings: proxies give up on silence
 )
 LONGEST_RETRY = 60  # seconds that a client is told to wait at most
-OPEN = frozenset({"/", "/health"})  # without a key: the page asks for it, and load balancers have none
-LEFT = "left"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Access:
-    """Who may ask.
-
-    Attributes:
-        local: only this machine can reach the server, so that a request under another name comes from a page that was tricked.
-        key: what `Authorization: Bearer` must give, '' for none.
-        origins: pages that browsers let ask, '*' for all; empty for none but the server's own.
-    """
-
-    local: bool = True
-    key: str = ""
-    origins: Sequence[str] = ()
-
-
-def is_local(host: str) -> bool:
-    """Whether a host is a name or an address of this machine that nobody else can reach."""
-    try:
-        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return False
-
-
-def refusal(error: Refused) -> Response:
-    """OpenAI's form of an error."""
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-    if error.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    if error.status == 408:  # what comes yet is no request
-        headers["Connection"] = "close"
-    return _Json(_error(error), error.status, headers)
-
-
-def _error(error: Refused) -> Json:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-
-
-class _Json(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, ensure_ascii=False).encode()
 
 
 class _Counted:
@@ -101,7 +53,7 @@ class _Counted:
         self._app, self._sums, self._paths = app, service.sums, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start, status = perf_counter(), LEFT
+        start, status = perf_counter(), "left"
         path = scope["path"] if scope["path"] in self._paths else "other"
 
         async def noting(message: Message) -> None:
@@ -113,50 +65,8 @@ class _Counted:
         try:
             await self._app(scope, receive, noting)
         finally:
-            left = scope.get("edgespec.left", False)
-            self._sums.answered(path, LEFT if left else status, perf_counter() - start)
-
-
-class _Guard:
-    """Turns strangers away: another machine's name for this one, a wrong key."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self._app, self._access = app, access
-        self._key = _digest(access.key.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            headers = dict(scope["headers"])
-            self._check_host(headers.get(b"host", b"").decode("latin-1"))
-            if self._access.key and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-                self._check_key(headers.get(b"authorization", b""))
-        except Refused as error:
-            await refusal(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _check_host(self, host: str) -> None:
-        """A page in a browser must not reach a local server by a name of its own for this address (DNS rebinding)."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:  # a bracket without the other
-            name = ""
-        if self._access.local and not is_local(name):
-            raise Refused(403, f"the host {host[:100]!r} is not this machine")
-
-    def _check_key(self, given: bytes) -> None:
-        """In a time that tells nothing of the key."""
-        scheme, _, key = given.partition(b" ")
-        same = hmac.compare_digest(_digest(key.strip()), self._key)
-        if scheme.lower() != b"bearer" or not same:
-            words = "the API key is wrong" if given else "the API key is missing"
-            raise Refused(
-                401, f"{words}; send the header 'Authorization: Bearer KEY'", None, "invalid_api_key"
-            )
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+            left = scope.get(LEFT, False)
+            self._sums.answered(path, "left" if left else status, perf_counter() - start)
 
 
 class _Stream(EventSourceResponse):
@@ -167,8 +77,17 @@ class _Stream(EventSourceResponse):
         self._line, self._job = line, job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = ended = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun, ended
+            begun, ended = True, not message.get("more_body", True)
+            await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, noting)
+            if begun and not ended:  # the server was stopped
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._line.leave(self._job)
 
@@ -182,7 +101,7 @@ class _Answers:
 
     def get(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            return _Json(GETS[path](self._service))
+            return JsonAnswer(GETS[path](self._service))
 
         return answer
 
@@ -194,7 +113,7 @@ class _Answers:
                     asked = self._read(path, data)
                 else:
                     asked = await asyncio.to_thread(self._read, path, data)
-            return await self._reply(request, asked) if isinstance(asked, Work) else _Json(asked)
+            return await self._reply(request, asked) if isinstance(asked, Work) else JsonAnswer(asked)
 
         return answer
 
@@ -262,7 +181,7 @@ class _Answers:
             if first == []:  # it was dropped
                 raise ClientLeft
             if first is not None and not asked.stream:
-                return _Json(first[0])
+                return JsonAnswer(first[0])
             stays = True
             return _Stream(self._line, job, _events(job, first))
         finally:
@@ -296,7 +215,7 @@ async def _events(job: Job[Json], batch: list[Json] | None) -> AsyncIterator[byt
                 yield b"".join(map(_event, batch))
             batch = await job.batch()
     except EdgespecError as error:  # too late for a status
-        yield _event(_error(_of(error)))
+        yield _event(error_of(refused_by(error)))
     except ClientLeft:
         pass
     else:
@@ -307,44 +226,12 @@ def _event(value: Json) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _of(error: EdgespecError) -> Refused:
-    return Refused(400 if isinstance(error, InputError) else 500, str(error))
-
-
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return refusal(error)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EdgespecError)
-    return refusal(_of(error))
-
-
-async def _on_left(request: Request, error: Exception) -> Response:
-    request.scope["edgespec.left"] = True
-    return Response(status_code=400)  # nobody reads it
-
-
-async def _on_mistake(request: Request, error: Exception) -> Response:
-    """Of ours; its traceback is on standard error."""
-    return refusal(Refused(500, "the server made a mistake; its standard error says more"))
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = f"there is no {request.method[:20]} {request.url.path[:200]}"
-    answer = refusal(Refused(error.status_code, words))
-    answer.headers.update(error.headers or {})
-    return answer
-
-
 def application(service: Service, line: Line, access: Access) -> Starlette:
     """Everything behind one address."""
     answers, metrics, page = _Answers(service, line), Metrics(service.sums, line), Page()
 
     async def health(request: Request) -> Response:
-        return _Json({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     async def numbers(request: Request) -> Response:
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -370,14 +257,7 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
         middleware=[
             Middleware(_Counted, service=service, paths=frozenset(route.path for route in routes)),
             *([cors] if access.origins else []),
-            Middleware(_Guard, access=access),
+            Middleware(Guard, access=access),
         ],
-        exception_handlers={
-            Refused: _on_refused,
-            EdgespecError: _on_error,
-            ClientLeft: _on_left,
-            ClientDisconnect: _on_left,
-            HTTPException: _on_http,
-            Exception: _on_mistake,
-        },
+        exception_handlers=HANDLERS,
     )

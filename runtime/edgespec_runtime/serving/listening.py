@@ -13,13 +13,16 @@ from uvicorn import Server as Uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from edgespec.core.errors import InputError
+from edgespec_runtime.serving.access import Access, is_local
 from edgespec_runtime.serving.api import Service
-from edgespec_runtime.serving.app import SECONDS_TO_READ, Access, application, is_local
+from edgespec_runtime.serving.app import SECONDS_TO_READ, application
 from edgespec_runtime.serving.line import Line
 
 MAX_CONNECTIONS = 256  # a process may usually open 1024 files
 MAX_HEAD = 64 * 1024  # bytes of a request's line and headers
-SECONDS_KEPT = 30  # an idle connection; longer than clients keep theirs (5 s in httpx), or they send into a closed one
+SECONDS_KEPT = (
+    30  # an idle connection; longer than clients keep theirs (5 s in httpx), or they send into a closed one
+)
 SECONDS_TO_END = 5  # for what is being sent when the server is stopped
 
 

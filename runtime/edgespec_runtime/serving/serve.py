@@ -65,8 +65,8 @@ def run(given: dict[str, Any]) -> int:
         raise InputError(
             "the API key has a character that a header cannot carry; give printable ASCII without spaces"
         )
+    from edgespec_runtime.serving.access import Access
     from edgespec_runtime.serving.api import Service
-    from edgespec_runtime.serving.app import Access
     from edgespec_runtime.serving.listening import Listener, Server
 
     listener = Listener(options.host, options.port)

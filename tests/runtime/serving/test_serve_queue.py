@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -222,3 +223,19 @@ def test_a_killed_server_starts_again_on_its_port(bundle: Path) -> None:
             assert seen[0].startswith(b"HTTP/1.1 200")
             assert b"".join(seen).count(b"[DONE]") < 8
     assert answers[0] == answers[1]
+
+
+def test_ctrl_c_ends_the_streams_and_the_server(bundle: Path) -> None:
+    body = json.dumps({**LONG, "stream": True, "temperature": 9}).encode()
+    with started(bundle) as (process, url), ExitStack() as opened:
+        address = ("127.0.0.1", urlsplit(url).port or 0)
+        clients = [opened.enter_context(socket.create_connection(address, timeout=30)) for _ in range(8)]
+        for client in clients:
+            client.sendall(f"{HEAD}{len(body)}\r\n\r\n".encode() + body)
+        assert clients[0].recv(16).startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+        for client in clients:
+            with suppress(ConnectionResetError):
+                while client.recv(65536):
+                    pass
