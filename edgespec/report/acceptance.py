@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, Interval, clean
-from edgespec.report.figures import MUTED, RUNS, drawn
+from edgespec.report.figures import MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import Setting, bench_of, by_position, settings_of
 from edgespec.report.parts import Cell, Column, Columns, Figure, Reply, Section, Table, between, number
@@ -52,7 +52,7 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
         if lines := [row for row in rows if row.positions]:
             section.parts.append(_figure(lines, kind, words, len(runs)))
         columns = [
-            Column(run.number, words, [_table(found[run.number])]) for run in runs if found[run.number]
+            Column(run.number, [_table(found[run.number], words)]) for run in runs if found[run.number]
         ]
         section.parts.append(Columns(columns))
     if not any(benched.values()):
@@ -102,7 +102,7 @@ def _evaluated(run: Run) -> list[Row]:
     return [row(one) for one in settings]
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[Row], title: str) -> Table:
     places = max(len(row.positions) for row in rows)
     headers = ["", "τ", "α", *(f"α at {place}" for place in range(1, places + 1))]
     cells = [
@@ -115,7 +115,7 @@ def _table(rows: Sequence[Row]) -> Table:
         ]
         for row in rows
     ]
-    return Table(headers, cells)
+    return Table(headers, cells, title=title)
 
 
 def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
@@ -134,18 +134,16 @@ def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
                 xs, values, yerr=errors, color=colour, elinewidth=1.0, marker=MARKS[row.style % len(MARKS)],
                 linestyle=DASHES[row.style % len(DASHES)], label=name,
             )  # fmt: skip
-        axes.set_ylim(0, 1)
+        axes.set_ylim(0, 1.02)
         axes.set_xlim(0.6, longest + 0.4)
         axes.set_xticks(range(1, longest + 1))
         axes.set_xlabel("position in the draft", color=MUTED)
         axes.set_ylabel("α at the position", color=MUTED)
         if len(rows) > 1:
-            axes.legend(loc="lower left", ncols=1 if len(rows) < 4 else 2)
+            legend(axes, 2)
 
     svg = drawn(f"acceptance-{kind}", draw)
-    return Figure(
-        svg, f"Acceptance rate by position in the draft. {words}.", f"{words}. Bars: 95 % intervals."
-    )
+    return Figure(svg, f"Acceptance rate by position in the draft. {words}.", f"{words}.")
 
 
 def replies_section(runs: Sequence[Run]) -> Section:
@@ -156,7 +154,7 @@ def replies_section(runs: Sequence[Run]) -> Section:
         samples = list(found.objects("samples", MOST_REPLIES)) if found is not None else []
         replies = [_reply(one) for one in samples]
         if replies:
-            columns.append(Column(run.number, "", replies))
+            columns.append(Column(run.number, replies))
     if columns:
         section.lead = "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself."
         section.parts.append(Columns(columns))

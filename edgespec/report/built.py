@@ -38,7 +38,9 @@ def built_section(runs: Sequence[Run]) -> Section:
         ]
         whole = [_time(sum(one.values()) if (one := times[run.number]) else None, 0.0) for run in known]
         timed.append([Cell("all", strong=True), *whole])
-        section.parts.append(Table(["stage", *headers[1:]], timed, runs=columns, title="times"))
+        section.parts.append(
+            Table(["stage", *(name or "time" for name in headers[1:])], timed, runs=columns, title="times")
+        )
     else:
         section.missing.append(("times of the stages", "edgespec report BUILD, the folder that --out named"))
     if all(run.build is None for run in known):
@@ -150,7 +152,9 @@ def _written(run: Run) -> Cell:
 def _distilled(run: Run) -> Cell:
     found, asked = _counts(run, "distill"), recipe_of(run).object("distill")
     divergence = asked.text("divergence")
-    return _learnt(found.number("tokens"), asked.whole("steps"), divergence)
+    return _learnt(
+        found.number("tokens"), asked.whole("steps"), f"divergence {divergence}" if divergence else ""
+    )
 
 
 def _default(run: Run) -> Cell:

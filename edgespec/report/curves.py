@@ -63,7 +63,7 @@ def curves_section(runs: Sequence[Run]) -> Section:
         ]
         for place, metric in enumerate(metrics):
             parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
-        columns.append(Column(run.number, "", parts))
+        columns.append(Column(run.number, parts))
     if columns:
         section.parts.append(Columns(columns))
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, clean
-from edgespec.report.figures import MUTED, RUNS, drawn, label
+from edgespec.report.figures import MUTED, RUNS, drawn, label, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import bench_of
 from edgespec.report.parts import (
@@ -47,13 +47,18 @@ def ways_section(runs: Sequence[Run]) -> Section:
             bars += [(run.number, name, plain, best) for name, plain, best, _ in rows]
             headers = ["", "plain tok/s", "v(2)", "v(4)", "c", "flips"]
             headers += ["best γ", "x plain", "tok/s"] if alpha is not None else []
-            title = "Costs measured by doctor" + (f", α = {alpha:.2f} expected" if alpha is not None else "")
+            machine = found.object("device").text("cpu", 80)
+            title = (
+                "Costs measured by doctor"
+                + (f" on {machine}" if machine else "")
+                + (f", α = {alpha:.2f} expected" if alpha is not None else "")
+            )
             parts.append(Table(headers, [cells for *_, cells in rows], title=title))
             parts += [Words(words) for words in found.object("derived").texts("diagnosis", 8, 1000)]
             if limit := found.object("derived").text("limit", 1000):
                 parts.append(Words(limit))
         if parts:
-            columns.append(Column(run.number, found.object("device").text("cpu") if found else "", parts))
+            columns.append(Column(run.number, parts))
     if measured := _measured(runs):
         section.parts.append(measured)
     if not columns:
@@ -160,7 +165,7 @@ def _figure(bars: Sequence[tuple[int, str, float, float | None]], runs: int) -> 
         axes.grid(visible=False, axis="y")
         axes.spines["bottom"].set_visible(False)
         axes.set_xlabel("tokens per second", color=MUTED)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.4, 1.14), ncols=2)
+        legend(axes, 2)
 
     return Figure(
         drawn("engines", draw, height=84 + 32 * len(bars)),

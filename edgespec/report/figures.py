@@ -82,6 +82,23 @@ def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT, wid
     return Markup(_inline(stream.getvalue(), name))  # matplotlib escapes the text it writes
 
 
+def legend(axes: Any, columns: int) -> None:
+    """Above the axes, where nothing is drawn."""
+    handles, names = axes.get_legend_handles_labels()
+    order = sorted(
+        range(len(names)), key=lambda place: names[place].lower()
+    )  # those of a run beside each other
+    axes.legend(
+        [handles[place] for place in order],
+        [names[place] for place in order],
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        columnspacing=1.4,
+    )
+
+
 def label(text: str, most: int = 40) -> str:
     """A stranger's words as one short label."""
     return clean(text, most)

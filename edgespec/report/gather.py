@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import Manifest
-from edgespec.report.fields import Fields
+from edgespec.report.fields import Fields, clean
 from edgespec.report.sources import (
     BENCH,
     BUILD,
@@ -54,7 +54,7 @@ class Run:
     def names(self) -> tuple[str, str]:
         """(target, drafter) as bundle or files call them; '' for what none says."""
         if self.manifest is not None:
-            return self.manifest.target.name, self.manifest.drafter.name
+            return clean(self.manifest.target.name), clean(self.manifest.drafter.name)
         for kind in (BENCH, DOCTOR, TRADEOFF):
             if kind in self.sources and (found := _names(self.sources[kind])) != ("", ""):
                 return found
@@ -71,7 +71,7 @@ class Run:
             words = [bench.text("engine"), bench.text("precision"), f"{mode} mode" if mode else ""]
             return " ".join(filter(None, words))
         if self.manifest is not None:
-            return f"{self.manifest.default['engine']} {self.manifest.default['precision']}"
+            return clean(f"{self.manifest.default['engine']} {self.manifest.default['precision']}")
         return ""
 
     def takes(self, source: Source) -> bool:

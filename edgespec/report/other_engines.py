@@ -21,17 +21,15 @@ def others_section(runs: Sequence[Run]) -> Section:
         "others",
         "In other engines",
         "Greedy text is the target's own in each of them. Above temperature 0 their rules differ, and so does what they accept "
-        "of the same drafter: α was measured in torch for each rule, τ is what it gives with drafts of three tokens if tokens are "
+        "of the same drafter: α was measured in torch for each rule, τ is what it gives with drafts of three tokens if each is "
         "accepted independently.",
     )
     expected, measured = [], []
     for run in runs:
         if run.manifest is not None:
-            expected += [Column(run.number, "", [part])] if (part := _expected(run, run.manifest)) else []
+            expected += [Column(run.number, [part])] if (part := _expected(run, run.manifest)) else []
         if ENGINES in run.sources:
-            measured.append(
-                Column(run.number, "Measured by other-engines", [_compared(run.sources[ENGINES].rows)])
-            )
+            measured.append(Column(run.number, [_compared(run.sources[ENGINES].rows)]))
     if expected:
         section.parts.append(Columns(expected))
     else:
@@ -99,4 +97,4 @@ def _compared(rows: Sequence[Fields]) -> Table:
                 number(emitted / blocks if blocks else None),
             ]
         )
-    return Table(["", "rule here", "τ there", "τ here"], cells, left=2)
+    return Table(["", "rule here", "τ there", "τ here"], cells, left=2, title="Measured by other-engines")

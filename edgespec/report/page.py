@@ -89,9 +89,11 @@ def _head(run: Run) -> Head:
         used, best, plain = bench.used, bench.best, bench.at(0)
         verdict = bench.fields.text("verdict", 1000)
         if used is not None and used.speedup is not None:
-            facts.append((between(used.speedup, unit="x"), f"plain decoding, {used.name}"))
+            facts.append((between(used.speedup, unit="x"), f"plain decoding's speed, {used.name}"))
         if best is not None and best is not used and best.speedup is not None:
-            facts.append((between(best.speedup, unit="x"), f"plain decoding, {best.name}, the fastest fixed"))
+            facts.append(
+                (between(best.speedup, unit="x"), f"plain decoding's speed, {best.name}, the fastest fixed")
+            )
         if plain is not None and plain.token_rate is not None:
             facts.append((rate(plain.token_rate), "tokens per second, plain"))
         if best is not None and best.tau is not None:

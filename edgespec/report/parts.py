@@ -76,7 +76,6 @@ class Column:
     """What is told of one run, beside the others."""
 
     run: int
-    title: str
     parts: Sequence[Any]
 
 

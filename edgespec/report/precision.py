@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.core.manifest import Manifest
 from edgespec.core.metrics import bootstrap, ratio_of_sums
 from edgespec.report.fields import Fields, clean
-from edgespec.report.figures import INK, MUTED, RUNS, drawn, label
+from edgespec.report.figures import INK, MUTED, RUNS, drawn, label, legend
 from edgespec.report.gather import Run
 from edgespec.report.parts import ABSENT, Cell, Column, Columns, Figure, Section, Table, between, number, size
 from edgespec.report.sources import VERIFY
@@ -51,17 +51,10 @@ def files_section(runs: Sequence[Run]) -> Section:
     ]
     if placed:
         section.parts.append(_figure(placed, len(runs)))
-    section.parts.append(Columns([Column(number_, "", [_table(found)]) for number_, found in rows.items()]))
+    section.parts.append(Columns([Column(number_, [_table(found)]) for number_, found in rows.items()]))
     pairs = {run.number: table for run in runs if (table := _pairs(run)) is not None}
     if pairs:
-        section.parts.append(
-            Columns(
-                [
-                    Column(number_, "What rounding cost the pair's acceptance", [table])
-                    for number_, table in pairs.items()
-                ]
-            )
-        )
+        section.parts.append(Columns([Column(number_, [table]) for number_, table in pairs.items()]))
     else:
         section.missing.append(
             (
@@ -119,13 +112,13 @@ def _share(value: float | None) -> Cell:
 
 
 def _small(value: float | None) -> Cell:
-    return Cell(
-        ABSENT if value is None else f"{value:.4f}" if value >= 1e-4 or value == 0 else f"{value:.0e}"
-    )
+    return Cell(ABSENT if value is None else f"{value:.4f}" if value >= 1e-4 else "< 0.0001")
 
 
 def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Figure:
     def draw(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator
+
         for role, mark in MARKS.items():
             for number_ in sorted({one[0] for one in placed}):
                 own = [one for one in placed if one[0] == number_ and one[1].role == role]
@@ -146,13 +139,17 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
                 color=INK,
                 fontsize=9,
             )
+        sizes = [weight / 2**20 for _, _, weight, _ in placed]
+        worst = max(1.0, 100 - min(100 * share for *_, share in placed))
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
-        axes.margins(x=0.22, y=0.15)
+        axes.set_xlim(0.6 * min(sizes), 4 * max(sizes))  # room for the names to the right
+        axes.set_ylim(100 - 1.15 * worst, 100 + 0.1 * worst)
         axes.set_xlabel("size of the file (MiB)", color=MUTED)
         axes.set_ylabel("same most likely token (%)", color=MUTED)
-        axes.legend(loc="lower right")
+        legend(axes, 2 if runs == 1 else 4)
 
     return Figure(drawn("files", draw), "Agreement with the float model against the size of each file.", "")
 
@@ -183,7 +180,8 @@ def _pairs(run: Run) -> Table | None:
         )
     if not rows:
         return None
-    return Table(["pair", "T", "τ", "α of the drafts", "α on the target's text"], rows)
+    headers = ["", "T", "τ", "α of the drafts", "α on the target's text"]
+    return Table(headers, rows, title="What rounding cost the pair's acceptance")
 
 
 def _trial(values: list[Any], where: str) -> list[float] | None:

@@ -32,7 +32,7 @@ def provenance_section(runs: Sequence[Run]) -> Section:
             if recipe := dict(recipe_of(run).values):
                 text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
                 parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
-        columns.append(Column(run.number, "", parts))
+        columns.append(Column(run.number, parts))
     section.parts.append(Columns(columns))
     return section
 

@@ -109,10 +109,10 @@ def _bundle(path: Path) -> Source:
     """The manifest, and its evaluation and verification where their bytes are those that it lists."""
     manifest = read_manifest(path)
     found = []
-    for name in (EVALUATION_FILE, VERIFY_FILE):
+    for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
         if (entry := manifest.files.get(name)) is not None:
             file = check_file(path.resolve(), name, entry)
-            found.append(_inside(file))
+            found.append(_inside(file, kind))
     data = read_bounded(path / MANIFEST, error=BundleError, limit=MAX_JSON_BYTES)
     digest = hashlib.sha256(data).hexdigest()
     return Source(BUNDLE, path, digest, manifest=manifest, inside=tuple(one for one in found if one))
@@ -128,8 +128,9 @@ def _build(path: Path, names: list[str]) -> Source:
     if (bundle / MANIFEST).exists():
         found.append(_bundle(bundle))
     else:
-        for file in (path / "evaluate" / EVALUATION_FILE, path / "verify" / VERIFY_FILE):
-            found.append(_inside(file) if file.is_file() else None)
+        for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
+            file = path / stage / name
+            found.append(_inside(file, kind) if file.is_file() else None)
     return Source(
         BUILD,
         path,
@@ -139,10 +140,13 @@ def _build(path: Path, names: list[str]) -> Source:
     )
 
 
-def _inside(path: Path) -> Source | None:
-    """A file of a bundle; None for an empty one, which says that nothing was measured."""
-    value = parse_json(read_bounded(path, limit=MAX_JSON_BYTES), path)
-    return None if value in ({}, []) else open_json(path)
+def _inside(path: Path, kind: str) -> Source | None:
+    """A file of a bundle or build; None for an empty one, which says that nothing was measured."""
+    data = read_bounded(path, limit=MAX_JSON_BYTES)
+    value = parse_json(data, path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
+    return Source(kind, path, hashlib.sha256(data).hexdigest(), Fields(value, str(path))) if value else None
 
 
 def _object(path: Path) -> Fields:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from edgespec.report.fields import Fields
-from edgespec.report.figures import MUTED, PARTS, RUNS, drawn
+from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import AUTO, PLAIN, Bench, Speed, bench_of, total
 from edgespec.report.parts import Cell, Column, Columns, Figure, Section, Table, Words, between, number, rate
@@ -14,6 +15,7 @@ from edgespec.report.sources import BENCH
 
 MOST_CATEGORIES = 120  # rows: 60 categories, plain against two ways of drafting
 COMMAND = "edgespec bench BUNDLE --json bench.json"
+FEW = 3  # runs whose bounds and choices are drawn beside what was measured
 LOOP = 0.02  # of a plain step: below that what is left over is noise of the clock
 
 
@@ -32,10 +34,10 @@ def speed_section(runs: Sequence[Run]) -> Section:
     section.parts.append(_gains(found, len(runs)))
     columns = []
     for number_, bench in found.items():
-        parts: list[Any] = [_speed_table(bench), Words(bench.fields.text("verdict", 1000), strong=True)]
+        parts: list[Any] = [_speed_table(bench)]
         if words := why(bench):
             parts.append(Words(words))
-        columns.append(Column(number_, "", parts))
+        columns.append(Column(number_, parts))
     section.parts.append(Columns(columns))
     return section
 
@@ -55,7 +57,7 @@ def time_section(runs: Sequence[Run]) -> Section:
     most = max(sum(parts) for rows in splits.values() for _, parts in rows)
     columns = []
     for number_, rows in splits.items():
-        columns.append(Column(number_, "", [_split_figure(rows, number_, most), _split_table(rows)]))
+        columns.append(Column(number_, [_split_figure(rows, number_, most), _split_table(rows)]))
     section.parts.append(Columns(columns))
     return section
 
@@ -74,7 +76,7 @@ def category_section(runs: Sequence[Run]) -> Section:
             for length in lengths
         ]
         if tables:
-            columns.append(Column(run.number, "", tables))
+            columns.append(Column(run.number, tables))
     if columns:
         section.parts.append(Columns(columns))
     else:
@@ -94,15 +96,16 @@ def why(bench: Bench) -> str:
     if ratio is None or best.draft_cost is None or best.verify_cost is None or best.predicted is None:
         return ""
     length, tau = best.draft_length, best.tau[0]
-    steps = f"{length} drafter step{'s' * (length != 1)}"
+    steps = "one drafter step takes" if length == 1 else f"{length} drafter steps take"
     drafting, memory = length * best.draft_cost, length * ratio + 1.0
     left = best.tau[0] / best.speedup[0] - drafting - best.verify_cost
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
+    cost = drafting + best.verify_cost + max(0.0, left)
     return (
         f"Why MBSU by {kind} says {best.mbsu[kind]:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
         f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
-        f"drafter's {length} times), while here it costs {drafting + best.verify_cost + max(0.0, left):.2f}: {steps} take "
-        f"{drafting:.2f}, verifying {length + 1} tokens in one pass {best.verify_cost:.2f}{rest}."
+        f"drafter's {'once' if length == 1 else f'{length} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
+        f"verifying {length + 1} tokens in one pass {best.verify_cost:.2f}{rest}."
     )
 
 
@@ -129,6 +132,8 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
                 marker="o",
                 label=f"{before}measured",
             )
+            if len(found) > FEW:
+                continue
             kind = timed[0].mbsu_kind if timed else ""
             bound = [
                 (one.draft_length + shift, one.mbsu[kind]) for one in timed if one.mbsu.get(kind) is not None
@@ -152,7 +157,7 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
         axes.set_xticks(sorted({one.draft_length for bench in found.values() for one in bench.fixed}))
         axes.set_xlabel("draft length γ", color=MUTED)
         axes.set_ylabel("times plain decoding", color=MUTED)
-        axes.legend(loc="lower left", ncols=1 if len(found) == 1 else 2)
+        legend(axes, 3 if len(found) == 1 else 2)
 
     return Figure(
         drawn("speed", draw),
@@ -162,20 +167,28 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
 
 
 def _speed_table(bench: Bench) -> Table:
-    kinds = list(dict.fromkeys(kind for one in bench.fixed for kind in one.mbsu))
-    headers = ["", "tok/s", "x plain", "predicted", *(f"MBSU by {kind}" for kind in kinds), "first token"]
+    kind = bench.fixed[0].mbsu_kind
+    headers = ["", "tok/s", "x plain", "predicted", f"MBSU by {kind}" if kind else "MBSU", "first token"]
     rows = [
         [
             Cell(one.name),
             rate(one.token_rate),
             Cell("1") if one.draft_length == PLAIN else between(one.speedup, strong=one == bench.best),
             Cell("") if one.draft_length == PLAIN else number(one.predicted),
-            *(Cell("") if one.draft_length == PLAIN else number(one.mbsu.get(kind)) for kind in kinds),
+            Cell("") if one.draft_length == PLAIN else _bound(one, kind),
             _milliseconds(one.first_token_seconds),
         ]
         for one in bench.speeds
     ]
     return Table(headers, rows)
+
+
+def _bound(one: Speed, kind: str) -> Cell:
+    """MBSU by the kind of the column, and below it by the other."""
+    others = [
+        f"{value:.2f} by {name}" for name, value in one.mbsu.items() if name != kind and value is not None
+    ]
+    return replace(number(one.mbsu.get(kind)), note=", ".join(others))
 
 
 def _milliseconds(seconds: float | None) -> Cell:
@@ -210,7 +223,7 @@ def _split_figure(
         axes.grid(visible=False, axis="y")
         axes.spines["bottom"].set_visible(False)
         axes.set_xlabel("ms per token", color=MUTED)
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=3)
+        legend(axes, 3)
 
     height = 74 + 24 * len(rows)
     return Figure(
@@ -223,7 +236,7 @@ def _split_table(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> Tabl
     digits = 3 if max(sum(parts) for _, parts in rows) < 1 else 2
 
     def cell(value: float, whole: float) -> Cell:
-        return Cell(f"{value:,.{digits}f}", f"{value / whole:.0%}" if whole else "")
+        return Cell(f"{value:,.{digits}f}", f"{value / whole:.0%}") if value and whole else Cell("")
 
     cells = [
         [Cell(name), *(cell(value, sum(parts)) for value in parts), Cell(f"{sum(parts):,.{digits}f}")]
