@@ -82,12 +82,10 @@ def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT, wid
     return Markup(_inline(stream.getvalue(), name))  # matplotlib escapes the text it writes
 
 
-def legend(axes: Any, columns: int) -> None:
-    """Above the axes, where nothing is drawn."""
+def legend(axes: Any, columns: int, *, by_run: bool = False) -> None:
+    """Above the axes, where nothing is drawn; `by_run`: by name, so that those of a run stand together."""
     handles, names = axes.get_legend_handles_labels()
-    order = sorted(
-        range(len(names)), key=lambda place: names[place].lower()
-    )  # those of a run beside each other
+    order = sorted(range(len(names)), key=lambda place: names[place].lower() if by_run else "")
     axes.legend(
         [handles[place] for place in order],
         [names[place] for place in order],

@@ -25,7 +25,8 @@ class FileRow:
     """One exported file. `bytes` None: the bundle is not there to say."""
 
     role: str
-    name: str
+    engine: str
+    precision: str
     bytes: int | None
     found: Fields
 
@@ -73,7 +74,7 @@ def _rows(run: Run) -> list[FileRow]:
     for check in found.objects("files", MOST_FILES):
         role, engine, precision = (check.text(key, 40) for key in ("role", "engine", "precision"))
         weight = None if run.manifest is None else _bytes_of(run.manifest, role, engine, precision)
-        rows.append(FileRow(role, f"{engine} {precision}".strip(), weight, check))
+        rows.append(FileRow(role, engine, precision, weight, check))
     return rows
 
 
@@ -91,7 +92,7 @@ def _table(rows: Sequence[FileRow]) -> Table:
         broken = row.found.texts("broken", length=400)
         cells.append(
             [
-                Cell(f"{row.role} {row.name}", "; ".join(broken)),
+                Cell(f"{row.role} {row.engine} {row.precision}", "; ".join(broken)),
                 size(row.bytes),
                 _share(row.found.number("top1")),
                 _small(row.found.number("kl")),
@@ -131,8 +132,9 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
                         markerfacecolor=RUNS[number_] if role == "target" else "none",
                     )  # fmt: skip
         for _, row, weight, share in placed:
+            words = label(row.precision, 12)
             axes.annotate(
-                label(row.name),
+                words,
                 (weight / 2**20, 100 * share),
                 xytext=(6, -3),
                 textcoords="offset points",
@@ -145,7 +147,7 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.xaxis.set_minor_formatter(lambda value, _: "")
-        axes.set_xlim(0.6 * min(sizes), 4 * max(sizes))  # room for the names to the right
+        axes.set_xlim(0.6 * min(sizes), 2.2 * max(sizes))  # room for the names to the right
         axes.set_ylim(100 - 1.15 * worst, 100 + 0.1 * worst)
         axes.set_xlabel("size of the file (MiB)", color=MUTED)
         axes.set_ylabel("same most likely token (%)", color=MUTED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.report.fields import Fields
@@ -17,6 +17,19 @@ MOST_CATEGORIES = 120  # rows: 60 categories, plain against two ways of drafting
 COMMAND = "edgespec bench BUNDLE --json bench.json"
 FEW = 3  # runs whose bounds and choices are drawn beside what was measured
 LOOP = 0.02  # of a plain step: below that what is left over is noise of the clock
+
+
+@dataclass(frozen=True)
+class Split:
+    """`parts`: milliseconds per token of drafting, verifying and the rest. `first_token_seconds`: from an empty cache."""
+
+    name: str
+    parts: tuple[float, float, float]
+    first_token_seconds: float | None
+
+    @property
+    def whole(self) -> float:
+        return sum(self.parts)
 
 
 def speed_section(runs: Sequence[Run]) -> Section:
@@ -47,14 +60,14 @@ def time_section(runs: Sequence[Run]) -> Section:
         "time",
         "Where the time goes",
         "Milliseconds of decoding per token that left the loop, without reading the prompt. The rest is sampling, the acceptance "
-        "rule, the choice of γ and the loop itself.",
+        "rule, the choice of γ and the loop itself. The time to the first token counts the prompt too, from an empty cache.",
     )
     found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH))) and bench.counts}
     if not found:
         section.missing.append(("time split", COMMAND))
         return section
     splits = {number_: _splits(bench) for number_, bench in found.items()}
-    most = max(sum(parts) for rows in splits.values() for _, parts in rows)
+    most = max(row.whole for rows in splits.values() for row in rows)
     columns = []
     for number_, rows in splits.items():
         columns.append(Column(number_, [_split_figure(rows, number_, most), _split_table(rows)]))
@@ -157,7 +170,7 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
         axes.set_xticks(sorted({one.draft_length for bench in found.values() for one in bench.fixed}))
         axes.set_xlabel("draft length γ", color=MUTED)
         axes.set_ylabel("times plain decoding", color=MUTED)
-        legend(axes, 3 if len(found) == 1 else 2)
+        legend(axes, 3 if len(found) == 1 else 2, by_run=True)
 
     return Figure(
         drawn("speed", draw),
@@ -167,54 +180,37 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
 
 
 def _speed_table(bench: Bench) -> Table:
-    kind = bench.fixed[0].mbsu_kind
-    headers = ["", "tok/s", "x plain", "predicted", f"MBSU by {kind}" if kind else "MBSU", "first token"]
-    rows = [
-        [
-            Cell(one.name),
-            rate(one.token_rate),
-            Cell("1") if one.draft_length == PLAIN else between(one.speedup, strong=one == bench.best),
-            Cell("") if one.draft_length == PLAIN else number(one.predicted),
-            Cell("") if one.draft_length == PLAIN else _bound(one, kind),
-            _milliseconds(one.first_token_seconds),
-        ]
-        for one in bench.speeds
-    ]
-    return Table(headers, rows)
+    kinds = sorted({kind for one in bench.fixed for kind in one.mbsu})
+    rows = []
+    for one in bench.speeds:
+        cells = [Cell(one.name), rate(one.token_rate)]
+        if one.draft_length == PLAIN:
+            cells += [Cell("1"), *[Cell("")] * (1 + len(kinds))]
+        else:
+            cells += [between(one.speedup, strong=one == bench.best), number(one.predicted)]
+            cells += [number(one.mbsu.get(kind)) for kind in kinds]
+        rows.append(cells)
+    return Table(["", "tok/s", "x plain", "predicted", *(f"MBSU by {kind}" for kind in kinds)], rows)
 
 
-def _bound(one: Speed, kind: str) -> Cell:
-    """MBSU by the kind of the column, and below it by the other."""
-    others = [
-        f"{value:.2f} by {name}" for name, value in one.mbsu.items() if name != kind and value is not None
-    ]
-    return replace(number(one.mbsu.get(kind)), note=", ".join(others))
-
-
-def _milliseconds(seconds: float | None) -> Cell:
-    return number(None if seconds is None else 1e3 * seconds, 1, " ms")
-
-
-def _splits(bench: Bench) -> list[tuple[str, tuple[float, float, float]]]:
-    """(name, milliseconds per token of drafting, verifying and the rest) of every draft length."""
+def _splits(bench: Bench) -> list[Split]:
+    """Every draft length that emitted tokens."""
     found = []
     for one in bench.speeds:
         counts = total(bench.counts.get(one.draft_length, []))
         if counts.emitted:
             seconds = counts.draft_seconds, counts.verify_seconds, max(0.0, counts.loop_seconds)
             draft, verify, rest = (1e3 * value / counts.emitted for value in seconds)
-            found.append((one.name, (draft, verify, rest)))
+            found.append(Split(one.name, (draft, verify, rest), one.first_token_seconds))
     return found
 
 
-def _split_figure(
-    rows: Sequence[tuple[str, tuple[float, float, float]]], number_: int, most: float
-) -> Figure:
+def _split_figure(rows: Sequence[Split], number_: int, most: float) -> Figure:
     def draw(axes: Any) -> None:
-        names = [name for name, _ in rows]
+        names = [row.name for row in rows]
         start = [0.0] * len(rows)
         for place, (words, colour) in enumerate(zip(("draft", "verify", "rest"), PARTS, strict=True)):
-            values = [parts[place] for _, parts in rows]
+            values = [row.parts[place] for row in rows]
             axes.barh(names, values, left=start, color=colour, height=0.62, label=words)
             start = [before + value for before, value in zip(start, values, strict=True)]
         axes.invert_yaxis()
@@ -232,17 +228,17 @@ def _split_figure(
     )
 
 
-def _split_table(rows: Sequence[tuple[str, tuple[float, float, float]]]) -> Table:
-    digits = 3 if max(sum(parts) for _, parts in rows) < 1 else 2
-
-    def cell(value: float, whole: float) -> Cell:
-        return Cell(f"{value:,.{digits}f}", f"{value / whole:.0%}") if value and whole else Cell("")
-
-    cells = [
-        [Cell(name), *(cell(value, sum(parts)) for value in parts), Cell(f"{sum(parts):,.{digits}f}")]
-        for name, parts in rows
-    ]
-    return Table(["ms per token", "draft", "verify", "rest", "all"], cells)
+def _split_table(rows: Sequence[Split]) -> Table:
+    digits = 3 if max(row.whole for row in rows) < 1 else 2
+    cells = []
+    for row in rows:
+        shares = [
+            Cell(f"{value:,.{digits}f}", f"{value / row.whole:.0%}") if value else Cell("")
+            for value in row.parts
+        ]
+        first = number(None if row.first_token_seconds is None else 1e3 * row.first_token_seconds, 1)
+        cells.append([Cell(row.name), *shares, Cell(f"{row.whole:,.{digits}f}"), first])
+    return Table(["ms per token", "draft", "verify", "rest", "all", "first token, ms"], cells)
 
 
 def _category_table(rows: Sequence[Fields], length: int) -> Table:
