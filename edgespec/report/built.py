@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -123,38 +124,35 @@ def _drafter_size(run: Run) -> Cell:
 
 
 def _recipe(run: Run) -> Cell:
-    found = recipe_of(run)
-    return Cell(found.text("name") or found.text("recipe") or ABSENT, found.text("description"))
+    """The name after --recipe in the command that built the pair."""
+    command = run.build.command if run.build is not None else provenance_of(run).text("command", 4000)
+    found = re.search(r"--recipe[= ]([\w./-]+)", command)
+    return Cell(clean(found[1]) if found else ABSENT)
 
 
-def _text(run: Run) -> Cell:
-    tokens = _counts(run, "pretrain").number("tokens")
-    steps = recipe_of(run).object("pretrain").whole("steps")
-    return _learnt(tokens, steps)
-
-
-def _learnt(tokens: float | None, steps: int | None, note: str = "") -> Cell:
-    """Tokens, else steps; '–' for neither."""
+def _trained(run: Run, stage: str) -> Cell:
+    """What the drafter read in a stage that was run: tokens, else steps. A bundle of two given models has no such stage."""
+    if stage not in seconds_of(run):
+        return Cell(ABSENT)
+    asked = recipe_of(run).object(stage)
+    tokens, steps, divergence = (
+        _counts(run, stage).number("tokens"),
+        asked.whole("steps"),
+        asked.text("divergence"),
+    )
     words = f"{count(tokens)} tokens" if tokens else f"{steps:,} steps" if steps else ABSENT
-    return Cell(words, ", ".join(filter(None, [f"{steps:,} steps" if tokens and steps else "", note])))
+    notes = [f"{steps:,} steps" if tokens and steps else "", f"divergence {divergence}" if divergence else ""]
+    notes += ["" if loss is None else f"loss {loss:.2f} at the end"]
+    return Cell(words, ", ".join(filter(None, notes)))
 
 
 def _written(run: Run) -> Cell:
-    found, asked = _counts(run, "generate"), recipe_of(run).object("generate")
-    tokens, prompts = found.number("tokens"), asked.whole("prompts")
-    replies = next(
-        (value for key in ("rows", "responses", "prompts") if (value := found.whole(key))), prompts
-    )
+    if "generate" not in seconds_of(run):
+        return Cell(ABSENT)
+    found, asked = _counts(run, "generate"), recipe_of(run).object("generate").whole("prompts")
+    tokens, replies = found.number("response_tokens"), found.whole("responses") or asked
     words = f"{count(tokens)} tokens" if tokens else f"{replies:,} replies" if replies else ABSENT
     return Cell(words, f"{replies:,} replies" if tokens and replies else "")
-
-
-def _distilled(run: Run) -> Cell:
-    found, asked = _counts(run, "distill"), recipe_of(run).object("distill")
-    divergence = asked.text("divergence")
-    return _learnt(
-        found.number("tokens"), asked.whole("steps"), f"divergence {divergence}" if divergence else ""
-    )
 
 
 def _default(run: Run) -> Cell:
@@ -187,9 +185,9 @@ FACTS: tuple[Fact, ...] = (
     ("drafter", _drafter),
     ("its size", _drafter_size),
     ("recipe", _recipe),
-    ("pretrained on", _text),
+    ("pretrained on", lambda run: _trained(run, "pretrain")),
     ("the target wrote", _written),
-    ("distilled on", _distilled),
+    ("distilled on", lambda run: _trained(run, "distill")),
     ("runs unless told otherwise", _default),
     ("made for", _device),
     ("bundle", _pair),

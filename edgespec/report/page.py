@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from edgespec import __version__
+from edgespec.core.progress import progress
 from edgespec.core.table import count
 from edgespec.report.acceptance import acceptance_section, replies_section
 from edgespec.report.built import built_section
@@ -69,10 +70,19 @@ def page(runs: Sequence[Run]) -> str:
         style=Markup((folder / STYLE).read_text(encoding="utf-8")),  # our own file
         runs=runs,
         heads=[_head(run) for run in runs],
-        sections=[section(runs) for section in SECTIONS],
+        sections=_sections(runs),
         version=__version__,
         date=time.strftime("%Y-%m-%d"),
     )
+
+
+def _sections(runs: Sequence[Run]) -> list[Section]:
+    found = []
+    with progress("report", len(SECTIONS), "part") as bar:
+        for section in SECTIONS:
+            found.append(section(runs))
+            bar.update(1)
+    return found
 
 
 def _title(runs: Sequence[Run]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec.core.manifest import Manifest
@@ -87,7 +87,7 @@ def _bytes_of(manifest: Manifest, role: str, engine: str, precision: str) -> int
 def _table(rows: Sequence[FileRow]) -> Table:
     cells = []
     for row in rows:
-        flips, positions = row.found.whole("block_flips"), row.found.whole("positions")
+        positions, fast = row.found.whole("positions"), row.found.object("fast")
         mine, theirs = row.found.number("perplexity"), row.found.number("torch_perplexity")
         broken = row.found.texts("broken", length=400)
         cells.append(
@@ -96,16 +96,19 @@ def _table(rows: Sequence[FileRow]) -> Table:
                 size(row.bytes),
                 _share(row.found.number("top1")),
                 _small(row.found.number("kl")),
-                Cell(ABSENT)
-                if mine is None
-                else Cell(f"{mine:,.2f}", "" if theirs is None else f"float {theirs:,.2f}"),
-                Cell(ABSENT)
-                if flips is None
-                else Cell(f"{flips:,}", f"of {positions:,}" if positions else ""),
+                replace(number(mine), note="" if theirs is None else f"float {theirs:,.2f}"),
+                _flips(row.found.whole("block_flips"), positions),
                 Cell("bound broken" if broken else "ok"),
             ]
         )
+        if fast.values:
+            flips = _flips(fast.whole("block_flips"), positions)
+            cells.append([Cell("in fast mode"), *[Cell("")] * 4, flips, Cell("")])
     return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
+
+
+def _flips(flips: int | None, positions: int | None) -> Cell:
+    return replace(number(flips, 0), note=f"of {positions:,}" if positions and flips is not None else "")
 
 
 def _share(value: float | None) -> Cell:

@@ -103,7 +103,9 @@ def test_the_page_says_what_the_files_say(small_build: Path, measured: Path, tmp
     share = manifest.drafter.parameters / manifest.target.parameters
     sizes = [row[1].partition("|")[0] for row in facts.rows if row[0] == "its size"]
     assert sizes[1] == f"{count(manifest.drafter.parameters)} parameters ({share:.1%})"
-    assert facts.row("distilled on")[1] == "768 tokens|3 steps, divergence fkl"
+    ended = json.loads((build / "distill" / "stage.json").read_text())["counts"]["loss_last"]
+    assert facts.row("distilled on")[1] == f"768 tokens|3 steps, divergence fkl, loss {ended:.2f} at the end"
+    assert facts.row("recipe")[1] == "quick"
     assert [row[0] for row in page.table("built", place=1).rows][-1] == "all"
 
     speed = page.table("speed")
