@@ -51,9 +51,7 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
             continue
         if lines := [row for row in rows if row.positions]:
             section.parts.append(_figure(lines, kind, words, len(runs)))
-        columns = [
-            Column(run.number, [_table(found[run.number], words)]) for run in runs if found[run.number]
-        ]
+        columns = [Column(run.number, _tables(found[run.number], words)) for run in runs if found[run.number]]
         section.parts.append(Columns(columns))
     if not any(benched.values()):
         section.missing.append(
@@ -102,20 +100,22 @@ def _evaluated(run: Run) -> list[Row]:
     return [row(one) for one in settings]
 
 
-def _table(rows: Sequence[Row], title: str) -> Table:
-    places = max(len(row.positions) for row in rows)
-    headers = ["", "τ", "α", *(f"α at {place}" for place in range(1, places + 1))]
-    cells = [
-        [
-            Cell(row.name),
-            between(row.tau),
-            row.alpha,
-            *(between(value) for value in row.positions),
-            *[Cell("")] * (places - len(row.positions)),
-        ]
-        for row in rows
+def _tables(rows: Sequence[Row], title: str) -> list[Table]:
+    """τ and α of every row; then α by position, a column for each row that has it."""
+    found = [
+        Table(["", "τ", "α"], [[Cell(row.name), between(row.tau), row.alpha] for row in rows], title=title)
     ]
-    return Table(headers, cells, title=title)
+    if long := [row for row in rows if row.positions]:
+        places = range(max(len(row.positions) for row in long))
+        cells = [
+            [
+                Cell(str(place + 1)),
+                *(between(row.positions[place]) if place < len(row.positions) else Cell("") for row in long),
+            ]
+            for place in places
+        ]
+        found.append(Table(["position", *(row.name for row in long)], cells, title="α by position"))
+    return found
 
 
 def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:

@@ -134,12 +134,9 @@ def _trained(run: Run, stage: str) -> Cell:
     """What the drafter read in a stage that was run: tokens, else steps. A bundle of two given models has no such stage."""
     if stage not in seconds_of(run):
         return Cell(ABSENT)
-    asked = recipe_of(run).object(stage)
-    tokens, steps, divergence = (
-        _counts(run, stage).number("tokens"),
-        asked.whole("steps"),
-        asked.text("divergence"),
-    )
+    asked, counted = recipe_of(run).object(stage), _counts(run, stage)
+    steps, divergence = asked.whole("steps"), asked.text("divergence")
+    tokens, loss = counted.number("tokens"), counted.number("loss_last")
     words = f"{count(tokens)} tokens" if tokens else f"{steps:,} steps" if steps else ABSENT
     notes = [f"{steps:,} steps" if tokens and steps else "", f"divergence {divergence}" if divergence else ""]
     notes += ["" if loss is None else f"loss {loss:.2f} at the end"]

@@ -109,11 +109,12 @@ def why(bench: Bench) -> str:
     if ratio is None or best.draft_cost is None or best.verify_cost is None or best.predicted is None:
         return ""
     length, tau = best.draft_length, best.tau[0]
+    drafting, memory, cost = length * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
+    left = cost - drafting - best.verify_cost
     steps = "one drafter step takes" if length == 1 else f"{length} drafter steps take"
-    drafting, memory = length * best.draft_cost, length * ratio + 1.0
-    left = best.tau[0] / best.speedup[0] - drafting - best.verify_cost
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
-    cost = drafting + best.verify_cost + max(0.0, left)
+    if left < -LOOP:
+        rest = "; these medians add up to more than the whole, so the machine was not steady"
     return (
         f"Why MBSU by {kind} says {best.mbsu[kind]:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
         f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
