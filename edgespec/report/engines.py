@@ -55,6 +55,7 @@ def ways_section(runs: Sequence[Run]) -> Section:
             )
             parts.append(Table(headers, [cells for *_, cells in rows], title=title))
             parts += [Words(words) for words in found.object("derived").texts("diagnosis", 8, 1000)]
+            parts += [Words(f"Note: {words}.") for words in found.texts("notes", 16, 1000)]
             if limit := found.object("derived").text("limit", 1000):
                 parts.append(Words(limit))
         if parts:

@@ -87,7 +87,7 @@ def _bytes_of(manifest: Manifest, role: str, engine: str, precision: str) -> int
 def _table(rows: Sequence[FileRow]) -> Table:
     cells = []
     for row in rows:
-        positions, fast = row.found.whole("positions"), row.found.object("fast")
+        positions = row.found.whole("positions")
         mine, theirs = row.found.number("perplexity"), row.found.number("torch_perplexity")
         broken = row.found.texts("broken", length=400)
         cells.append(
@@ -97,18 +97,19 @@ def _table(rows: Sequence[FileRow]) -> Table:
                 _share(row.found.number("top1")),
                 _small(row.found.number("kl")),
                 replace(number(mine), note="" if theirs is None else f"float {theirs:,.2f}"),
-                _flips(row.found.whole("block_flips"), positions),
+                _flips(
+                    row.found.whole("block_flips"), positions, row.found.object("fast").whole("block_flips")
+                ),
                 Cell("bound broken" if broken else "ok"),
             ]
         )
-        if fast.values:
-            flips = _flips(fast.whole("block_flips"), positions)
-            cells.append([Cell("in fast mode"), *[Cell("")] * 4, flips, Cell("")])
     return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
 
 
-def _flips(flips: int | None, positions: int | None) -> Cell:
-    return replace(number(flips, 0), note=f"of {positions:,}" if positions and flips is not None else "")
+def _flips(flips: int | None, positions: int | None, fast: int | None) -> Cell:
+    notes = [f"of {positions:,}" if positions and flips is not None else ""]
+    notes += ["" if fast is None else f"{fast:,} in fast mode"]
+    return replace(number(flips, 0), note=", ".join(filter(None, notes)))
 
 
 def _share(value: float | None) -> Cell:
@@ -177,7 +178,7 @@ def _pairs(run: Run) -> Table | None:
         rows.append(
             [
                 Cell(words),
-                number(temperature, 1),
+                Cell("greedy" if temperature == 0 else f"{temperature:g}"),
                 between(_interval(trials, 1, 0)),
                 between(_interval(trials, 3, 2)),
                 between(_interval(trials, 5, 4)),
