@@ -18,6 +18,7 @@ NAME = 200  # characters of a name that are shown
 MOST_ROWS = (
     200_000  # objects in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
 )
+MOST = 2.0**53  # whole numbers above are not exact as floats; nothing that edgespec measures is as large
 MOST_POSITIONS = 64  # of a draft, as a manifest allows
 JOINERS = "\u200c\u200d"  # they make one emoji or ligature of several characters
 LAYOUT = "\n\t"
@@ -128,6 +129,8 @@ class Fields:
             value = float(seen)
         except OverflowError:  # a whole number of 400 digits
             raise self._refused(key, "a whole number beyond a float", "a number") from None
+        if math.isfinite(value) and abs(value) > MOST:
+            raise self._refused(key, seen, f"a number of at most {MOST:.0e}")
         return value if math.isfinite(value) else None
 
     def _list(self, key: str, most: int) -> list[Any]:

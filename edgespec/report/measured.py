@@ -13,6 +13,8 @@ PLAIN, AUTO = 0, -1  # draft lengths of a plain run, and of one whose draft leng
 MOST_POSITIONS = 8  # of a draft that are shown; the chooser goes as far
 MOST_LENGTHS = 20  # draft lengths of one bench that are shown
 MOST_SETTINGS = 40  # of an evaluation
+MOST_PROMPTS = 10_000  # with raw counts in an evaluation; a suite has at most as many questions
+RESAMPLED = 1024  # prompts that an interval by position is made of: evenly chosen where there are more
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def _setting(one: Fields) -> Setting:
         match_greedy=metrics.interval("alpha_match_greedy") or same,
         match_sampled=metrics.interval("alpha_match_sampled") or same,
         mbsu=metrics.interval("mbsu"),
-        counts=tuple(raw.counts() for raw in one.objects("counts")),
+        counts=tuple(raw.counts() for raw in one.objects("counts", MOST_PROMPTS)),
     )
 
 
@@ -187,7 +189,8 @@ def by_position(counts: Sequence[RawCounts]) -> list[Interval]:
         if not tried:  # nothing got so far
             break
         share = ratio_of_sums(lambda pair: pair[0], lambda pair: pair[1])
-        found.append(bootstrap(tried, share))
+        _, low, high = bootstrap(tried[:: -(-len(tried) // RESAMPLED)], share)
+        found.append((share(tried), low, high))
     return found
 
 

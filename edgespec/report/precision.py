@@ -16,7 +16,7 @@ from edgespec.report.sources import VERIFY
 
 MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
 MOST_PAIRS = 64  # pairs of files whose acceptance was measured
-MOST_TRIALS = 4096  # prompts of one pair
+MOST_TRIALS = 512  # prompts of one pair
 MARKS = {"target": "o", "drafter": "s"}
 
 

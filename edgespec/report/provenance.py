@@ -53,9 +53,9 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("tokenizer's SHA-256", clean(run.manifest.pair["tokenizer_sha256"]) if run.manifest else ""),
         ("made with", ", ".join(f"{name} {versions.text(name, 40)}" for name in made.keys("versions", 20))),
         ("seed", "" if seed is None else str(seed)),
-        ("measured on", machine),
+        ("machine", machine),
         ("threads", str(threads) if threads else ""),
-        ("measured at", bench.text("date", 20) if bench else ""),
+        ("date", bench.text("date", 20) if bench else ""),
         ("sampling", _sampling(bench)),
     ]
     return [(name, value) for name, value in facts if value]

@@ -105,6 +105,8 @@ def why(bench: Bench) -> str:
     kind = best.mbsu_kind if best else ""
     if best is None or best.speedup is None or best.tau is None or not best.mbsu.get(kind):
         return ""
+    if best.speedup[0] <= 0:
+        return ""
     ratio = bench.fields.object("cost_ratios").number(kind)
     if ratio is None or best.draft_cost is None or best.verify_cost is None or best.predicted is None:
         return ""
