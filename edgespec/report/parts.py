@@ -109,12 +109,12 @@ def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: 
 
 
 def rate(value: Interval | None) -> Cell:
-    """Tokens a second: three or four digits are enough."""
+    """Tokens a second: three digits are enough."""
     return between(value, rate_digits(value[0])) if value else Cell(ABSENT)
 
 
 def rate_digits(value: float) -> int:
-    return 0 if abs(value) >= 100 else 1
+    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
 
 
 def size(count: float | None) -> Cell:
