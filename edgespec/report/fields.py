@@ -104,17 +104,23 @@ class Fields:
 
     def counts(self) -> RawCounts:
         """This object as raw counts."""
-        wholes = {name: self.whole(name) or 0 for name in ("blocks", "drafted", "copied", "emitted")}
-        seconds = {
-            f"{name}_seconds": self.number(f"{name}_seconds") or 0.0
-            for name in ("prefill", "draft", "verify", "total")
-        }
         tested, accepted = ([int(one) for one in self.numbers(name)] for name in ("tested", "accepted"))
         if len(tested) != len(accepted) or any(
             not 0 <= mine <= all_ for mine, all_ in zip(accepted, tested, strict=True)
         ):
             raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
-        return RawCounts(**wholes, tested=tested, accepted=accepted, **seconds)
+        return RawCounts(
+            blocks=self.whole("blocks") or 0,
+            drafted=self.whole("drafted") or 0,
+            copied=self.whole("copied") or 0,
+            emitted=self.whole("emitted") or 0,
+            tested=tested,
+            accepted=accepted,
+            prefill_seconds=self.number("prefill_seconds") or 0.0,
+            draft_seconds=self.number("draft_seconds") or 0.0,
+            verify_seconds=self.number("verify_seconds") or 0.0,
+            total_seconds=self.number("total_seconds") or 0.0,
+        )
 
     def keys(self, key: str, most: int = MOST_POSITIONS) -> list[str]:
         """The names in an object, as they are."""
