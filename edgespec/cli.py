@@ -70,6 +70,9 @@ VERBS = {
         "edgespec_runtime.tradeoff.tradeoff",
         "quality against latency for acceptance rules that give up some for speed",
     ),
+    "report": Verb(
+        "edgespec.verbs.report", "one HTML page of what was built and measured, runs side by side"
+    ),
     "export-optimum": Verb(
         "edgespec_export.onnx.optimum_graph",
         "write a model as optimum-onnx's graph (in an environment of its own: make.py optimum)",

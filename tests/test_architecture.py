@@ -54,6 +54,7 @@ ROOMS = [
     "edgespec_export.other_engines",
     "edgespec_export.bundle",
     "edgespec_export.synthetic",
+    "edgespec.report",
     "edgespec.building",
     "edgespec.hub",
     "edgespec.verbs",

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.core.manifest import Manifest
 from edgespec.core.table import table
 from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
     DRAFT_LENGTH,
+    GENAI_SETTINGS,
     SGLANG_SETTINGS,
     VLLM_SETTINGS,
     overlay,
@@ -83,21 +85,19 @@ RATIO, GREEDY = "rejection sampling, min(1, p/q)", "keeps a greedy draft with p(
 
 def engine_sections(commands: Commands, rates: Sequence[Rates]) -> str:
     """Markdown: the table of expected acceptance rates, then a block for every engine the bundle has files for."""
-    entries = _entries(commands)
-    if not entries:
+    known = entries(commands)
+    if not known:
         return "The bundle has no files that another engine reads as a pair.\n"
     shown = {one.where: one for one in rates if one.draft_length == min(r.draft_length for r in rates)}
     headers = ("engine", "rule", *(f"α, {where}" for where in shown))
-    rows = [
-        (entry.name, entry.rule, *(_rate(one, entry.rate) for one in shown.values())) for entry in entries
-    ]
+    rows = [(entry.name, entry.rule, *(_rate(one, entry.rate) for one in shown.values())) for entry in known]
     head = (
         "Greedy text is the target's own in each of them, and at temperature 0 every rule accepts where two argmaxes agree. "
         "Above it they differ; this is what each should show on prompts like the held-out ones:\n\n"
         f"{table(headers, rows, markdown=True, left=2)}\n\n"
     )
     blocks = []
-    for entry in entries:
+    for entry in known:
         code = "".join(f"    {line}\n" if line else "\n" for line in entry.code.splitlines())
         blocks.append(f"**{entry.name}.** {entry.remark}\n\n{code}")
     return head + "\n".join(blocks)
@@ -108,7 +108,27 @@ def _rate(rates: Rates, name: str) -> str:
     return f"{values[0]:.2f}" if values else "not measured"
 
 
-def _entries(commands: Commands) -> list[EngineEntry]:
+def commands_of(manifest: Manifest) -> Commands:
+    """What a finished bundle has files for, without the names that only a command needs."""
+    pairs = manifest.pairs()
+    onnx = [precision for engine, precision in pairs if engine == "onnxruntime"]
+    gguf = next((precision for engine, precision in pairs if engine == "llama.cpp"), None)
+    files = (
+        None
+        if gguf is None
+        else tuple(model.files["llama.cpp"][gguf] for model in (manifest.target, manifest.drafter))
+    )
+    return Commands(
+        target="TARGET",
+        precision=onnx[0] if onnx and GENAI_SETTINGS in manifest.files else None,
+        others=tuple(onnx[1:]),
+        gguf=None if files is None else (files[0], files[1]),
+        checkpoint=any(name.startswith(f"{CHECKPOINT}/") for name in manifest.files),
+    )
+
+
+def entries(commands: Commands) -> list[EngineEntry]:
+    """The engines that can run the pair."""
     found = []
     if commands.gguf:
         files = " ".join(f"{flag} {file}" for flag, file in zip(("-m", "-md"), commands.gguf, strict=True))

@@ -7,7 +7,9 @@ that warms up or slows down does so for all of them, and none always follows the
 from __future__ import annotations
 
 import math
+import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.files import write_json
+from edgespec.core.files import sha256_file, write_json
+from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts
-from edgespec.core.options import from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.core.progress import progress
 from edgespec.core.table import duration
 from edgespec_runtime.bench.categories import Category, by_category, category_table
@@ -29,18 +32,21 @@ from edgespec_runtime.bench.report import (
     Run,
     Summary,
     cost_table,
+    fastest_fixed,
     shortfalls,
     shown,
     speed_table,
     summarise,
     verdict,
 )
+from edgespec_runtime.bench.samples import samples_of
 from edgespec_runtime.bench.suite import BUILT_IN, MAX_QUESTIONS, Question, in_turn, of_chat, read_suite
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import SHIFT, DecodingOptions, ReplyOptions, numbered, plain
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import dump, shuffled
+from edgespec_runtime.engines.device import engine_version, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench
@@ -123,9 +129,7 @@ def runs_of(
     Round after round through the prompts, so that no moment of the machine falls on the repeats of one prompt alone. The turns
     of a conversation follow each other. `least`: prompts that are run whatever time they take.
     """
-    lengths = (PLAIN, *sorted(set(options.draft_lengths)))
-    shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
-    shared |= {"rule": options.rule_name, "seed": options.seed or 0}
+    lengths, shared = (PLAIN, *sorted(set(options.draft_lengths))), shared_of(options)
     how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
     how[PLAIN] = plain(how[PLAIN])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
@@ -163,6 +167,28 @@ def runs_of(
         yield runs, planned * rounds
 
 
+def shared_of(options: Options) -> dict[str, Any]:
+    """What all rivals have in common, for `DecodingOptions`."""
+    shared = {field.name: getattr(options, field.name) for field in fields(ReplyOptions)}
+    return shared | {"rule": options.rule_name, "seed": options.seed or 0}
+
+
+def about(pair: Pair, given: dict[str, Any]) -> dict[str, Any]:
+    """What was run, where and when. `bundle`: the SHA-256 of its manifest, which names every file's."""
+    assert pair.manifest.folder is not None
+    words = {name: value for name, value in given.items() if name != "bundle"}
+    return {
+        "edgespec": __version__,
+        "command": shlex.join(["edgespec", "bench", str(given["bundle"]), *as_flags(words)]),
+        "date": time.strftime("%Y-%m-%d"),
+        "device": str(this_device()),
+        "target": pair.manifest.target.name,
+        "drafter": pair.manifest.drafter.name,
+        "bundle": sha256_file(pair.manifest.folder / MANIFEST),
+        "engine_version": engine_version(pair.engine),
+    }
+
+
 def report(
     pair: Pair,
     options: Options,
@@ -171,9 +197,9 @@ def report(
     asked: Asked,
     rows: Sequence[Category],
 ) -> dict[str, Any]:
-    """Everything, for --json: raw counts of every run first, what is derived from them after."""
+    """Everything but `about`, for --json: raw counts of every run first, what is derived from them and a few replies after."""
+    drafting = DecodingOptions(**shared_of(options), draft_length=fastest_fixed(summaries).draft_length)
     found = {
-        "edgespec": __version__,
         "engine": pair.engine,
         "precision": pair.precision,
         "threads": options.threads or default_threads(),
@@ -183,6 +209,7 @@ def report(
         "runs": [{**vars(run), "counts": dump(run.counts)} for run in runs],
         "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],
         "verdict": verdict(summaries),
+        "samples": samples_of(pair, asked.dialogues, drafting),
     }
     if options.suite:
         found["questions"] = [
@@ -258,7 +285,8 @@ def run(given: dict[str, Any]) -> int:
             _print_suite(options, summaries, asked, rows, seconds)
         print(verdict(summaries))
         if options.json:
-            write_json(Path(options.json), report(pair, options, runs, summaries, asked, rows))
+            found = report(pair, options, runs, summaries, asked, rows)
+            write_json(Path(options.json), about(pair, given) | found)
         if options.plot:
             from edgespec_runtime.bench.plot import plot_bench
 

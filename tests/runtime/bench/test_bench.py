@@ -22,9 +22,12 @@ from edgespec_runtime.bench.report import (
     summarise,
     verdict,
 )
+from edgespec_runtime.bench.samples import parts_of
 from edgespec_runtime.bench.suite import of_chat
+from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.decoding.speed import metrics_of, shuffled
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -223,6 +226,36 @@ def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
     efficiencies = [summary["block_efficiency"][0] for summary in report["summaries"]]
     assert 1.0 == efficiencies[0] < efficiencies[1] < efficiencies[2]  # the drafter often agrees
     assert report["verdict"].startswith("Speculation ")
+
+
+def test_samples_are_the_replies_with_what_the_drafter_proposed(measured: Path, bundle: Path) -> None:
+    report = json.loads((measured / "bench.json").read_text())
+    tokenizer = ChatTokenizer(bundle / "tokenizer")
+    assert len(report["samples"]) == 4
+    for number, sample in enumerate(report["samples"]):
+        run = next(
+            run
+            for run in report["runs"]
+            if (run["prompt"], run["draft_length"]) == (number, sample["draft_length"])
+        )
+        stream = tokenizer.stream()
+        assert "".join(text for text, _ in sample["parts"]) == stream.feed(run["reply"]) + stream.finish()
+        assert sample["accepted"] == sum(run["counts"]["accepted"])
+        assert sample["passes"] == run["counts"]["blocks"]
+    assert any(drafted for sample in report["samples"] for _, drafted in sample["parts"])
+
+
+def test_a_sample_marks_the_accepted_beginning_of_every_block(bundle: Path) -> None:
+    tokenizer = ChatTokenizer(bundle / "tokenizer")
+    ids = tokenizer.encode("What is a list of words?")
+    assert len(ids) > 6
+    blocks = [Block(tuple(ids[:3]), 2), Block(tuple(ids[3:4]), 0), Block(tuple(ids[4:]), len(ids) - 4)]
+    texts = [tokenizer.decode(ids[:end]) for end in (2, 4, len(ids))]
+    assert parts_of(tokenizer, blocks) == [
+        [texts[0], True],
+        [texts[1].removeprefix(texts[0]), False],
+        [texts[2].removeprefix(texts[1]), True],
+    ]
 
 
 def test_no_run_always_follows_the_same_other_one(measured: Path) -> None:

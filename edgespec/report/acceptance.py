@@ -1,0 +1,190 @@
+"""Acceptance: τ and α, also by position in the draft, with intervals; sample replies with what was accepted in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.report.fields import Fields, Interval, clean
+from edgespec.report.figures import MUTED, RUNS, drawn, legend
+from edgespec.report.gather import Run
+from edgespec.report.measured import Setting, bench_of, by_position, settings_of
+from edgespec.report.parts import Cell, Column, Columns, Figure, Reply, Section, Table, between, number
+from edgespec.report.sources import BENCH, EVALUATION
+
+DASHES = ("-", "--", ":", "-.")  # one for each sampling of a run
+MARKS = "osD^"
+MOST_REPLIES = 6
+MOST_PIECES = 2000  # of one reply
+CHARACTERS = 6000  # of one reply that are shown, and 1,000 of its prompt
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of drafting. `number`: of its run; `style`: which of that run's lines."""
+
+    number: int
+    name: str
+    tau: Interval | None
+    alpha: Cell
+    positions: list[Interval]
+    style: int = 0
+
+
+def acceptance_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "acceptance",
+        "What is accepted",
+        "τ is tokens per target pass, between 1 and γ + 1. α is the share of tested draft tokens that the target kept. A token "
+        "is tested only if all before it in its draft were kept, so later positions have fewer tests and wider intervals.",
+    )
+    benched = {run.number: _benched(run) for run in runs}
+    judged = {run.number: _evaluated(run) for run in runs}
+    for found, kind, words in (
+        (benched, "bench", "Measured by bench on the exported files"),
+        (judged, "torch", "Measured in torch on held-out prompts"),
+    ):
+        rows = [row for one in found.values() for row in one]
+        if not rows:
+            continue
+        if lines := [row for row in rows if row.positions]:
+            section.parts.append(_figure(lines, kind, words, len(runs)))
+        columns = [Column(run.number, _tables(found[run.number], words)) for run in runs if found[run.number]]
+        section.parts.append(Columns(columns))
+    if not any(benched.values()):
+        section.missing.append(
+            ("acceptance of the exported files", "edgespec bench BUNDLE --json bench.json")
+        )
+    if not any(judged.values()):
+        section.missing.append(
+            ("acceptance in torch", "edgespec build-drafter, whose evaluation measures it")
+        )
+    return section
+
+
+def _benched(run: Run) -> list[Row]:
+    """A row for every fixed γ; positions of the longest drafts alone, which have them all."""
+    bench = bench_of(run.fields(BENCH))
+    if bench is None:
+        return []
+    return [
+        Row(
+            run.number,
+            one.name,
+            one.tau,
+            number(one.alpha),
+            by_position(bench.counts.get(one.draft_length, [])) if one.draft_length == bench.longest else [],
+        )
+        for one in bench.fixed
+    ]
+
+
+def _evaluated(run: Run) -> list[Row]:
+    settings = settings_of(run.fields(EVALUATION))
+    wheres = list(dict.fromkeys(one.where for one in settings))
+    longest = {where: max(one.draft_length for one in settings if one.where == where) for where in wheres}
+
+    def row(one: Setting) -> Row:
+        whole = one.draft_length == longest[one.where]
+        return Row(
+            run.number,
+            f"{one.where}, γ = {one.draft_length}",
+            one.tau,
+            between(one.alpha),
+            by_position(one.counts) if whole else [],
+            wheres.index(one.where),
+        )
+
+    return [row(one) for one in settings]
+
+
+def _tables(rows: Sequence[Row], title: str) -> list[Table]:
+    """τ and α of every row; then α by position, a column for each row that has it."""
+    found = [
+        Table(["", "τ", "α"], [[Cell(row.name), between(row.tau), row.alpha] for row in rows], title=title)
+    ]
+    if long := [row for row in rows if row.positions]:
+        places = range(max(len(row.positions) for row in long))
+        cells = [
+            [
+                Cell(str(place + 1)),
+                *(between(row.positions[place]) if place < len(row.positions) else Cell("") for row in long),
+            ]
+            for place in places
+        ]
+        found.append(Table(["position", *(row.name for row in long)], cells, title="α by position"))
+    return found
+
+
+def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
+    def draw(axes: Any) -> None:
+        longest = max(len(row.positions) for row in rows)
+        for place, row in enumerate(rows):
+            shift = 0.06 * (place - (len(rows) - 1) / 2)  # so that intervals stand beside each other
+            xs = [1 + at + shift for at in range(len(row.positions))]
+            values = [value for value, _, _ in row.positions]
+            errors = [
+                [max(0.0, value - low) for value, low, _ in row.positions],
+                [max(0.0, high - value) for value, _, high in row.positions],
+            ]
+            colour, name = RUNS[row.number], row.name if runs == 1 else f"{chr(65 + row.number)}: {row.name}"
+            axes.errorbar(
+                xs, values, yerr=errors, color=colour, elinewidth=1.0, marker=MARKS[row.style % len(MARKS)],
+                linestyle=DASHES[row.style % len(DASHES)], label=name,
+            )  # fmt: skip
+        axes.set_ylim(0, 1.02)
+        axes.set_xlim(0.6, longest + 0.4)
+        axes.set_xticks(range(1, longest + 1))
+        axes.set_xlabel("position in the draft", color=MUTED)
+        axes.set_ylabel("α at the position", color=MUTED)
+        if len(rows) > 1:
+            legend(axes, 2)
+
+    svg = drawn(f"acceptance-{kind}", draw)
+    return Figure(svg, f"Acceptance rate by position in the draft. {words}.", f"{words}.")
+
+
+def replies_section(runs: Sequence[Run]) -> Section:
+    section = Section("replies", "Sample replies")
+    columns = []
+    for run in runs:
+        found = run.fields(BENCH)
+        samples = list(found.objects("samples", MOST_REPLIES)) if found is not None else []
+        replies = [_reply(one) for one in samples]
+        if replies:
+            columns.append(Column(run.number, replies))
+    if columns:
+        section.lead = "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself."
+        section.parts.append(Columns(columns))
+    else:
+        section.missing.append(
+            (
+                "replies with accepted tokens marked",
+                "edgespec bench BUNDLE --json bench.json, of this version or later",
+            )
+        )
+    return section
+
+
+def _reply(found: Fields) -> Reply:
+    pieces, left = [], CHARACTERS
+    for part in found.lists("parts", MOST_PIECES):
+        if len(part) != 2 or not isinstance(part[0], str) or not isinstance(part[1], bool):
+            raise InputError(
+                f"{found.where}: a piece of 'parts' is {clean(repr(part), 80)}; [text, true or false] is wanted: measure it again"
+            )
+        if left > 0 and part[0]:
+            pieces.append((clean(part[0], left, lines=True), part[1]))
+            left -= len(part[0])
+    tokens, passes, accepted = (found.whole(key) for key in ("tokens", "passes", "accepted"))
+    length = found.whole("draft_length")
+    words = [
+        f"γ = {length}" if length else "",
+        f"{tokens:,} tokens in {passes:,} target passes" if tokens is not None and passes else "",
+        f"{accepted:,} of them ({accepted / tokens:.0%}) proposed by the drafter"
+        if accepted is not None and tokens
+        else "",
+    ]
+    return Reply(found.text("prompt", 1000, lines=True), pieces, ", ".join(filter(None, words)))

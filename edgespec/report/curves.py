@@ -1,0 +1,157 @@
+"""Trade-off curves: what each acceptance rule gives up for its speed, from a study of `edgespec tradeoff`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.report.fields import Interval
+from edgespec.report.figures import INK, MUTED, RULES, drawn, label
+from edgespec.report.gather import Run
+from edgespec.report.parts import (
+    ABSENT,
+    Cell,
+    Column,
+    Columns,
+    Figure,
+    Section,
+    Table,
+    Words,
+    between,
+    number,
+)
+from edgespec.report.sources import TRADEOFF
+
+LARGE, SMALL = "AR-large", "AR-small"
+MARKS = "osD^vP"
+MOST_POINTS = 200  # arms of a study
+MOST_METRICS = 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One arm. `quality` and `behind` by metric; latency in units of AR-large's."""
+
+    curve: str
+    at: str
+    value: float
+    quality: dict[str, Interval | None]
+    behind: dict[str, Interval | None]
+    latency: Interval
+    rejected: float | None
+
+
+def curves_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "tradeoff",
+        "Quality against latency",
+        "Each line is one acceptance rule through the values of its parameter; the star is the target alone. Up and to the left "
+        "is better. Latency is decoding time per token, in units of the target's own.",
+    )
+    columns = []
+    for run in runs:
+        found = run.fields(TRADEOFF)
+        if found is None:
+            continue
+        points, metrics = _points(run)
+        about = found.object("about")
+        parts: list[Any] = [
+            Words(
+                f"{about.text('title', 100)}: {about.text('engine')} {about.text('precision')}, {about.text('date')}."
+            )
+        ]
+        for place, metric in enumerate(metrics):
+            parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
+        columns.append(Column(run.number, parts))
+    if columns:
+        section.parts.append(Columns(columns))
+    else:
+        section.missing.append(("trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json"))
+    return section
+
+
+def _points(run: Run) -> tuple[list[Point], list[str]]:
+    """All arms whose latency is known, and the metrics of the study."""
+    found = run.fields(TRADEOFF)
+    assert found is not None
+    points, metrics = [], []
+    for one in found.objects("summaries", MOST_POINTS):
+        arm, latency = one.object("arm"), one.interval("latency")
+        if latency is None:
+            continue
+        quality, behind = one.object("quality"), one.object("behind")
+        metrics += [name for name in one.keys("quality", MOST_METRICS) if name not in metrics]
+        value, parameter = arm.number("value"), arm.text("parameter", 20)
+        points.append(
+            Point(
+                arm.text("curve", 40),
+                "" if value is None else f"{parameter} = {value:g}",
+                value or 0.0,
+                {name: quality.interval(name) for name in metrics},
+                {name: behind.interval(name) for name in metrics},
+                latency,
+                one.number("rejection_rate"),
+            )
+        )
+    return points, metrics[:MOST_METRICS]
+
+
+def _curves(points: Sequence[Point], metric: str) -> dict[str, list[Point]]:
+    """Rules in their order, each by ascending parameter, without the end points."""
+    found: dict[str, list[Point]] = {}
+    for point in points:
+        if point.curve not in (LARGE, SMALL) and point.quality.get(metric) is not None:
+            found.setdefault(point.curve, []).append(point)
+    return {name: sorted(own, key=lambda point: point.value) for name, own in found.items()}
+
+
+def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
+    def value(point: Point) -> float:
+        seen = point.quality.get(metric)
+        assert seen is not None
+        return seen[0]
+
+    def draw(axes: Any) -> None:
+        for place, (curve, own) in enumerate(_curves(points, metric).items()):
+            colour = RULES[place % len(RULES)]
+            axes.plot(
+                [point.latency[0] for point in own],
+                [value(point) for point in own],
+                color=colour, marker=MARKS[place % len(MARKS)], linewidth=1.4, label=label(curve, 20),
+            )  # fmt: skip
+        for end, mark in ((LARGE, "*"), (SMALL, "d")):
+            for point in points:
+                if point.curve == end and point.quality.get(metric) is not None:
+                    axes.plot(
+                        [point.latency[0]],
+                        [value(point)],
+                        mark,
+                        color=INK,
+                        markersize=9,
+                        linestyle="",
+                        label=end,
+                    )
+                    axes.axhline(value(point), color=MUTED, linewidth=0.8, linestyle=":")
+        axes.set_xlabel("seconds per token / the target's", color=MUTED)
+        axes.set_ylabel(label(metric), color=MUTED)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+    return Figure(drawn(f"tradeoff-{name}", draw), f"{label(metric)} against latency, rule by rule.")
+
+
+def _table(points: Sequence[Point], metric: str) -> Table:
+    rows = []
+    for point in points:
+        quality, behind = point.quality.get(metric), point.behind.get(metric)
+        end = point.curve in (LARGE, SMALL)
+        rows.append(
+            [
+                Cell(point.curve, point.at),
+                number(quality[0] if quality else None, 3),
+                Cell("") if point.curve == LARGE or behind is None else between(behind, 3),
+                Cell("1") if point.curve == LARGE else between(point.latency),
+                Cell(ABSENT if end or point.rejected is None else f"{point.rejected:.0%}"),
+            ]
+        )
+    return Table(["", label(metric), "less AR-large's", "latency", "rejected"], rows)

@@ -1,0 +1,163 @@
+"""Typed reads of a stranger's JSON: every value has its kind and bounds, or the file is refused with its name and the field's.
+
+What is absent is None or empty: files of older versions, and parts that nobody measured. NaN, which edgespec writes where there
+is nothing to divide by, counts as absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+
+NAME = 200  # characters of a name that are shown
+MOST_ROWS = (
+    200_000  # objects in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
+)
+MOST = 2.0**53  # whole numbers above are not exact as floats; nothing that edgespec measures is as large
+MOST_POSITIONS = 64  # of a draft, as a manifest allows
+JOINERS = "\u200c\u200d"  # they make one emoji or ligature of several characters
+LAYOUT = "\n\t"
+Interval = tuple[float, float, float]
+
+
+def clean(text: str, most: int = NAME, *, lines: bool = False) -> str:
+    """At most `most` characters that a page can show; `lines` keeps ends of lines and tabs. What has no picture becomes a blank.
+
+    Characters that turn the direction of writing are among those: they could make a text read as another one.
+    """
+    kept = JOINERS + (LAYOUT if lines else "")
+    cut = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(char if char.isprintable() or char in kept else " " for char in cut)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """One JSON object. `where` names file and place, for errors."""
+
+    values: Mapping[str, Any]
+    where: str
+
+    def text(self, key: str, most: int = NAME, *, lines: bool = False) -> str:
+        """'' where it is absent."""
+        seen = self.values.get(key)
+        if seen is None:
+            return ""
+        if not isinstance(seen, str):
+            raise self._refused(key, seen, "a string")
+        return clean(seen, most, lines=lines)
+
+    def number(self, key: str) -> float | None:
+        return self._number(key, self.values.get(key))
+
+    def whole(self, key: str) -> int | None:
+        seen = self.number(key)
+        if seen is not None and seen != int(seen):
+            raise self._refused(key, seen, "a whole number")
+        return None if seen is None else int(seen)
+
+    def flag(self, key: str) -> bool | None:
+        seen = self.values.get(key)
+        if seen is not None and not isinstance(seen, bool):
+            raise self._refused(key, seen, "true or false")
+        return seen
+
+    def interval(self, key: str) -> Interval | None:
+        """[value, low, high]; None where it is absent or one of them is NaN."""
+        seen = self.values.get(key)
+        if seen is None:
+            return None
+        if not isinstance(seen, list) or len(seen) != 3:
+            raise self._refused(key, seen, "a list of value, low and high end")
+        value, low, high = (self._number(key, one) for one in seen)
+        return None if value is None or low is None or high is None else (value, low, high)
+
+    def numbers(self, key: str, most: int = MOST_POSITIONS) -> list[float]:
+        """[] where it is absent."""
+        found = [self._number(key, one) for one in self._list(key, most)]
+        return [one for one in found if one is not None]
+
+    def texts(self, key: str, most: int = MOST_POSITIONS, length: int = NAME) -> list[str]:
+        found = self._list(key, most)
+        for one in found:
+            if not isinstance(one, str):
+                raise self._refused(key, one, "a list of strings")
+        return [clean(one, length) for one in found]
+
+    def lists(self, key: str, most: int) -> Iterator[list[Any]]:
+        for one in self._list(key, most):
+            if not isinstance(one, list):
+                raise self._refused(key, one, "a list of lists")
+            yield one
+
+    def object(self, key: str) -> Fields:
+        """An empty one where it is absent."""
+        return self._fields(key, self.values.get(key))
+
+    def objects(self, key: str, most: int = MOST_ROWS) -> Iterator[Fields]:
+        for place, one in enumerate(self._list(key, most)):
+            yield self._fields(f"{key}[{place}]", one)
+
+    def counts(self) -> RawCounts:
+        """This object as raw counts."""
+        tested, accepted = ([int(one) for one in self.numbers(name)] for name in ("tested", "accepted"))
+        if len(tested) != len(accepted) or any(
+            not 0 <= mine <= all_ for mine, all_ in zip(accepted, tested, strict=True)
+        ):
+            raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
+        return RawCounts(
+            blocks=self.whole("blocks") or 0,
+            drafted=self.whole("drafted") or 0,
+            copied=self.whole("copied") or 0,
+            emitted=self.whole("emitted") or 0,
+            tested=tested,
+            accepted=accepted,
+            prefill_seconds=self.number("prefill_seconds") or 0.0,
+            draft_seconds=self.number("draft_seconds") or 0.0,
+            verify_seconds=self.number("verify_seconds") or 0.0,
+            total_seconds=self.number("total_seconds") or 0.0,
+        )
+
+    def keys(self, key: str, most: int = MOST_POSITIONS) -> list[str]:
+        """The names in an object, as they are."""
+        return list(self.object(key).values)[:most]
+
+    def _number(self, key: str, seen: Any) -> float | None:
+        if seen is None:
+            return None
+        if isinstance(seen, bool) or not isinstance(seen, int | float):
+            raise self._refused(key, seen, "a number")
+        try:
+            value = float(seen)
+        except OverflowError:  # a whole number of 400 digits
+            raise self._refused(key, "a whole number beyond a float", "a number") from None
+        if math.isfinite(value) and abs(value) > MOST:
+            raise self._refused(key, seen, f"a number of at most {MOST:.0e}")
+        return value if math.isfinite(value) else None
+
+    def _list(self, key: str, most: int) -> list[Any]:
+        seen = self.values.get(key)
+        if seen is None:
+            return []
+        if not isinstance(seen, list):
+            raise self._refused(key, seen, "a list")
+        if len(seen) > most:
+            raise InputError(
+                f"{self.where}: {key!r} has {len(seen)} entries; at most {most} are read: is the file edgespec's own?"
+            )
+        return seen
+
+    def _fields(self, key: str, seen: Any) -> Fields:
+        if seen is not None and not isinstance(seen, dict):
+            raise self._refused(key, seen, "an object")
+        return Fields(seen or {}, f"{self.where}, {clean(key, 80)}")
+
+    def _refused(self, key: str, seen: Any, wanted: str) -> InputError:
+        shown = clean(repr(seen), 80)
+        return InputError(
+            f"{self.where}: {key!r} is {shown}; {wanted} is wanted: measure it again with this edgespec"
+        )

@@ -1,0 +1,118 @@
+"""matplotlib's SVG, made fit for the page: text as text, colours as the page's own variables, no link, names of its own.
+
+Needs matplotlib (the extra 'plot').
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+from edgespec.core.pictures import require_matplotlib
+from edgespec.report.fields import clean
+
+WIDTH, HEIGHT = 420, 250  # units of the drawing; type of 11 of them is legible on a telephone and on a screen
+TYPE = 11.0
+UNIT = 72.0  # an inch in matplotlib's SVG
+
+# A figure is drawn in colours that nobody else uses; the page's style sheet says what they are, in the light and in the dark.
+INK, MUTED, RULE, PAPER = "#010101", "#020202", "#030303", "#040404"
+RUNS = tuple(f"#0{n}0a0b" for n in range(1, 9))  # one for each run
+PARTS = tuple(f"#0{n}0c0d" for n in range(1, 4))  # draft, verify, rest
+RULES = tuple(f"#{n:02d}0e0f" for n in range(1, 11))  # rules of a trade-off
+_VARIABLES = {
+    **{INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"},
+    **{colour: f"--run-{n}" for n, colour in enumerate(RUNS, 1)},
+    **{colour: f"--part-{n}" for n, colour in enumerate(PARTS, 1)},
+    **{colour: f"--rule-{n}" for n, colour in enumerate(RULES, 1)},
+}
+_STYLE = {
+    "svg.fonttype": "none",  # text as text: it takes the page's font and can be searched
+    "svg.hashsalt": "edgespec",  # the same figure is the same bytes
+    "text.parse_math": False,  # a stranger's name is no formula
+    "font.size": TYPE,
+    "axes.titlesize": TYPE,
+    "axes.labelsize": TYPE,
+    "xtick.labelsize": TYPE - 1,
+    "ytick.labelsize": TYPE - 1,
+    "legend.fontsize": TYPE - 1,
+    "legend.frameon": False,
+    "legend.handlelength": 1.6,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": RULE,
+    "axes.linewidth": 1.0,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 0.0,
+    "ytick.major.size": 0.0,
+    "grid.color": RULE,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.5,
+    "errorbar.capsize": 0.0,
+}
+
+
+def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT, width: float = WIDTH) -> Any:
+    """An inline <svg> of what `draw` puts on the axes it is given. `name`: letters, one figure's own. Raises MissingExtra."""
+    require_matplotlib()
+    from markupsafe import Markup
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    stream = io.StringIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width / UNIT, height / UNIT), layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(
+            stream,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
+    return Markup(_inline(stream.getvalue(), name))  # matplotlib escapes the text it writes
+
+
+def legend(axes: Any, columns: int, *, by_run: bool = False) -> None:
+    """Above the axes, where nothing is drawn; `by_run`: by name, so that those of a run stand together."""
+    handles, names = axes.get_legend_handles_labels()
+    order = sorted(range(len(names)), key=lambda place: names[place].lower() if by_run else "")
+    axes.legend(
+        [handles[place] for place in order],
+        [names[place] for place in order],
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        ncols=columns,
+        borderaxespad=0.2,
+        columnspacing=1.4,
+    )
+
+
+def label(text: str, most: int = 40) -> str:
+    """A stranger's words as one short label."""
+    return clean(text, most)
+
+
+def _inline(svg: str, name: str) -> str:
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    body = re.sub(r"<!--.*?-->\n?", "", body, flags=re.DOTALL)
+    head, rest = body.split(">", 1)
+    view = re.search(r'viewBox="[0-9. ]+"', head)
+    rest = rest.replace("xlink:href", "href")
+    rest = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', rest)
+    rest = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', rest)
+    rest = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", rest)
+    rest = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", rest)
+    for colour, variable in _VARIABLES.items():
+        rest = rest.replace(colour, f"var({variable})")
+    return f"<svg {view.group() if view else ''}>{rest}".strip()

@@ -1,0 +1,203 @@
+"""The files: what each weighs, and how near it stays to the float model; what rounding cost the pair's acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from edgespec.core.manifest import Manifest
+from edgespec.core.metrics import bootstrap, ratio_of_sums
+from edgespec.report.fields import Fields, clean
+from edgespec.report.figures import INK, MUTED, RUNS, drawn, label, legend
+from edgespec.report.gather import Run
+from edgespec.report.parts import ABSENT, Cell, Column, Columns, Figure, Section, Table, between, number, size
+from edgespec.report.sources import VERIFY
+
+MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
+MOST_PAIRS = 64  # pairs of files whose acceptance was measured
+MOST_TRIALS = 512  # prompts of one pair
+MARKS = {"target": "o", "drafter": "s"}
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """One exported file. `bytes` None: the bundle is not there to say."""
+
+    role: str
+    engine: str
+    precision: str
+    bytes: int | None
+    found: Fields
+
+
+def files_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "files",
+        "Files: size against agreement",
+        "How often a file's most likely token is that of the float model, on held-out prompts (top-1), and how far its "
+        "distributions are from the model's (KL divergence, nats). Flips: positions whose most likely token changes when four "
+        "tokens are read at once instead of one by one; 0 means that speculation changes no greedy reply.",
+    )
+    rows = {run.number: _rows(run) for run in runs}
+    rows = {number_: found for number_, found in rows.items() if found}
+    if not rows:
+        section.missing.append(("agreement of the files", "edgespec verify BUNDLE --json verify.json"))
+        return section
+    placed = [
+        (number_, row, row.bytes, share)
+        for number_, found in rows.items()
+        for row in found
+        if row.bytes and (share := row.found.number("top1")) is not None
+    ]
+    if placed:
+        section.parts.append(_figure(placed, len(runs)))
+    section.parts.append(Columns([Column(number_, [_table(found)]) for number_, found in rows.items()]))
+    pairs = {run.number: table for run in runs if (table := _pairs(run)) is not None}
+    if pairs:
+        section.parts.append(Columns([Column(number_, [table]) for number_, table in pairs.items()]))
+    else:
+        section.missing.append(
+            (
+                "what rounding cost the pair's acceptance",
+                "edgespec verify BUNDLE --acceptance-prompts 32 --json verify.json",
+            )
+        )
+    return section
+
+
+def _rows(run: Run) -> list[FileRow]:
+    found = run.fields(VERIFY)
+    if found is None:
+        return []
+    rows = []
+    for check in found.objects("files", MOST_FILES):
+        role, engine, precision = (check.text(key, 40) for key in ("role", "engine", "precision"))
+        weight = None if run.manifest is None else _bytes_of(run.manifest, role, engine, precision)
+        rows.append(FileRow(role, engine, precision, weight, check))
+    return rows
+
+
+def _bytes_of(manifest: Manifest, role: str, engine: str, precision: str) -> int | None:
+    if role not in MARKS or precision not in getattr(manifest, role).files.get(engine, {}):
+        return None
+    return sum(one.bytes for one in manifest.files_of(role, engine, precision).values()) or None
+
+
+def _table(rows: Sequence[FileRow]) -> Table:
+    cells = []
+    for row in rows:
+        positions = row.found.whole("positions")
+        mine, theirs = row.found.number("perplexity"), row.found.number("torch_perplexity")
+        broken = row.found.texts("broken", length=400)
+        cells.append(
+            [
+                Cell(f"{row.role} {row.engine} {row.precision}", "; ".join(broken)),
+                size(row.bytes),
+                _share(row.found.number("top1")),
+                _small(row.found.number("kl")),
+                replace(number(mine), note="" if theirs is None else f"float {theirs:,.2f}"),
+                _flips(
+                    row.found.whole("block_flips"), positions, row.found.object("fast").whole("block_flips")
+                ),
+                Cell("bound broken" if broken else "ok"),
+            ]
+        )
+    return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
+
+
+def _flips(flips: int | None, positions: int | None, fast: int | None) -> Cell:
+    notes = [f"of {positions:,}" if positions and flips is not None else ""]
+    notes += ["" if fast is None else f"{fast:,} in fast mode"]
+    return replace(number(flips, 0), note=", ".join(filter(None, notes)))
+
+
+def _share(value: float | None) -> Cell:
+    return Cell(ABSENT if value is None else f"{value:.1%}")
+
+
+def _small(value: float | None) -> Cell:
+    return Cell(ABSENT if value is None else f"{value:.4f}" if value >= 1e-4 else "< 0.0001")
+
+
+def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Figure:
+    def draw(axes: Any) -> None:
+        from matplotlib.ticker import LogLocator
+
+        for role, mark in MARKS.items():
+            for number_ in sorted({one[0] for one in placed}):
+                own = [one for one in placed if one[0] == number_ and one[1].role == role]
+                before = "" if runs == 1 else f"{chr(65 + number_)}: "
+                if own:
+                    axes.plot(
+                        [weight / 2**20 for _, _, weight, _ in own],
+                        [100 * share for _, _, _, share in own],
+                        mark, color=RUNS[number_], markersize=6, label=f"{before}{role}",
+                        markerfacecolor=RUNS[number_] if role == "target" else "none",
+                    )  # fmt: skip
+        for _, row, weight, share in placed:
+            words = label(row.precision, 12)
+            axes.annotate(
+                words,
+                (weight / 2**20, 100 * share),
+                xytext=(6, -3),
+                textcoords="offset points",
+                color=INK,
+                fontsize=9,
+            )
+        sizes = [weight / 2**20 for _, _, weight, _ in placed]
+        worst = max(1.0, 100 - min(100 * share for *_, share in placed))
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_formatter(lambda value, _: "")
+        axes.set_xlim(0.6 * min(sizes), 2.2 * max(sizes))  # room for the names to the right
+        axes.set_ylim(100 - 1.15 * worst, 100 + 0.1 * worst)
+        axes.set_xlabel("size of the file (MiB)", color=MUTED)
+        axes.set_ylabel("same most likely token (%)", color=MUTED)
+        legend(axes, 2 if runs == 1 else 4)
+
+    return Figure(drawn("files", draw), "Agreement with the float model against the size of each file.", "")
+
+
+def _pairs(run: Run) -> Table | None:
+    """verify's `acceptance`: raw counts of every pair of files; here as intervals over prompts."""
+    found = run.fields(VERIFY)
+    pairs = [] if found is None else list(found.objects("acceptance", MOST_PAIRS))
+    rows = []
+    for pair in pairs:
+        trials = [
+            counts
+            for one in pair.lists("trials", MOST_TRIALS)
+            if (counts := _trial(one, pair.where)) is not None
+        ]
+        temperature = pair.number("temperature")
+        if not trials or temperature is None:
+            continue
+        words = clean(f"{pair.text('engine', 40)} {pair.text('precision', 40)}: {pair.text('cause', 40)}")
+        rows.append(
+            [
+                Cell(words),
+                Cell("greedy" if temperature == 0 else f"{temperature:g}"),
+                between(_interval(trials, 1, 0)),
+                between(_interval(trials, 3, 2)),
+                between(_interval(trials, 5, 4)),
+            ]
+        )
+    if not rows:
+        return None
+    headers = ["", "T", "τ", "α of the drafts", "α on the target's text"]
+    return Table(headers, rows, title="What rounding cost the pair's acceptance")
+
+
+def _trial(values: list[Any], where: str) -> list[float] | None:
+    """[blocks, emitted, tested, accepted, positions, overlap] of one prompt."""
+    read = Fields({"trials": values}, where).numbers("trials", 16)
+    return read[:6] if len(read) >= 6 else None
+
+
+def _interval(trials: Sequence[list[float]], above: int, below: int) -> tuple[float, float, float] | None:
+    counted = [one for one in trials if one[below] > 0]
+    if not counted:
+        return None
+    return bootstrap(counted, ratio_of_sums(lambda one: one[above], lambda one: one[below]))

@@ -1,0 +1,108 @@
+"""Where everything comes from: commands, machines, versions, the recipe, and the hashes of what was read and of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from edgespec.report.built import provenance_of, recipe_of
+from edgespec.report.fields import Fields, clean
+from edgespec.report.gather import Run
+from edgespec.report.parts import ABSENT, Cell, Code, Column, Columns, Section, Table, size
+from edgespec.report.sources import BENCH, BUILD, BUNDLE, DOCTOR, TRADEOFF
+
+MOST_COMMAND = 4000  # characters of a command that are shown
+MOST_RECIPE = 20_000
+MOST_FILES = 300  # files of a bundle that are listed
+
+
+def provenance_section(runs: Sequence[Run]) -> Section:
+    section = Section("provenance", "Where this comes from")
+    columns = []
+    for run in runs:
+        parts: list[Any] = [
+            Table(["", ""], [[Cell(name), Cell(value)] for name, value in _facts(run)], left=2, title="about")
+        ]
+        parts += [Code(clean(words, MOST_COMMAND, lines=True)) for words in _commands(run)]
+        parts.append(_read(run))
+        if run.manifest is not None:
+            parts.append(_files(run))
+            if recipe := dict(recipe_of(run).values):
+                text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+                parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
+        columns.append(Column(run.number, parts))
+    section.parts.append(Columns(columns))
+    return section
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    made = provenance_of(run) if run.manifest is not None else Fields({}, "")
+    bench, doctor, study = run.fields(BENCH), run.fields(DOCTOR), run.fields(TRADEOFF)
+    machine = bench.text("device") if bench else study.object("about").text("device") if study else ""
+    if not machine and doctor is not None:
+        machine = doctor.object("device").text("cpu")
+    threads = bench.whole("threads") if bench else None
+    versions = made.object("versions")
+    seed = made.whole("seed")
+    facts = [
+        ("bundle", _name(run, BUNDLE)),
+        ("its manifest's SHA-256", run.sources[BUNDLE].sha256 if BUNDLE in run.sources else ""),
+        ("build", _name(run, BUILD)),
+        ("tokenizer's SHA-256", clean(run.manifest.pair["tokenizer_sha256"]) if run.manifest else ""),
+        ("made with", ", ".join(f"{name} {versions.text(name, 40)}" for name in made.keys("versions", 20))),
+        ("seed", "" if seed is None else str(seed)),
+        ("machine", machine),
+        ("threads", str(threads) if threads else ""),
+        ("date", bench.text("date", 20) if bench else ""),
+        ("sampling", _sampling(bench)),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def _name(run: Run, kind: str) -> str:
+    return clean(str(run.sources[kind].path), 400) if kind in run.sources else ""
+
+
+def _sampling(bench: Fields | None) -> str:
+    if bench is None:
+        return ""
+    options = bench.object("options")
+    temperature, tokens = options.number("temperature"), options.whole("max_new_tokens")
+    words = [
+        "" if temperature is None else "greedy" if temperature == 0 else f"temperature {temperature:g}",
+        f"up to {tokens:,} tokens" if tokens else "",
+        f"rule {options.text('rule', 60)}" if options.text("rule", 60) else "",
+    ]
+    return ", ".join(filter(None, words))
+
+
+def _commands(run: Run) -> list[str]:
+    """Every command that a file tells, once."""
+    made = provenance_of(run) if run.manifest is not None else Fields({}, "")
+    bench, study = run.fields(BENCH), run.fields(TRADEOFF)
+    found = [
+        run.build.command if run.build is not None else "",
+        made.text("command", MOST_COMMAND, lines=True),
+        bench.text("command", MOST_COMMAND) if bench else "",
+        study.object("about").text("command", MOST_COMMAND) if study else "",
+    ]
+    return [words for words in dict.fromkeys(found) if words]
+
+
+def _read(run: Run) -> Table:
+    """What the page was made from."""
+    rows = [
+        [Cell(kind), Cell(clean(str(one.path), 400), one.sha256 or "")] for kind, one in run.sources.items()
+    ]
+    return Table(["read for this page", "path, and SHA-256"], rows, left=2, title="read")
+
+
+def _files(run: Run) -> Table:
+    assert run.manifest is not None
+    entries = list(run.manifest.files.items())
+    rows = [[Cell(clean(name, 300), entry.sha256), size(entry.bytes)] for name, entry in entries[:MOST_FILES]]
+    if len(entries) > MOST_FILES:
+        rows.append([Cell(f"and {len(entries) - MOST_FILES:,} more in manifest.json"), Cell(ABSENT)])
+    return Table(["file of the bundle, and its SHA-256", "size"], rows, title="hashes")

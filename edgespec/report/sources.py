@@ -1,0 +1,156 @@
+"""What the report is given: bundles, builds and the JSON files of verbs. Tells them apart and reads them within bounds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded
+from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
+from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT
+from edgespec.report.fields import Fields
+
+BUNDLE, BUILD = "bundle", "build"
+BENCH, DOCTOR, TRADEOFF, VERIFY, ENGINES, EVALUATION = (
+    "bench",
+    "doctor",
+    "tradeoff",
+    "verify",
+    "other-engines",
+    "evaluation",
+)
+EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "command.txt"
+MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
+DONE = "stage.json"
+STAGES = (
+    *("data", "target", "teacher", "plan", "tune", SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "pretrain"),
+    *("generate", "store", "reference", "distill", "evaluate", "export", "verify", "pack"),
+)
+"""In the order of a build."""
+WANTED = (
+    "a bundle's or a build's folder is wanted, or what --json of bench, doctor, tradeoff, verify or other-engines wrote, "
+    f"or an {EVALUATION_FILE}"
+)
+# The keys that a kind of file has and no other kind has together.
+_MARKS = {
+    BENCH: ("summaries", "runs", "verdict"),
+    TRADEOFF: ("about", "arms", "summaries"),
+    DOCTOR: ("chosen", "others", "derived"),
+    VERIFY: ("files", "tokenizers", "acceptance"),
+    EVALUATION: ("settings", "comparisons", "cost_ratio"),
+}
+_OTHERS = {
+    ("sections", "left_out"): "the bench of random weights (--synthetic)",
+    ("schema_version", "pair", "target", "drafter"): f"the {MANIFEST} of a bundle: give its folder",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One thing that was given or found in one. `sha256`: of a file; of a bundle, that of its manifest."""
+
+    kind: str
+    path: Path
+    sha256: str = ""
+    fields: Fields | None = None
+    rows: tuple[Fields, ...] = ()
+    manifest: Manifest | None = None
+    stages: Mapping[str, Fields] = field(default_factory=dict)
+    command: str = ""
+    inside: tuple[Source, ...] = ()
+
+
+def open_source(name: str) -> Source:
+    """Read what a path holds. Raises InputError or BundleError: what it is, and what is wanted."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return _bundle(path)
+        if stages := [stage for stage in STAGES if (path / stage / DONE).is_file()]:
+            return _build(path, stages)
+        raise InputError(f"{path} is a folder without a {MANIFEST} or finished stages of a build; {WANTED}")
+    if not path.exists():
+        raise InputError(f"{path} is missing; {WANTED}")
+    return open_json(path)
+
+
+def open_json(path: Path) -> Source:
+    """A file of measurements, by its keys. Raises InputError."""
+    data = read_bounded(path, limit=MAX_JSON_BYTES)
+    value = parse_json(data, path)
+    digest = hashlib.sha256(data).hexdigest()
+    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+        if all({"name", "rule", "answers", "ours"} <= set(one) for one in value):
+            rows = tuple(Fields(one, f"{path}[{place}]") for place, one in enumerate(value))
+            return Source(ENGINES, path, digest, rows=rows)
+    elif isinstance(value, dict):
+        for kind, keys in _MARKS.items():
+            if set(keys) <= set(value):
+                return Source(kind, path, digest, Fields(value, str(path)))
+    raise InputError(f"{path} is {_what(value)}; {WANTED}")
+
+
+def _what(value: Any) -> str:
+    """A JSON value that is no file of the report's, in words."""
+    if not isinstance(value, dict):
+        return f"JSON of the kind {type(value).__name__}"
+    for keys, words in _OTHERS.items():
+        if set(keys) <= set(value):
+            return words
+    names = ", ".join(repr(key[:40]) for key in list(value)[:6])
+    return f"a JSON object with the keys {names or 'none'}"
+
+
+def _bundle(path: Path) -> Source:
+    """The manifest, and its evaluation and verification where their bytes are those that it lists."""
+    manifest = read_manifest(path)
+    found = []
+    for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
+        if (entry := manifest.files.get(name)) is not None:
+            file = check_file(path.resolve(), name, entry)
+            found.append(_inside(file, kind))
+    data = read_bounded(path / MANIFEST, error=BundleError, limit=MAX_JSON_BYTES)
+    digest = hashlib.sha256(data).hexdigest()
+    return Source(BUNDLE, path, digest, manifest=manifest, inside=tuple(one for one in found if one))
+
+
+def _build(path: Path, names: list[str]) -> Source:
+    """The finished stages, and the bundle or, before there is one, what was evaluated and verified."""
+    stages = {name: _object(path / name / DONE) for name in names}
+    command = path / COMMAND
+    words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
+    bundle = path / BUNDLE
+    found: list[Source | None] = []
+    if (bundle / MANIFEST).exists():
+        found.append(_bundle(bundle))
+    else:
+        for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
+            file = path / stage / name
+            found.append(_inside(file, kind) if file.is_file() else None)
+    return Source(
+        BUILD,
+        path,
+        stages=stages,
+        command=words.decode("utf-8", "replace").strip(),
+        inside=tuple(one for one in found if one),
+    )
+
+
+def _inside(path: Path, kind: str) -> Source | None:
+    """A file of a bundle or build; None for an empty one, which says that nothing was measured."""
+    data = read_bounded(path, limit=MAX_JSON_BYTES)
+    value = parse_json(data, path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
+    return Source(kind, path, hashlib.sha256(data).hexdigest(), Fields(value, str(path))) if value else None
+
+
+def _object(path: Path) -> Fields:
+    value = parse_json(read_bounded(path, limit=MAX_JSON_BYTES), path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
+    return Fields(value, str(path))

@@ -1,0 +1,262 @@
+"""Speed: token rates and gains by draft length, MBSU beside them and why they differ, where the time goes, kinds of questions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edgespec.report.fields import Fields
+from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend
+from edgespec.report.gather import Run
+from edgespec.report.measured import AUTO, PLAIN, Bench, Speed, bench_of, total
+from edgespec.report.parts import Cell, Column, Columns, Figure, Section, Table, Words, between, number, rate
+from edgespec.report.sources import BENCH
+
+MOST_CATEGORIES = 120  # rows: 60 categories, plain against two ways of drafting
+COMMAND = "edgespec bench BUNDLE --json bench.json"
+FEW = 3  # runs whose bounds and choices are drawn beside what was measured
+LOOP = 0.02  # of a plain step: below that what is left over is noise of the clock
+
+
+@dataclass(frozen=True)
+class Split:
+    """`parts`: milliseconds per token of drafting, verifying and the rest. `first_token_seconds`: from an empty cache."""
+
+    name: str
+    parts: tuple[float, float, float]
+    first_token_seconds: float | None
+
+    @property
+    def whole(self) -> float:
+        return sum(self.parts)
+
+
+def speed_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "speed",
+        "Speed",
+        "Plain decoding and every draft length took turns on the same prompts. A gain is the median over prompts of a prompt's "
+        "token rate over its plain one, with a 95 % bootstrap interval. MBSU is the gain there would be if only memory traffic "
+        "counted: τ / (cγ + 1), with c the drafter's share of the bytes, or of the parameters.",
+    )
+    found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH)))}
+    if not found:
+        section.missing.append(("measured speed", COMMAND))
+        return section
+    section.parts.append(_gains(found, len(runs)))
+    columns = []
+    for number_, bench in found.items():
+        parts: list[Any] = [_speed_table(bench)]
+        if words := why(bench):
+            parts.append(Words(words))
+        columns.append(Column(number_, parts))
+    section.parts.append(Columns(columns))
+    return section
+
+
+def time_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "time",
+        "Where the time goes",
+        "Milliseconds of decoding per token that left the loop, without reading the prompt. The rest is sampling, the acceptance "
+        "rule, the choice of γ and the loop itself. The time to the first token counts the prompt too, from an empty cache.",
+    )
+    found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH))) and bench.counts}
+    if not found:
+        section.missing.append(("time split", COMMAND))
+        return section
+    splits = {number_: _splits(bench) for number_, bench in found.items()}
+    most = max(row.whole for rows in splits.values() for row in rows)
+    columns = []
+    for number_, rows in splits.items():
+        columns.append(Column(number_, [_split_figure(rows, number_, most), _split_table(rows)]))
+    section.parts.append(Columns(columns))
+    return section
+
+
+def category_section(runs: Sequence[Run]) -> Section:
+    section = Section(
+        "kinds", "By kind of question", "Speculation against plain decoding on the questions of a suite."
+    )
+    columns = []
+    for run in runs:
+        found = run.fields(BENCH)
+        rows = list(found.objects("categories", MOST_CATEGORIES)) if found is not None else []
+        lengths = list(dict.fromkeys(row.whole("draft_length") for row in rows))
+        tables = [
+            _category_table([row for row in rows if row.whole("draft_length") == length], length or 0)
+            for length in lengths
+        ]
+        if tables:
+            columns.append(Column(run.number, tables))
+    if columns:
+        section.parts.append(Columns(columns))
+    else:
+        section.missing.append(
+            ("figures by kind of question", "edgespec bench BUNDLE --suite built-in --json bench.json")
+        )
+    return section
+
+
+def why(bench: Bench) -> str:
+    """One sentence: what MBSU leaves out, in the figures of the fastest fixed draft length. '' where one is not known."""
+    best = bench.best
+    kind = best.mbsu_kind if best else ""
+    if best is None or best.speedup is None or best.tau is None or not best.mbsu.get(kind):
+        return ""
+    if best.speedup[0] <= 0:
+        return ""
+    ratio = bench.fields.object("cost_ratios").number(kind)
+    if ratio is None or best.draft_cost is None or best.verify_cost is None or best.predicted is None:
+        return ""
+    length, tau = best.draft_length, best.tau[0]
+    drafting, memory, cost = length * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
+    left = cost - drafting - best.verify_cost
+    steps = "one drafter step takes" if length == 1 else f"{length} drafter steps take"
+    rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
+    if left < -LOOP:
+        rest = "; these medians add up to more than the whole, so the machine was not steady"
+    return (
+        f"Why MBSU by {kind} says {best.mbsu[kind]:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
+        f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
+        f"drafter's {'once' if length == 1 else f'{length} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
+        f"verifying {length + 1} tokens in one pass {best.verify_cost:.2f}{rest}."
+    )
+
+
+def _gains(found: dict[int, Bench], runs: int) -> Figure:
+    def draw(axes: Any) -> None:
+        for place, (number_, bench) in enumerate(found.items()):
+            colour = RUNS[number_]
+            before = "" if runs == 1 else f"{chr(65 + number_)}: "
+            timed = [one for one in bench.fixed if one.speedup is not None]
+            shift = 0.08 * (place - (len(found) - 1) / 2)
+            lengths = [one.draft_length + shift for one in timed]
+            values = [one.speedup for one in timed if one.speedup]
+            errors = [
+                [max(0.0, value - low) for value, low, _ in values],
+                [max(0.0, high - value) for value, _, high in values],
+            ]
+            middle = [value for value, _, _ in values]
+            axes.errorbar(
+                lengths,
+                middle,
+                yerr=errors,
+                color=colour,
+                elinewidth=1.0,
+                marker="o",
+                label=f"{before}measured",
+            )
+            if len(found) > FEW:
+                continue
+            kind = timed[0].mbsu_kind if timed else ""
+            bound = [
+                (one.draft_length + shift, one.mbsu[kind]) for one in timed if one.mbsu.get(kind) is not None
+            ]
+            if bound:
+                xs, ys = zip(*bound, strict=True)
+                axes.plot(
+                    xs, ys, color=colour, linestyle="--", linewidth=1.2, label=f"{before}MBSU by {kind}"
+                )
+            chosen = bench.at(AUTO)
+            if chosen is not None and chosen.speedup is not None:
+                axes.axhline(
+                    chosen.speedup[0],
+                    color=colour,
+                    linestyle=":",
+                    linewidth=1.4,
+                    label=f"{before}γ chosen, measured",
+                )
+        axes.axhline(1.0, color=MUTED, linewidth=1.0)
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(sorted({one.draft_length for bench in found.values() for one in bench.fixed}))
+        axes.set_xlabel("draft length γ", color=MUTED)
+        axes.set_ylabel("times plain decoding", color=MUTED)
+        legend(axes, 3 if len(found) == 1 else 2, by_run=True)
+
+    return Figure(
+        drawn("speed", draw),
+        "Gain over plain decoding by draft length, measured and by memory traffic alone.",
+        "Gain over plain decoding, measured by the clock and by memory traffic alone. The line at 1 is plain decoding.",
+    )
+
+
+def _speed_table(bench: Bench) -> Table:
+    kinds = sorted({kind for one in bench.fixed for kind in one.mbsu})
+    rows = []
+    for one in bench.speeds:
+        cells = [Cell(one.name), rate(one.token_rate)]
+        if one.draft_length == PLAIN:
+            cells += [Cell("1"), *[Cell("")] * (1 + len(kinds))]
+        else:
+            cells += [between(one.speedup, strong=one == bench.best), number(one.predicted)]
+            cells += [number(one.mbsu.get(kind)) for kind in kinds]
+        rows.append(cells)
+    return Table(["", "tok/s", "x plain", "predicted", *(f"MBSU by {kind}" for kind in kinds)], rows)
+
+
+def _splits(bench: Bench) -> list[Split]:
+    """Every draft length that emitted tokens."""
+    found = []
+    for one in bench.speeds:
+        counts = total(bench.counts.get(one.draft_length, []))
+        if counts.emitted:
+            seconds = counts.draft_seconds, counts.verify_seconds, max(0.0, counts.loop_seconds)
+            draft, verify, rest = (1e3 * value / counts.emitted for value in seconds)
+            found.append(Split(one.name, (draft, verify, rest), one.first_token_seconds))
+    return found
+
+
+def _split_figure(rows: Sequence[Split], number_: int, most: float) -> Figure:
+    def draw(axes: Any) -> None:
+        names = [row.name for row in rows]
+        start = [0.0] * len(rows)
+        for place, (words, colour) in enumerate(zip(("draft", "verify", "rest"), PARTS, strict=True)):
+            values = [row.parts[place] for row in rows]
+            axes.barh(names, values, left=start, color=colour, height=0.62, label=words)
+            start = [before + value for before, value in zip(start, values, strict=True)]
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.02 * most)
+        axes.grid(axis="x")
+        axes.grid(visible=False, axis="y")
+        axes.spines["bottom"].set_visible(False)
+        axes.set_xlabel("ms per token", color=MUTED)
+        legend(axes, 3)
+
+    height = 74 + 24 * len(rows)
+    return Figure(
+        drawn(f"time-{number_}", draw, height=height),
+        "Milliseconds per token of drafting, verifying and the rest, by draft length.",
+    )
+
+
+def _split_table(rows: Sequence[Split]) -> Table:
+    digits = 3 if max(row.whole for row in rows) < 1 else 2
+    cells = []
+    for row in rows:
+        shares = [
+            Cell(f"{value:,.{digits}f}", f"{value / row.whole:.0%}") if value else Cell("")
+            for value in row.parts
+        ]
+        first = number(None if row.first_token_seconds is None else 1e3 * row.first_token_seconds, 1)
+        cells.append([Cell(row.name), *shares, Cell(f"{row.whole:,.{digits}f}"), first])
+    return Table(["ms per token", "draft", "verify", "rest", "all", "first token, ms"], cells)
+
+
+def _category_table(rows: Sequence[Fields], length: int) -> Table:
+    one = Speed(length, 0.0, None, None, None, None, None, None, None, None, {}, None)
+    name = "γ chosen block by block" if length == AUTO else one.name
+    cells = [
+        [
+            Cell(row.text("category", 40)),
+            number(row.number("prompts"), 0),
+            between(row.interval("block_efficiency")),
+            number(row.number("acceptance_rate")),
+            rate(row.interval("plain_token_rate")),
+            rate(row.interval("token_rate")),
+            between(row.interval("speedup")),
+        ]
+        for row in rows
+    ]
+    return Table(["", "questions", "τ", "α", "plain tok/s", "tok/s", "x plain"], cells, title=name)
