@@ -90,12 +90,12 @@ class Screen:
         ]
         if self._console.width < NARROW:
             for run, text in zip(runs, texts, strict=True):
-                self._console.print(Text(run.heading(), "bold"), text)
+                self._console.print(Text(run.heading(), "bold"))
+                self._console.print(text)
             return
-        table = Table(*(Text(run.heading()) for run in runs), expand=True, show_lines=False)
-        for column in table.columns:
-            column.ratio = 1
-            column.overflow = "fold"
+        table = Table(expand=True)
+        for run in runs:
+            table.add_column(Text(run.heading()), ratio=1, overflow="fold")
         table.add_row(*texts)
         self._console.print(table)
 

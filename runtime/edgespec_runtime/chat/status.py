@@ -74,7 +74,7 @@ class Tally:
         if counts.drafted and self.step is not None:
             parts.append(f"est. {counts.token_rate * self.step:.2f}x plain")
         parts += self._drafts(
-            f"{sum(counts.accepted)} of {counts.drafted} drafted tokens accepted "
+            f"{sum(counts.accepted)}/{counts.drafted} drafted accepted "
             f"(τ {counts.block_efficiency:.2f}, α {counts.acceptance_rate:.2f})"
         )
         parts.append(self._context())
@@ -89,7 +89,7 @@ class Tally:
         return [*([words] if self.counts.drafted else []), *([str(self.off)] if self.off else [])]
 
     def _context(self) -> str:
-        return f"context {min(self.context, self.prompt + self.counts.emitted)} of {self.context}"
+        return f"context {min(self.context, self.prompt + self.counts.emitted)}/{self.context}"
 
     def _titled(self, parts: list[str]) -> str:
         return " · ".join([self.title, *parts] if self.title else parts)

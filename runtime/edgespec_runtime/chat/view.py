@@ -60,6 +60,9 @@ class View(Protocol):
     def side_by_side(self, runs: list[Run], colour: bool) -> None:
         """The same prompt answered in several ways."""
 
+    def legend(self) -> None:
+        """What the colours mean, where there are some."""
+
 
 class Plain:
     def note(self, text: str) -> None:
@@ -91,6 +94,9 @@ class Plain:
         for run in runs:
             self.note(run.heading())
             self._write(run.text + "\n")
+
+    def legend(self) -> None:
+        pass
 
     @staticmethod
     def _write(text: str) -> None:
