@@ -1,7 +1,4 @@
-"""Talk to a bundle: replies stream, and the KV cache lives from turn to turn. /help lists what a chat can do.
-
-In a pipe every line of standard input is a message (or a command) and only replies go to standard output.
-"""
+"""The chat from its first line to its last: what it reads, what shows it, what is kept. The verb: edgespec/verbs/chat.py."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.saved import LastChat, state_folder
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
-from edgespec_runtime.chat.terminal import Pipe, Source, draws
+from edgespec_runtime.chat.terminal import Pipe, Source, draws, harmless
 from edgespec_runtime.chat.view import Plain, View
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair
@@ -66,13 +63,47 @@ def _view() -> View:
     return Screen(Console(markup=False, highlight=False, emoji=False))
 
 
-def _source(interactive: bool) -> Source:
+def _source(interactive: bool, folder: Path | None) -> Source:
     if not interactive:
         return Pipe()
+    from prompt_toolkit.history import InMemoryHistory
+
     from edgespec_runtime.chat.history import ChatHistory
     from edgespec_runtime.chat.keyboard import Keyboard
 
-    return Keyboard(ChatHistory(state_folder() / "history.jsonl"))
+    return Keyboard(InMemoryHistory() if folder is None else ChatHistory(folder / "history.jsonl"))
+
+
+def _remember(chat: Chat) -> Path | None:
+    """Keep the chat as it goes on, and go on with the last one where that is asked. Returns the state folder.
+
+    None: the folder cannot be made, so the chat is not kept. Raises InputError where the last chat is asked for and cannot be read.
+    """
+    options, view = chat.options, chat.view
+    if not (chat.interactive or options.continue_):
+        return None
+    try:
+        folder = state_folder()
+    except InputError as error:
+        if options.continue_:
+            raise
+        view.note(f"(this chat is not kept: {error})")
+        return None
+    last = LastChat(chat.pair.manifest, folder)
+    if options.continue_:
+        view.note(last.resume(chat.conversation))
+        if options.system:
+            chat.conversation.system = options.system
+
+    def keep() -> None:
+        try:
+            last.keep(chat.conversation)
+        except (InputError, OSError) as error:
+            view.note(f"(this chat is no longer kept: {error})")
+            chat.kept = lambda: None
+
+    chat.kept = keep
+    return folder
 
 
 def run(given: dict[str, Any]) -> int:
@@ -81,28 +112,23 @@ def run(given: dict[str, Any]) -> int:
     interactive = sys.stdin.isatty()
     pair = open_pair(Path(options.bundle), options, options.draft and options.needs_model, manifest)
     try:
-        view = _view()
-        chat = Chat(pair, options, interactive, view)
-        if interactive or options.continue_:
-            last = LastChat(pair.manifest)
-            if options.continue_:
-                view.note(last.resume(chat.conversation))
-            chat.kept = lambda: last.keep(chat.conversation)
+        chat = Chat(pair, options, interactive, _view())
+        folder = _remember(chat)
         if interactive:
             _greet(chat)
-        return talk(chat, _source(interactive))
+        return talk(chat, _source(interactive, folder))
     finally:
         pair.close()
 
 
 def _greet(chat: Chat) -> None:
     pair, options = chat.pair, chat.options
-    drafter = (
-        f"drafter c = {pair.cost_ratios['parameters']:.2%}" if pair.draft is not None else "no drafter model"
-    )
+    drafter = "no drafter model"
+    if pair.draft is not None:
+        drafter = f"drafter c = {pair.cost_ratios['parameters']:.2%}"
     if options.draft and options.drafter != MODEL:
         drafter += f", {options.drafter}"
     name = pair.manifest.target.name
-    chat.view.note(f"{name}: {pair.engine} {pair.precision}, {drafter}. /help tells the commands.")
+    chat.view.note(f"{harmless(name)}: {pair.engine} {pair.precision}, {drafter}. /help tells the commands.")
     if options.draft and options.colour:
         chat.view.legend()

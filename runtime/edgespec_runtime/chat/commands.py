@@ -195,7 +195,7 @@ def _stats(chat: Chat, _: str) -> None:
         places = ", ".join(f"{accepted / tested:.2f}" for accepted, tested in tests if tested)
         lines.append(
             f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (in the block: {places}); "
-            f"{sum(totals.accepted)} of {totals.drafted} drafted tokens accepted"
+            f"{sum(totals.accepted)}/{totals.drafted} drafted accepted"
         )
     chat.view.note("\n".join(lines))
 

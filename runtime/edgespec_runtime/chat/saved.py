@@ -29,10 +29,14 @@ MOST_CHATS = 100  # bundles whose last chat is kept
 
 
 def state_folder() -> Path:
-    """Where chats and what was typed in them are kept, for this user's eyes alone; made if absent."""
+    """Where chats and what was typed in them are kept, for this user's eyes alone; made if absent. Raises InputError."""
     folder = cache_folder() / "chat"
-    with writing(folder):
+    try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made: {error.strerror}; set EDGESPEC_HOME to another folder"
+        ) from error
     return folder
 
 
@@ -91,16 +95,17 @@ def load(conversation: Conversation, path: Path) -> None:
 
 
 class LastChat:
-    """The last chat of one bundle, in the state folder.
+    """The last chat of one bundle.
 
     Args:
         manifest: the bundle's; its files' hashes say which bundle it is, wherever it lies.
+        state: the state folder.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, state: Path) -> None:
         files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
         self._bundle = manifest.target.name
-        self._folder = state_folder() / "last"
+        self._folder = state / "last"
         self.path = self._folder / f"{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}.json"
 
     def keep(self, conversation: Conversation) -> None:

@@ -60,7 +60,7 @@ class Screen:
         self._console.print(Text(harmless(text), QUIET))
 
     def status(self, line: str) -> None:
-        self.note(line)
+        self.note(f"{line}\n")
 
     @contextmanager
     def reply(self, tally: Tally, options: Options) -> Iterator[Show]:

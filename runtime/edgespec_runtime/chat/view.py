@@ -40,7 +40,7 @@ class Run:
     def heading(self) -> str:
         words = f"{self.name}: {self.seconds:.2f} s, {self.counts.token_rate:.1f} tok/s"
         if self.counts.drafted:
-            words += f", {sum(self.counts.accepted)} of {self.counts.drafted} drafted tokens accepted"
+            words += f", {sum(self.counts.accepted)}/{self.counts.drafted} drafted accepted"
         return words
 
 

@@ -233,7 +233,7 @@ def test_colours_only_where_they_are_wanted(bundle: Path, home: Path) -> None:
             terminal.send("Hello\r")
             seen = terminal.wait_for("first token after")
             terminal.wait_for(PROMPT)
-            terminal.send("\x04")
+            terminal.send("/exit\r")
             assert terminal.end() == 0
         finally:
             terminal.close()

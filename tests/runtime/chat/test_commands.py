@@ -118,7 +118,7 @@ def test_system_clear_stats_exit(pair: Pair, capsys: pytest.CaptureFixture[str])
     handle(chat, "/stats")
     shown = capsys.readouterr().err
     assert "replies 1, tokens 12" in shown
-    assert f"of {chat.totals.drafted} drafted tokens accepted" in shown
+    assert f"/{chat.totals.drafted} drafted accepted" in shown
     handle(chat, "/clear")
     assert chat.conversation.messages == []
     assert chat.conversation.system == "Be kind.\nBe brief."
@@ -253,7 +253,7 @@ def test_compare_shows_both_replies_and_leaves_the_conversation(
     shown = capsys.readouterr()
     assert shown.out == reply * 2
     assert re.search(r"plain: \d+\.\d\d s, [\d.]+ tok/s\n", shown.err)
-    assert re.search(r"speculative: .* of \d+ drafted tokens accepted", shown.err)
+    assert re.search(r"speculative: .*, \d+/\d+ drafted accepted", shown.err)
     assert re.search(r"[\d.]+x plain · the same 12 tokens", shown.err)
     handle(chat, "/compare And now?")
     assert (said(chat), chat.conversation.ids) == (turns, ids)
