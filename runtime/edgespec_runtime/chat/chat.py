@@ -77,7 +77,7 @@ def _source(interactive: bool, folder: Path | None) -> Source:
 def _remember(chat: Chat) -> Path | None:
     """Keep the chat as it goes on, and go on with the last one where that is asked. Returns the state folder.
 
-    None: the folder cannot be made, so the chat is not kept. Raises InputError where the last chat is asked for and cannot be read.
+    None: the folder cannot be made, so the chat is not kept. Raises InputError where a chat to go on with cannot be read.
     """
     options, view = chat.options, chat.view
     if not (chat.interactive or options.continue_):
