@@ -14,9 +14,12 @@ import pytest
 from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
+from edgespec_runtime.chooser.expected_acceptance import UNKNOWN
+from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from repository import PYTHONPATH, REPOSITORY
+from simulated_machine import STEEP, costs_of
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -178,6 +181,23 @@ def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pa
     handle(chat, "/set rule chow:a=0.3")
     with pytest.raises(InputError, match="drafter 'hybrid' copies tokens without one"):
         handle(chat, "/set drafter hybrid")
+
+
+def test_a_reply_says_why_there_are_no_drafts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    chat = new_chat(pair, draft_length=None, max_new_tokens=30)
+    chat.reply("Hello")
+    shown = capsys.readouterr().err
+    needed, has = re.search(  # type: ignore[union-attr]
+        r"off: a draft of 1 token and its pass cost [\d.]+ plain steps here; "
+        r"the drafter would need α ([\d.]+), it has ([\d.]+) · context",
+        shown,
+    ).groups()
+    assert float(needed) > float(has) == UNKNOWN
+    assert chat.off in shown
+    assert "x plain" not in shown
 
 
 # In a pipe
