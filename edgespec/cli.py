@@ -53,7 +53,7 @@ VERBS = {
         "edgespec.verbs.study",
         "compare losses, data, token selection and initialisations, and write docs",
     ),
-    "chat": Verb("edgespec_runtime.chat.chat", "talk to a bundle"),
+    "chat": Verb("edgespec.verbs.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.chat.generate", "answer one prompt with a bundle"),
     "serve": Verb(
         "edgespec_runtime.serving.serve", "serve a bundle to programs that speak OpenAI's protocol"

@@ -120,6 +120,21 @@ def predicted_block_efficiency(acceptance_rate: float, draft_length: int) -> flo
     return (1.0 - acceptance_rate ** (draft_length + 1)) / (1.0 - acceptance_rate)
 
 
+def acceptance_rate_of(block_efficiency: float, draft_length: int) -> float | None:
+    """The α at which drafts of γ ≥ 1 give this τ: the inverse of `predicted_block_efficiency`, by bisection.
+
+    0 for a τ of at most 1; None for one that no α below 1 gives.
+    """
+    if block_efficiency >= draft_length + 1.0:
+        return None
+    low, high = 0.0, 1.0
+    while block_efficiency > 1.0 and high - low > 1e-6:
+        middle = (low + high) / 2
+        less = predicted_block_efficiency(middle, draft_length) < block_efficiency
+        low, high = (middle, high) if less else (low, middle)
+    return high if block_efficiency > 1.0 else 0.0
+
+
 def predicted_speedup(
     block_efficiency: float, draft_length: float, draft_cost: float, verify_cost: float
 ) -> float:

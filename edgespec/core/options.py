@@ -198,7 +198,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
                 keywords["nargs"] = "*" if many else "?"
             parser.add_argument(name, metavar=field.name.upper(), **keywords)
             continue
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{_words(name)}"
         if base is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
         else:
@@ -213,6 +213,11 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             parser.add_argument(flag, dest=name, required=required, metavar=shape, **keywords)
 
 
+def _words(name: str) -> str:
+    """A knob's name as a flag has it; one that Python keeps for itself has an underscore behind it (continue_)."""
+    return name.rstrip("_").replace("_", "-")
+
+
 def usage(kind: type[Any]) -> str:
     """What must be given, and that there is more: the one line above the help."""
     words = ["[options]"]
@@ -223,7 +228,7 @@ def usage(kind: type[Any]) -> str:
             many = _base(_hints(kind)[field.name])[1]
             words.append(name if required else f"[{name}{' ...' * many}]")
         elif required:
-            words.insert(0, f"--{field.name.replace('_', '-')} {name}")
+            words.insert(0, f"--{_words(field.name)} {name}")
     return " ".join(words)
 
 
@@ -262,7 +267,7 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         if isinstance(value, Mapping):
             words += as_flags(value, f"{prefix}{key}.")
         else:
-            flag = f"{prefix}{key}".replace("_", "-")
+            flag = _words(f"{prefix}{key}")
             words += (
                 [f"--{flag if value else 'no-' + flag}"]
                 if isinstance(value, bool)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from edgespec.core.errors import InputError
-from edgespec.core.options import add_flags, as_flags, from_mapping, given, to_mapping
+from edgespec.core.options import add_flags, as_flags, from_mapping, given, knob, to_mapping
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe
@@ -40,6 +41,18 @@ def test_lists_and_none() -> None:
 def test_flags_and_values_are_inverse() -> None:
     words = ["--target", "a b", "--distill.steps", "7", "--evaluate.draft-lengths", "2,4"]
     assert as_flags(parse(words)) == words
+
+
+def test_a_knob_whose_name_python_keeps_for_itself() -> None:
+    @dataclass(frozen=True)
+    class Options:
+        continue_: bool = knob(False, "go on")
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Options)
+    values = given(parser.parse_args(["--continue"]))
+    assert from_mapping(Options, values) == Options(True)
+    assert as_flags(values) == ["--continue"]
 
 
 def test_round_trip() -> None:

@@ -15,7 +15,6 @@ import yaml
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.instructions import read_conversations
 from edgespec_recipes.data.sources import hub_rows
-from edgespec_runtime.chat.terminal import Lines
 from edgespec_runtime.text.prompts import read_chats
 from pyarrow import parquet
 from repository import REPOSITORY
@@ -129,14 +128,6 @@ def test_texts_of_a_recipe_are_refused_in_one_line(tmp_path: Path, capfd: pytest
     assert yaml.safe_load(recipe.read_text())["generate"]["system_prompts"] == ["a \ud83d"]
     assert main(["build-drafter", "--recipe", str(recipe), "--target", "x"]) == 2
     assert "generate.system_prompts is 'a \\ud83d', which UTF-8 cannot write" in capfd.readouterr().err
-
-
-def test_a_line_typed_in_the_c_locale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda _: "caf\udce9")
-    lines = Lines()
-    lines.interactive = True
-    with pytest.raises(InputError, match="a line of standard input: the text has 'caf"):
-        lines.read("> ")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])

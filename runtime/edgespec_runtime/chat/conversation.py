@@ -34,6 +34,7 @@ class Conversation:
         self._system = system
         self.messages: list[Message] = []
         self.ids: list[int] = []
+        self._before: list[int] = []  # `ids` before the last turn
 
     @property
     def system(self) -> str:
@@ -42,11 +43,26 @@ class Conversation:
     @system.setter
     def system(self, text: str) -> None:
         self._system = text
-        self.ids = []  # every id after the system prompt moves
+        self.ids, self._before = [], []  # every id after the system prompt moves
 
-    def reset(self) -> None:
-        """Forget the turns; the system prompt stays."""
-        self.messages, self.ids = [], []
+    def reset(self, messages: Sequence[Message] = ()) -> None:
+        """Forget the turns, or have these instead; the system prompt stays."""
+        self.messages, self.ids, self._before = list(messages), [], []
+
+    def undo(self) -> str:
+        """Take the last turn back and return what the user said in it, '' where there is no turn."""
+        if not self.messages:
+            return ""
+        text = self.messages[-2]["content"]
+        self.messages = self.messages[:-2]
+        self.ids, self._before = self._before, []
+        return text
+
+    def copy(self) -> Conversation:
+        """The same conversation, to go on with in another way."""
+        other = Conversation(self._tokenizer, self._system)
+        other.messages, other.ids, other._before = [*self.messages], [*self.ids], [*self._before]
+        return other
 
     def prompt(self, text: str) -> list[int]:
         """Ids of the whole chat with `text` as its next user message, up to where the reply begins."""
@@ -61,7 +77,7 @@ class Conversation:
         """Record a finished turn: the user's text, the prompt ids it was answered from, the reply's ids as decoded."""
         answer = self._tokenizer.decode(reply)
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-        self.ids = [*prompt, *reply]
+        self.ids, self._before = [*prompt, *reply], self.ids
 
     def fit(self, text: str, room: int) -> tuple[list[int], int]:
         """(prompt of at most `room` tokens, turns dropped for it): the oldest turns go first, the system prompt stays.
@@ -79,7 +95,7 @@ class Conversation:
             )
         dropped = (len(self.messages) - len(messages)) // 2
         if dropped:
-            self.messages, self.ids = messages, []
+            self.messages, self.ids, self._before = messages, [], []
         return prompt, dropped
 
     def _with(self, messages: Sequence[Message], text: str) -> list[Message]:

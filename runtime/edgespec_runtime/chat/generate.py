@@ -17,15 +17,13 @@ from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.texts import printable_json
 from edgespec_runtime.chat.conversation import keeping_system
 from edgespec_runtime.chat.replies import pieces
-from edgespec_runtime.chat.terminal import typed
+from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import check_prompt
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import dump, metrics_of
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
-
-MAX_PROMPT_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +45,9 @@ def read_prompt() -> str:
     """The whole of standard input, one final line end off. Raises InputError where there is none to read."""
     if sys.stdin.isatty():
         raise InputError("there is no prompt; give it after the bundle, or pipe it in")
-    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    if len(data) > MAX_PROMPT_BYTES:
-        raise InputError(f"the prompt on standard input exceeds {MAX_PROMPT_BYTES} bytes; shorten it")
+    data = sys.stdin.buffer.read(MAX_MESSAGE + 1)
+    if len(data) > MAX_MESSAGE:
+        raise InputError(f"the prompt on standard input exceeds {MAX_MESSAGE} bytes; shorten it")
     return typed(data, "the prompt on standard input").removesuffix("\n")
 
 

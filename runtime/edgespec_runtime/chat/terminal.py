@@ -1,28 +1,29 @@
-"""What a chat needs of the terminal: colours where they are wanted, lines of input, Ctrl-C as a request. No model, no tokens."""
+"""What a chat needs of the operating system: messages from a pipe, Ctrl-C as a request, keys that do not show.
+
+No model, no tokens, and no drawing: screen.py draws, keyboard.py reads what a person types.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from edgespec.core.errors import InputError
-from edgespec.core.texts import check_text
 
+QUOTES = '"""'
+MAX_MESSAGE = 16 * 1024 * 1024  # bytes of a message from a pipe: as of generate's prompt
 _LINE = "a line of standard input"
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 
 
-def has_colour(stream: IO[str]) -> bool:
+def draws(stream: IO[str]) -> bool:
     """Whether escape codes are wanted there: a terminal, not a dumb one, and NO_COLOR is unset (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def dim(text: str) -> str:
-    return f"\x1b[2m{text}\x1b[22m" if text else ""
 
 
 def harmless(text: str) -> str:
@@ -41,34 +42,54 @@ def typed(data: bytes, what: str) -> str:
         raise InputError(f"{what} is not UTF-8: {error}; send it as UTF-8 text") from error
 
 
-class Lines:
-    """Lines of standard input: with prompt, editing and history on a terminal, bare in a pipe."""
+def is_open(text: str) -> bool:
+    """Whether a message began with three quotes and has not ended with them."""
+    text = text.strip()
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
-    def __init__(self) -> None:
-        self.interactive = sys.stdin.isatty()
-        if self.interactive:
-            with suppress(ImportError):  # not on every platform
-                import readline  # noqa: F401  (importing it gives `input` its editing and history)
 
-    def read(self, prompt: str) -> str | None:
-        """The next line, None at the end of the input. KeyboardInterrupt passes through.
+def unquoted(text: str) -> str:
+    """A message without the quotes around it, and without the line ends beside them."""
+    if not text.startswith(QUOTES) or is_open(text):
+        return text
+    return text[len(QUOTES) : -len(QUOTES)].removeprefix("\n").removesuffix("\n")
 
-        Raises InputError for a line that is not UTF-8; the lines after it can be read.
+
+class Source(Protocol):
+    def read(self, prefill: str = "") -> str | None:
+        """The next message or command, None at the end of the input. `prefill`: what is there to be edited.
+
+        Raises InputError for input that is no text; what follows it can be read. KeyboardInterrupt: Ctrl-C at an empty prompt.
         """
-        if not self.interactive:
-            data = sys.stdin.buffer.readline()
-            return typed(data, _LINE).rstrip("\r\n") if data else None
-        if not sys.stdout.isatty():  # replies go to a file: the prompt must not
-            print(prompt, end="", file=sys.stderr, flush=True)
-            prompt = ""
-        try:
-            line = input(prompt)
-        except EOFError:
-            return None
-        except UnicodeDecodeError as error:
-            raise InputError(f"{_LINE} is not UTF-8: {error}; send it as UTF-8 text") from error
-        check_text(line, _LINE)  # in the C locale Python lets odd bytes through
-        return line
+
+
+class Pipe:
+    """Lines of standard input, one message each; between two lines of three quotes, several lines are one."""
+
+    def read(self, prefill: str = "") -> str | None:
+        text = self._line()
+        if text is None or not is_open(text):
+            return text
+        size = len(text)
+        lines = [text]
+        while is_open("\n".join([lines[0], lines[-1]] if len(lines) > 1 else lines)):
+            line = self._line()
+            if line is None:
+                raise InputError(f'{_LINE} opens a message with """ that does not end; close it with """')
+            size += len(line)
+            if size > MAX_MESSAGE:
+                raise InputError(f"a message exceeds {MAX_MESSAGE} bytes; shorten it")
+            lines.append(line)
+        return "\n".join(lines)
+
+    @staticmethod
+    def _line() -> str | None:
+        data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
+        if len(data) > MAX_MESSAGE:
+            while not data.endswith(b"\n") and (data := sys.stdin.buffer.readline(MAX_MESSAGE)):
+                pass
+            raise InputError(f"{_LINE} exceeds {MAX_MESSAGE} bytes; shorten it")
+        return typed(data, _LINE).rstrip("\r\n") if data else None
 
 
 class Interrupt:
@@ -96,3 +117,26 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         if self._enabled:
             signal.signal(signal.SIGINT, self._before)
+
+
+@contextmanager
+def unseen_keys() -> Iterator[None]:
+    """Keys that are pressed meanwhile do not show on the terminal; they are read by whoever reads next. Ctrl-C works as ever."""
+    try:
+        import termios
+
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (ImportError, OSError, ValueError):  # not on every platform, and no terminal in a test
+        yield
+        return
+    except termios.error:
+        yield
+        return
+    without = [*before]
+    without[3] &= ~termios.ECHO
+    termios.tcsetattr(number, termios.TCSANOW, without)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(number, termios.TCSANOW, before)

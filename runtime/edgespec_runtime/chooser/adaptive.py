@@ -14,6 +14,7 @@ from __future__ import annotations
 from edgespec_runtime.chooser.acceptance_rates import AcceptanceRates
 from edgespec_runtime.chooser.current_costs import CurrentCosts
 from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.chooser.why_off import Off, why_off
 from edgespec_runtime.decoding.schedule import Outcome
 
 EVERY = 8  # blocks for which a length stays: choosing takes microseconds, and a few blocks change the estimates little
@@ -39,6 +40,11 @@ class Guard:
         """Whether the loss is too large; `step`: seconds of a plain step."""
         return self.lost > max(LOSS * self.spent, FEW * step)
 
+    @property
+    def share(self) -> float:
+        """The loss as a share of the session's time."""
+        return self.lost / self.spent if self.spent else 0.0
+
 
 class Adaptive:
     """Schedule of a session: what it learns in one reply serves in the next.
@@ -48,6 +54,9 @@ class Adaptive:
         acceptance_rate: first guess, as the bundle's evaluation measured it.
         most: longest draft.
         mixes: the rule mixes p and q, so the drafter computes one step more in every block, also where γ = 0.
+
+    Attributes:
+        off: why the present blocks have no drafts; None where they have some.
     """
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
@@ -60,6 +69,7 @@ class Adaptive:
         self._rest = REST
         self._asked = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
+        self.off: Off | None = None
 
     def begin(self) -> None:
         pass  # a new reply changes nothing
@@ -86,27 +96,32 @@ class Adaptive:
         if outcome.drafted:
             self._rates.learn(min(outcome.drafted, outcome.emitted), outcome.accepted)
 
+    def step_seconds(self, context: int) -> float:
+        """What a plain step takes now."""
+        return self._costs.block(self._costs.row(context), 0)
+
     def _choose(self, context: int) -> None:
         """The length of the next blocks."""
         rested = self._length == 0 and self._rest > REST
-        rates = self._token_rates(context)
+        tokens = self._tokens()
+        row = self._costs.row(context)
+        rates = [expected / self._costs.block(row, length) for length, expected in enumerate(tokens)]
         best = max(range(1, len(rates)), key=rates.__getitem__, default=0)
-        pays = best > 0 and rates[best] > rates[0] and not self._guard.stops(1.0 / rates[0])
+        gains = best > 0 and rates[best] > rates[0]
+        pays = gains and not self._guard.stops(1.0 / rates[0])
         if pays or (rested and best):
             if pays and not rested:
                 self._rest = REST
-            self._length, self._left = best, EVERY
+            self._length, self._left, self.off = best, EVERY, None
         else:
             self._length, self._left = 0, self._rest
             self._rest = min(2 * self._rest, LONGEST_REST)
+            self.off = why_off(rates, tokens, self._guard.share if gains else 0.0)
 
-    def _token_rates(self, context: int) -> list[float]:
-        """Expected tokens a second for γ = 0, 1, ... `most`."""
-        row = self._costs.row(context)
-        tokens = reached = 1.0
-        rates = [1.0 / self._costs.block(row, 0)]
-        for length, accepted in enumerate(self._rates.estimate(), 1):
+    def _tokens(self) -> list[float]:
+        """Expected tokens of a block for γ = 0, 1, ... `most`."""
+        tokens, reached = [1.0], 1.0
+        for accepted in self._rates.estimate():
             reached *= accepted
-            tokens += reached
-            rates.append(tokens / self._costs.block(row, length))
-        return rates
+            tokens.append(tokens[-1] + reached)
+        return tokens

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import predicted_block_efficiency, predicted_speedup
+from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency, predicted_speedup
 
 LONGEST_PASS = 16
 PADDING_GAIN = 0.05  # share that a longer pass must save, or it is not made: less is noise of the measurement
@@ -141,16 +141,9 @@ def speedup(costs: Costs, acceptance_rate: float, draft_length: int, context: in
 
 
 def break_even(costs: Costs, draft_length: int, context: int) -> float | None:
-    """The α at which drafts of γ ≥ 1 neither gain nor lose; None where no α below 1 reaches that. Bisection: it grows with α."""
-    low, high = 0.0, 1.0
-    if speedup(costs, high, draft_length, context) <= 1.0:
-        return None
-    if speedup(costs, low, draft_length, context) >= 1.0:
-        return 0.0
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if speedup(costs, middle, draft_length, context) < 1.0 else (low, middle)
-    return high
+    """The α at which drafts of γ ≥ 1 neither gain nor lose; None where no α below 1 reaches that."""
+    passed = costs.v(costs.cheapest_length(draft_length + 1, context), context)
+    return acceptance_rate_of(draft_length * costs.c_t(context) + passed, draft_length)
 
 
 def best_draft_length(costs: Costs, acceptance_rate: float, context: int) -> tuple[int, float]:

@@ -1,4 +1,4 @@
-"""The chat on a real bundle: cache across turns, commands, a pipe, a terminal with Ctrl-C."""
+"""The chat on a real bundle: cache across turns, drafters, a pipe. Commands: test_commands.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.chat import chat as chat_module
-from edgespec_runtime.chat.chat import Chat, Options
+from edgespec_runtime.chat.commands import handle
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import Options
+from edgespec_runtime.chooser.expected_acceptance import UNKNOWN
+from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from repository import PYTHONPATH, REPOSITORY
+from simulated_machine import STEEP, costs_of
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -138,62 +142,6 @@ def test_sampled_replies_differ_from_turn_to_turn_and_repeat_with_the_seed(
     assert replies(1) != replies(2)
 
 
-# Commands
-
-
-def test_every_command_is_in_the_help(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    new_chat(pair).handle("/help")
-    shown = capsys.readouterr().err
-    for name in (
-        "/help",
-        "/stats",
-        "/reset",
-        "/system TEXT",
-        "/set KNOB VALUE",
-        "/quit",
-        "temperature = 0.0",
-        "draft_length = 3",
-    ):
-        assert name in shown
-
-
-def test_set_checks_as_the_command_line_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = new_chat(pair)
-    chat.handle("/set temperature 0.7")
-    chat.handle("/set top-k = 5")
-    chat.handle("/set colour on")
-    assert (chat.options.temperature, chat.options.top_k, chat.options.colour) == (0.7, 5, True)
-    for line, words in (
-        ("/set temperature -1", "temperature is -1.0; it must be at least 0.0"),
-        ("/set draft_length 0", "draft_length is 0; it must be at least 1"),
-        ("/set top_p x", "top_p is 'x'; it must be a number"),
-        ("/set temprature 1", "unknown knob 'temprature'; did you mean 'temperature'?"),
-        ("/set bundle x", "unknown knob 'bundle'"),
-        ("/set", "unknown knob ''"),
-        ("/sett seed 1", "unknown command '/sett'; did you mean '/set'?"),
-    ):
-        with pytest.raises(InputError, match=re.escape(words)):
-            chat.handle(line)
-    assert chat.options.temperature == 0.7
-
-
-def test_system_reset_stats_quit(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = new_chat(pair)
-    chat.handle("/stats")
-    assert "no replies yet" in capsys.readouterr().err
-    chat.handle("/system Be kind.")
-    chat.handle("Hello")
-    assert "Be kind." in pair.tokenizer.decode(chat.conversation.ids)
-    chat.handle("/stats")
-    assert "replies 1, tokens 12" in capsys.readouterr().err
-    chat.handle("/reset")
-    assert chat.conversation.messages == []
-    assert chat.conversation.system == "Be kind."
-    assert not chat.leaving
-    chat.handle("/quit")
-    assert chat.leaving
-
-
 def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
     bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,13 +149,13 @@ def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
     try:
         chat = Chat(opened, Options(bundle="", draft=False, max_new_tokens=8), interactive=False)
         with pytest.raises(InputError, match=r"draft is on.*start the chat without --no-draft"):
-            chat.handle("/set draft on")
+            handle(chat, "/set draft on")
         assert not chat.options.draft
-        chat.handle("/set drafter lookup")
-        chat.handle("/set draft on")
+        handle(chat, "/set drafter lookup")
+        handle(chat, "/set draft on")
         chat.reply("one two one two one two")
         with pytest.raises(InputError, match=r"drafter is hybrid.*start the chat without --no-draft"):
-            chat.handle("/set drafter hybrid")
+            handle(chat, "/set drafter hybrid")
         assert chat.options.drafter == "lookup"
     finally:
         opened.close()
@@ -227,12 +175,29 @@ def test_every_drafter_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureF
 def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pair: Pair) -> None:
     chat = new_chat(pair, drafter="lookup")
     with pytest.raises(InputError, match=r"rule 'chow:a=0\.3' weighs the drafter model's own distribution"):
-        chat.handle("/set rule chow:a=0.3")
+        handle(chat, "/set rule chow:a=0.3")
     assert chat.options.rule is None
-    chat.handle("/set drafter model")
-    chat.handle("/set rule chow:a=0.3")
+    handle(chat, "/set drafter model")
+    handle(chat, "/set rule chow:a=0.3")
     with pytest.raises(InputError, match="drafter 'hybrid' copies tokens without one"):
-        chat.handle("/set drafter hybrid")
+        handle(chat, "/set drafter hybrid")
+
+
+def test_a_reply_says_why_there_are_no_drafts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    chat = new_chat(pair, draft_length=None, max_new_tokens=30)
+    chat.reply("Hello")
+    shown = capsys.readouterr().err
+    needed, has = re.search(  # type: ignore[union-attr]
+        r"off: a draft of 1 token and its pass cost [\d.]+ plain steps here; "
+        r"the drafter would need α ([\d.]+), it has ([\d.]+) · context",
+        shown,
+    ).groups()
+    assert float(needed) > float(has) == UNKNOWN
+    assert chat.off in shown
+    assert "x plain" not in shown
 
 
 # In a pipe
@@ -269,26 +234,3 @@ def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path
 def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", str(tmp_path)]) == 2
     assert "manifest.json is missing" in capsys.readouterr().err
-
-
-def test_chat_module_documents_its_settable_knobs() -> None:
-    assert set(chat_module.SETTABLE) == {
-        *(
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "draft_length",
-            "max_draft_length",
-            "max_new_tokens",
-            "seed",
-            "rule",
-            "draft",
-            "drafter",
-            "lookup_ngram",
-            "p_min",
-            "when_full",
-            "keep",
-            "colour",
-        )
-    }

@@ -1,8 +1,8 @@
-"""The chat in a pseudo-terminal: Ctrl-C, Ctrl-D, colours, escape codes."""
+"""The whole program in a pseudo-terminal: Ctrl-C, Ctrl-D, several lines, history and conversation across starts, colours."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import re
 import select
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.chat.terminal import dim, harmless, has_colour
 from repository import PYTHONPATH, REPOSITORY
 
 # The real program on the real engine, only slower, so that there is time to press Ctrl-C.
@@ -33,6 +32,10 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+PROMPT = r">(?: |\x08\x1b\[2C)"
+BEGUN = r"\?2004l[^\x1b\r]"  # the prompt has let go of the terminal, and a plain reply has begun
+
+
 class Terminal:
     """A program in a pseudo-terminal of its own."""
 
@@ -42,7 +45,8 @@ class Terminal:
             **os.environ,
             "PYTHONPATH": PYTHONPATH,
             "TERM": "xterm",
-            "INPUTRC": "/dev/null",
+            "NO_COLOR": "",
+            "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
             **environment,
         }
         command = [sys.executable, "-c", SLOW, *arguments]
@@ -59,12 +63,9 @@ class Terminal:
         self.text = ""
 
     def send(self, text: str) -> None:
-        time.sleep(
-            0.3
-        )  # a key pressed in the instant between the prompt and readline's first read would be held back
         os.write(self.master, text.encode())
 
-    def wait_for(self, pattern: str, seconds: float = 20) -> str:
+    def wait_for(self, pattern: str, seconds: float = 60) -> str:
         """Read until the pattern shows; returns what came up to its end and forgets it."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.text)):
@@ -80,7 +81,7 @@ class Terminal:
     def end(self) -> int:
         """Exit code, once everything the program wrote has been read."""
         while True:
-            ready, _, _ = select.select([self.master], [], [], 20)
+            ready, _, _ = select.select([self.master], [], [], 60)
             assert ready, "the program does not end"
             try:
                 data = os.read(self.master, 65536)
@@ -89,7 +90,7 @@ class Terminal:
             if not data:
                 break
             self.text += data.decode("utf-8", "replace")
-        return self.process.wait(20)
+        return self.process.wait(60)
 
     def close(self) -> None:
         self.process.kill()
@@ -97,83 +98,144 @@ class Terminal:
         os.close(self.master)
 
 
-@pytest.fixture
-def terminal(bundle: Path) -> Iterator[Terminal]:
+def opened(bundle: Path, *flags: str, **environment: str) -> Terminal:
     pytest.importorskip("termios")
-    opened = Terminal("chat", str(bundle), "--draft-length", "3", "--max-new-tokens", "200", NO_COLOR="1")
-    yield opened
-    opened.close()
-
-
-def test_ctrl_c_stops_the_reply_and_not_the_program(terminal: Terminal) -> None:
-    terminal.wait_for("> ")
-    terminal.send("Hello there\n")
-    terminal.wait_for(r"Hello there\r\n[^\r]")  # the reply has begun
-    terminal.send("\x03")
-    stats = terminal.wait_for(r"stopped by Ctrl-C\]")
-    emitted = int(re.search(r"\[(\d+) tokens", stats).group(1))  # type: ignore[union-attr]
-    assert 0 < emitted < 200
-    terminal.wait_for("> ")
-    terminal.send("/set max_new_tokens 5\n")
-    terminal.wait_for("> ")
-    terminal.send("And now?\n")
-    stats = terminal.wait_for(r"\[5 tokens [^\]]*\]")
-    computed, of = map(int, re.search(r"\((\d+) of (\d+) prompt tokens", stats).groups())  # type: ignore[union-attr]
-    assert computed < 40 < of  # the cache survived the interruption
-    terminal.wait_for("> ")
-    terminal.send("/quit\n")
-    assert terminal.end() == 0
-    assert "Traceback" not in terminal.text
-
-
-@pytest.mark.parametrize("key", ["\x03", "\x04"])
-def test_ctrl_c_or_ctrl_d_twice_at_the_prompt_leaves(terminal: Terminal, key: str) -> None:
-    terminal.wait_for("> ")
-    terminal.send(key)
-    terminal.wait_for("to leave")
-    terminal.wait_for("> ")
-    terminal.send("/reset\n")  # something else in between: not twice
-    terminal.wait_for("empty")
-    terminal.wait_for("> ")
-    terminal.send(key)
-    terminal.wait_for("to leave")
-    terminal.wait_for("> ")
-    terminal.send(key)
-    assert terminal.end() == 0
-    assert "Traceback" not in terminal.text
-
-
-def test_colours_only_where_they_are_wanted(bundle: Path, terminal: Terminal) -> None:
-    coloured = Terminal(
-        "chat", str(bundle), "--draft-length", "3", "--max-new-tokens", "20", "--colour", NO_COLOR=""
+    return Terminal(
+        "chat", str(bundle), "--draft-length", "3", "--max-new-tokens", "200", *flags, **environment
     )
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own: no chat and no history is there yet."""
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def terminal(bundle: Path, home: Path) -> Iterator[Terminal]:
+    """As plain text: without colours nothing is drawn twice, so that what is written can be read."""
+    one = opened(bundle, NO_COLOR="1")
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("colour", ["", "1"])
+def test_ctrl_c_stops_the_reply_and_not_the_chat(bundle: Path, home: Path, colour: str) -> None:
+    terminal = opened(bundle, NO_COLOR=colour)
     try:
-        coloured.wait_for("> ")
-        coloured.send("Hello\n")
-        seen = coloured.wait_for(r"tok/s")
-        assert "\x1b[2m" in seen
+        terminal.wait_for(PROMPT)
+        terminal.send("Hello there\r")
+        terminal.wait_for("tok/s" if not colour else BEGUN)  # the reply has begun
+        terminal.send("\x03")
+        stats = terminal.wait_for(r"stopped by Ctrl-C; once more leaves")
+        emitted = int(re.findall(r"(\d+) tokens ·", stats)[-1])
+        assert 0 < emitted < 200
+        terminal.wait_for(PROMPT)
+        terminal.send("/set max_new_tokens 5\r")
+        terminal.wait_for("max_new_tokens = 5")
+        terminal.wait_for(PROMPT)
+        terminal.send("And now?\r")
+        stats = " ".join(terminal.wait_for(r"prompt\s+tokens\s+computed").split())
+        computed, of = map(int, re.search(r"\((\d+) of (\d+) prompt tokens", stats).groups())  # type: ignore[union-attr]
+        assert computed < 40 < of  # the cache survived the interruption
+        terminal.wait_for(PROMPT)
+        terminal.send("/exit\r")
+        assert terminal.end() == 0
+        assert "Traceback" not in terminal.text
     finally:
-        coloured.close()
-    terminal.wait_for("> ")
-    terminal.send("/set colour on\n")
-    terminal.wait_for("> ")
-    terminal.send("/set max_new_tokens 20\n")
-    terminal.wait_for("> ")
-    terminal.send("Hello\n")
-    assert "\x1b[2m" not in terminal.wait_for(r"tok/s")
+        terminal.close()
 
 
-def test_escape_codes_of_a_model_do_not_reach_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert harmless("a\x1b[31mb\x07\r\n\té\u009b") == "a\ufffd[31mb\ufffd\ufffd\n\té\ufffd"
-    assert dim("") == ""
+def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
+    terminal.wait_for(PROMPT)
+    terminal.send("\x03")
+    terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
+    terminal.wait_for(PROMPT)
+    terminal.send("/clear\r")  # something else in between: not twice
+    terminal.wait_for("is empty")
+    terminal.wait_for(PROMPT)
+    terminal.send("thrown away\x03")
+    terminal.wait_for(f"2004l.*{PROMPT}")
+    terminal.send("\x03")
+    terminal.wait_for("Ctrl-C again")
+    terminal.wait_for(PROMPT)
+    terminal.send("\x03")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
 
-    class Screen(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
-    for name in ("NO_COLOR", "TERM"):
-        monkeypatch.delenv(name, raising=False)
-    assert has_colour(Screen())
-    assert not has_colour(io.StringIO())
-    monkeypatch.setenv("TERM", "dumb")
-    assert not has_colour(Screen())
+def test_ctrl_d_leaves_and_a_reply_that_was_stopped_is_the_first_ctrl_c(
+    terminal: Terminal, bundle: Path
+) -> None:
+    terminal.wait_for(PROMPT)
+    terminal.send("Hello\r")
+    terminal.wait_for(BEGUN)
+    terminal.send("\x03")
+    terminal.wait_for("once more leaves")
+    terminal.wait_for(PROMPT)
+    terminal.send("\x03")
+    assert terminal.end() == 0
+    other = opened(bundle)
+    try:
+        other.wait_for(PROMPT)
+        other.send("\x04")
+        assert other.end() == 0
+    finally:
+        other.close()
+
+
+def test_several_lines_and_what_a_new_start_remembers(bundle: Path, home: Path, terminal: Terminal) -> None:
+    terminal.wait_for(PROMPT)
+    terminal.send("/set max_new_tokens 4\r")
+    terminal.wait_for("max_new_tokens = 4")
+    terminal.wait_for(PROMPT)
+    terminal.send('"""\rone\r/two\r"""\r')
+    terminal.wait_for("tok/s")
+    terminal.wait_for(PROMPT)
+    terminal.send("\x1b[200~pasted\ntext\x1b[201~\r")
+    terminal.wait_for("tok/s")
+    terminal.wait_for(PROMPT)
+    terminal.send("/edit\r")
+    terminal.wait_for("text")
+    terminal.send(" changed\r")
+    terminal.wait_for("tok/s")
+    terminal.wait_for(PROMPT)
+    terminal.send("\x04")
+    assert terminal.end() == 0
+    (file,) = (home / "chat" / "last").glob("*.json")
+    messages = json.loads(file.read_text())["messages"]
+    assert [one["content"] for one in messages[::2]] == ["one\n/two", "pasted\ntext changed"]
+    again = opened(bundle, "--continue", NO_COLOR="1")
+    try:
+        again.wait_for("going on behind 2 turns; the last message was: pasted text changed")
+        again.wait_for(PROMPT)
+        again.send("\x1b[A\r")  # the newest line of the history
+        stats = again.wait_for("prompt tokens computed")
+        assert int(re.search(r"of (\d+) prompt", stats).group(1)) > 30  # type: ignore[union-attr]
+        again.wait_for(PROMPT)
+        again.send("/regenerate\r")
+        again.wait_for("tok/s")
+        again.wait_for(PROMPT)
+        again.send("\x04")
+        assert again.end() == 0
+    finally:
+        again.close()
+    messages = json.loads(file.read_text())["messages"]
+    assert [one["content"] for one in messages[4::2]] == ["pasted\ntext changed"]
+
+
+def test_colours_only_where_they_are_wanted(bundle: Path, home: Path) -> None:
+    for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+        terminal = opened(bundle, "--max-new-tokens", "20", **environment)
+        try:
+            terminal.wait_for(PROMPT)
+            terminal.send("Hello\r")
+            seen = terminal.wait_for("first token after")
+            terminal.wait_for(PROMPT)
+            terminal.send("/exit\r")
+            assert terminal.end() == 0
+        finally:
+            terminal.close()
+        assert ("\x1b[32m" in seen) is coloured
+        assert ("drafted accepted" in seen.partition("Hello")[2].partition("20 tokens ·")[0]) is coloured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_runtime.chat.chat import Chat, Options, talk
-from edgespec_runtime.chat.terminal import Lines
+from edgespec_runtime.chat.chat import talk
+from edgespec_runtime.chat.commands import handle
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import Options
+from edgespec_runtime.chat.terminal import Pipe, Source
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
 from edgespec_runtime.engines.session import CachedEngine
@@ -149,14 +153,13 @@ def pair(bundle: Path) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Lines]:
+def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Source]:
     """Standard input of these lines, as from a pipe."""
 
-    def make(texts: list[str]) -> Lines:
-        lines, waiting = Lines(), iter(texts)
-        lines.interactive = False
-        monkeypatch.setattr(lines, "read", lambda prompt: next(waiting, None))
-        return lines
+    def make(texts: list[str]) -> Source:
+        data = io.BytesIO("\n".join(texts).encode())
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(data))
+        return Pipe()
 
     return make
 
@@ -167,7 +170,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
     pair: Pair,
     role: str,
     call: int,
-    lines_of: Callable[[list[str]], Lines],
+    lines_of: Callable[[list[str]], Source],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The turn that failed is not part of the conversation; the next message is answered as if it had not been asked."""
@@ -290,7 +293,7 @@ def test_a_prompt_of_special_tokens_alone(
 def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(pair, Options(bundle="", max_new_tokens=6, draft_length=3), interactive=False)
     for text in (SPECIALS[2], "", "   ", "".join(SPECIALS)):
-        chat.handle(text)
+        handle(chat, text)
     assert chat.replies == 2
     assert len(chat.conversation.messages) == 4
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime.chat.chat import Chat, Options
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair

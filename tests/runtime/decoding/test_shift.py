@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from block_laws import WARPS
-from edgespec_runtime.chat.chat import Chat
-from edgespec_runtime.chat.chat import Options as ChatOptions
 from edgespec_runtime.chat.conversation import keeping_system
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import Options as ChatOptions
 from edgespec_runtime.decoding import loop
 from edgespec_runtime.decoding.drafters import LookupDrafter, ModelDrafter, propose
 from edgespec_runtime.decoding.lookup import NgramIndex

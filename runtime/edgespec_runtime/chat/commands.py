@@ -1,0 +1,256 @@
+"""The commands of a chat: one table with their names, arguments and help. A line that begins with '/' is one of them.
+
+Everything else is a message; so is what stands between two lines of three quotes, whatever it begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec_runtime.chat import saved
+from edgespec_runtime.chat.compare import compare
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
+from edgespec_runtime.chat.terminal import QUOTES, unquoted
+from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
+from edgespec_runtime.rules.table import RULES
+
+PATH = "FILE"  # the argument that is completed with paths
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        names: its names with the slash; the first one is shown.
+        argument: what follows, as the help shows it.
+        help: what it does, in some words.
+        act: does it, given what follows the name.
+        values: what may follow, for completion, given what is already there.
+    """
+
+    names: tuple[str, ...]
+    argument: str
+    help: str
+    act: Callable[[Chat, str], None]
+    values: Callable[[str], list[str]] = lambda argument: []
+
+    @property
+    def usage(self) -> str:
+        return f"{self.names[0]} {self.argument}".rstrip()
+
+
+def handle(chat: Chat, text: str) -> None:
+    """A command or a message. Raises EdgespecError: a wrong value, an engine that failed; the chat is as it was then."""
+    edited, chat.prefill = chat.prefill is not None, None
+    text = text.strip()
+    if text.startswith("/"):
+        name, *rest = text.split(maxsplit=1)
+        if name not in BY_NAME:
+            raise InputError(
+                f"unknown command {name!r}{did_you_mean(name, [command.names[0] for command in COMMANDS])}; "
+                f"{QUOTES} before and behind a message sends it as it is"
+            )
+        BY_NAME[name].act(chat, rest[0] if rest else "")
+        return
+    text = unquoted(text)
+    if text.strip():
+        (_again if edited else Chat.reply)(chat, text)
+
+
+def _help(chat: Chat, _: str) -> None:
+    width = max(len(command.usage) for command in COMMANDS)
+    lines = [f"{command.usage:<{width}}  {command.help}" for command in COMMANDS]
+    keys = [
+        f"{QUOTES} begins a message of several lines, and ends it; Alt-Enter makes a line too.",
+        "Ctrl-C stops a reply, and what came of it stays; Ctrl-C at the empty prompt twice, or Ctrl-D, leaves.",
+    ]
+    chat.view.note("\n".join([*lines, *keys]))
+
+
+def _system(chat: Chat, text: str) -> None:
+    text = unquoted(text)
+    chat.conversation.system = text
+    chat.kept()
+    chat.view.note("the system prompt is set" if text else "there is no system prompt now")
+
+
+def _set(chat: Chat, argument: str) -> None:
+    if not argument:
+        chat.view.note("\n".join(["the knobs, each changed by /set KNOB VALUE:", *listed(chat.options)]))
+        return
+    name, value = parted(argument)
+    chat.change(**{name: value})
+    chat.view.note(f"{name} = {shown(getattr(chat.options, name))}")
+
+
+def _draft(chat: Chat, argument: str) -> None:
+    if argument in ("on", MODEL):
+        chat.change(draft="on", drafter=MODEL)
+    elif argument in (LOOKUP, HYBRID):
+        chat.change(drafter=argument, draft="on")
+    elif argument == "off":
+        chat.change(draft="off")
+    elif argument:
+        raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
+    chat.view.note(chat.state())
+
+
+def _gamma(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.change(draft_length=argument)
+    chat.view.note(chat.state())
+
+
+def _rule(chat: Chat, argument: str) -> None:
+    if argument:
+        chat.change(rule=argument)
+        chat.view.note(chat.state())
+    else:
+        chat.view.note(f"rule {chat.options.rule_name}; there are: auto, {', '.join(RULES)}")
+
+
+def _regenerate(chat: Chat, _: str) -> None:
+    last = _last(chat)
+    if chat.options.temperature == 0.0:
+        chat.view.note("(greedy, so the same words come again; /set temperature 0.7 draws others)")
+    _again(chat, last)
+
+
+def _edit(chat: Chat, text: str) -> None:
+    last = _last(chat)
+    if text:
+        _again(chat, unquoted(text))
+    elif chat.interactive:
+        chat.prefill = last
+    else:
+        raise InputError("without a terminal, /edit takes the new message: /edit TEXT")
+
+
+def _last(chat: Chat) -> str:
+    """What the user said last. Raises InputError where that is nothing."""
+    if not chat.conversation.messages:
+        raise InputError("there is no message yet")
+    return chat.conversation.messages[-2]["content"]
+
+
+def _again(chat: Chat, text: str) -> None:
+    """Take the last turn back and answer this instead; where that fails, the turn stays."""
+    before, replies = chat.conversation, chat.replies
+    chat.conversation = before.copy()
+    chat.conversation.undo()
+    try:
+        chat.reply(text)
+    finally:
+        if chat.replies == replies:
+            chat.conversation = before
+
+
+def _save(chat: Chat, file: str) -> None:
+    saved.save(chat.conversation, chat.pair.manifest.target.name, _path(file, "/save"))
+    chat.view.note(f"{len(chat.conversation.messages) // 2} turns are in {file}")
+
+
+def _load(chat: Chat, file: str) -> None:
+    saved.load(chat.conversation, _path(file, "/load"))
+    chat.kept()
+    chat.view.note(saved.told(chat.conversation.messages))
+
+
+def _path(file: str, command: str) -> Path:
+    if not file:
+        raise InputError(f"{command} takes a file: {command} chat.json")
+    return Path(file).expanduser()
+
+
+def _clear(chat: Chat, _: str) -> None:
+    chat.conversation.reset()
+    chat.kept()
+    chat.view.note("the conversation is empty")
+
+
+def _stats(chat: Chat, _: str) -> None:
+    totals = chat.totals
+    if not totals.emitted:
+        chat.view.note("no replies yet")
+        return
+    seconds = {
+        "drafter": totals.draft_seconds,
+        "target": totals.verify_seconds,
+        "loop": totals.loop_seconds,
+    }
+    shares = ", ".join(f"{name} {spent / totals.total_seconds:.0%}" for name, spent in seconds.items())
+    lines = [
+        f"replies {chat.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
+        f"time    {shares}",
+        f"context {min(len(chat.conversation.ids), chat.context)} of {chat.context} tokens",
+        f"now     {chat.state()}{'; ' * bool(chat.off)}{chat.off}",
+    ]
+    if totals.drafted:
+        tests = zip(totals.accepted, totals.tested, strict=True)
+        places = ", ".join(f"{accepted / tested:.2f}" for accepted, tested in tests if tested)
+        lines.append(
+            f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (in the block: {places}); "
+            f"{sum(totals.accepted)}/{totals.drafted} drafted accepted"
+        )
+    chat.view.note("\n".join(lines))
+
+
+def _exit(chat: Chat, _: str) -> None:
+    chat.leaving = True
+
+
+def _knobs(argument: str) -> list[str]:
+    name, value = parted(argument)
+    if argument == name.strip() and not value:
+        return list(SETTABLE)
+    return [f"{name} {choice}" for choice in choices_of(name)]
+
+
+DRAFTS = ("on", "off", LOOKUP, HYBRID)
+COMMANDS = (
+    Command(("/help", "/?"), "", "this list", _help),
+    Command(("/system",), "TEXT", "set the system prompt; without TEXT remove it", _system),
+    Command(
+        ("/set",), "KNOB VALUE", "change a knob: temperature 0.7; without KNOB list them all", _set, _knobs
+    ),
+    Command(
+        ("/draft",),
+        "|".join(DRAFTS),
+        "who drafts: the drafter model, nobody, prompt lookup, or both",
+        _draft,
+        lambda argument: [*DRAFTS],
+    ),
+    Command(
+        ("/gamma",),
+        "N|auto",
+        "draft tokens in a block, or chosen by what they cost",
+        _gamma,
+        lambda argument: ["auto"],
+    ),
+    Command(
+        ("/rule",),
+        "NAME",
+        "acceptance rule; without NAME list them",
+        _rule,
+        lambda argument: [*AUTOMATIC[:1], *RULES],
+    ),
+    Command(
+        ("/compare",),
+        "[TEXT]",
+        "the last message, or TEXT, plain and speculative side by side",
+        lambda chat, text: compare(chat, unquoted(text)),
+    ),
+    Command(("/regenerate", "/retry"), "", "answer the last message again", _regenerate),
+    Command(("/edit",), "[TEXT]", "change the last message and have it answered again", _edit),
+    Command(("/save",), PATH, "write the conversation to a file", _save),
+    Command(("/load",), PATH, "go on with the conversation of a file", _load),
+    Command(("/clear", "/reset"), "", "forget the conversation; the system prompt stays", _clear),
+    Command(("/stats",), "", "speed and acceptance since the start", _stats),
+    Command(("/exit", "/quit", "/bye"), "", "leave", _exit),
+)
+BY_NAME = {name: command for command in COMMANDS for name in command.names}

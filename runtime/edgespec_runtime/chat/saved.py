@@ -1,0 +1,135 @@
+"""A conversation as a file: `/save`, `/load`, and the last chat of every bundle, which `--continue` goes on with.
+
+A file is JSON: {"schema": 1, "bundle": name, "messages": [{"role", "content"}, ...]}, the system prompt first where there is one,
+then user and assistant in turns. It may come from a stranger: it is read with bounds, and everything in it is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_bytes, writing
+from edgespec.core.manifest import Manifest
+from edgespec.core.texts import check_text
+from edgespec.recipe.targets import cache_folder
+from edgespec_runtime.chat.conversation import Conversation
+from edgespec_runtime.text.tokenizer import Message
+
+SCHEMA = 1
+MAX_BYTES = (
+    4 * 1024 * 1024
+)  # of a file: some hundred contexts of 8,192 tokens; older turns than these are of no use
+MOST_CHATS = 100  # bundles whose last chat is kept
+
+
+def state_folder() -> Path:
+    """Where chats and what was typed in them are kept, for this user's eyes alone; made if absent. Raises InputError."""
+    folder = cache_folder() / "chat"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made: {error.strerror}; set EDGESPEC_HOME to another folder"
+        ) from error
+    return folder
+
+
+def dumped(conversation: Conversation, bundle: str) -> bytes:
+    """The file of a conversation, without the oldest turns of one that is too long."""
+    system: list[Message] = []
+    if conversation.system:
+        system = [{"role": "system", "content": conversation.system}]
+    turns = [*conversation.messages]
+    while True:
+        value = {"schema": SCHEMA, "bundle": bundle, "messages": [*system, *turns]}
+        data = (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+        if len(data) <= MAX_BYTES or not turns:
+            return data
+        turns = turns[2 * (1 + len(turns) // 8) :]  # an eighth at a time: every try writes all of it
+
+
+def restored(value: Any, where: Path) -> tuple[str, list[Message]]:
+    """(system prompt, turns) of a file's JSON. Raises InputError naming what is wrong with it."""
+    if not isinstance(value, Mapping) or value.get("schema") != SCHEMA:
+        raise InputError(f"{where} is no saved chat of schema {SCHEMA}; give a file that /save wrote")
+    check_text(value, str(where))
+    messages = value.get("messages")
+    if not isinstance(messages, list):
+        raise InputError(f"{where} has no list of messages; give a file that /save wrote")
+    turns: list[Message] = []
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        wanted = ("user", "assistant")[len(turns) % 2]
+        if not isinstance(content, str) or not (role == wanted or (role == "system" and number == 0)):
+            raise InputError(
+                f"{where}: message {number + 1} is {repr(message)[:80]}; a {wanted}'s with its content as text is wanted"
+            )
+        turns += [{"role": role, "content": content}] if number or role == wanted else []
+    if len(turns) % 2:
+        raise InputError(f"{where} ends with a user's message; the assistant's answer is missing")
+    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
+    return system, turns
+
+
+def save(conversation: Conversation, bundle: str, path: Path) -> None:
+    """Write a conversation whole or not at all. Raises InputError for a path that has something else."""
+    if path.exists() or path.is_symlink():
+        restored(
+            read_json(path, limit=MAX_BYTES), path
+        )  # a chat may be saved over a chat, and over nothing else
+    write_bytes(path, dumped(conversation, bundle))
+
+
+def load(conversation: Conversation, path: Path) -> None:
+    """Have the conversation of a file instead. Raises InputError, and changes nothing, for a file that is none."""
+    system, turns = restored(read_json(path, limit=MAX_BYTES, strict=True), path)
+    conversation.system = system
+    conversation.reset(turns)
+
+
+class LastChat:
+    """The last chat of one bundle.
+
+    Args:
+        manifest: the bundle's; its files' hashes say which bundle it is, wherever it lies.
+        state: the state folder.
+    """
+
+    def __init__(self, manifest: Manifest, state: Path) -> None:
+        files = sorted((name, entry.sha256) for name, entry in manifest.files.items())
+        self._bundle = manifest.target.name
+        self._folder = state / "last"
+        self.path = self._folder / f"{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}.json"
+
+    def keep(self, conversation: Conversation) -> None:
+        """Write it; the oldest chats of other bundles go. Raises InputError where it cannot be written."""
+        with writing(self._folder):
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            write_bytes(self.path, dumped(conversation, self._bundle))
+            os.chmod(self.path, 0o600)
+            files = sorted(self._folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+            for file in files[MOST_CHATS:]:
+                file.unlink(missing_ok=True)
+
+    def resume(self, conversation: Conversation) -> str:
+        """Go on with it. Returns what to say about it. Raises InputError for a file that is damaged."""
+        if not self.path.exists():
+            return "there is no earlier chat of this bundle; this is a new one"
+        load(conversation, self.path)
+        return told(conversation.messages)
+
+
+def told(turns: Sequence[Message]) -> str:
+    """A conversation in one line."""
+    if not turns:
+        return "the conversation is empty"
+    last = " ".join(turns[-2]["content"].split())
+    words = last if len(last) <= 60 else last[:59] + "…"
+    return f"going on behind {len(turns) // 2} turn{'s' * (len(turns) > 2)}; the last message was: {words}"

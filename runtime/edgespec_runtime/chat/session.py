@@ -1,0 +1,196 @@
+"""One chat with a pair of models: what was said, under which knobs, and how a message is answered. Knows no terminal.
+
+Replies stream into a `View`; the KV cache lives from turn to turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from time import perf_counter
+
+from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+from edgespec_runtime.chat.conversation import Conversation, keeping_system
+from edgespec_runtime.chat.replies import Piece, pieces
+from edgespec_runtime.chat.settings import Options, changed, shown
+from edgespec_runtime.chat.status import Tally
+from edgespec_runtime.chat.terminal import Interrupt
+from edgespec_runtime.chat.view import Plain, Show, View
+from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.chooser.why_off import Off
+from edgespec_runtime.decoding.drafters import drafter_of
+from edgespec_runtime.decoding.loop import check_vocabulary
+from edgespec_runtime.decoding.options import NOBODY, numbered, plain
+from edgespec_runtime.decoding.schedule import Schedule
+from edgespec_runtime.decoding.speed import plain_step_seconds
+from edgespec_runtime.pair.bundle import Pair
+
+
+class Chat:
+    """One conversation with a pair of models.
+
+    Attributes:
+        options: the knobs now; `change` checks new ones.
+        totals: raw counts of all replies; `replies`: how many there were.
+        computed: prompt tokens the target computed for the last reply; the others were in its cache.
+        stopped: whether Ctrl-C ended the last reply.
+        off: why there are no drafts now, '' where there are.
+        prefill: what the next message is edited from; None where it is a new one.
+        leaving: whether the chat is over.
+        kept: called where the conversation has changed.
+    """
+
+    def __init__(self, pair: Pair, options: Options, interactive: bool, view: View | None = None) -> None:
+        self.pair = pair
+        self.options = options
+        self.interactive = interactive
+        self.view: View = view or Plain()
+        self.conversation = Conversation(pair.tokenizer, options.system)
+        self.totals = RawCounts()
+        self.replies = 0
+        self.computed = 0
+        self.stopped = False
+        self.off = ""
+        self.prefill: str | None = None
+        self.leaving = False
+        self.kept: Callable[[], None] = lambda: None
+        self._draws = 0  # replies since the seed was set: each has a seed of its own
+        self._step: float | None = None  # seconds of a plain step, as last timed
+        self._schedules = Schedules(pair, self.view.note)
+
+    @property
+    def context(self) -> int:
+        """Tokens that the target's context holds."""
+        return self.pair.target.engine.context_length
+
+    def change(self, **values: str) -> None:
+        """Set knobs, given as text. Raises InputError, and changes nothing, for a value that cannot be."""
+        options = changed(self.options, **values)
+        if options.draft and options.needs_model and self.pair.draft is None:
+            name, value = next(iter(values.items()))
+            raise InputError(
+                f"{name} is {value}, and the drafter model was not loaded; start the chat without --no-draft "
+                "and --drafter lookup"
+            )
+        self.options = options
+        if "seed" in values:
+            self._draws = 0
+
+    def decoding(self, draft: bool) -> Options:
+        """The options that a reply is decoded with."""
+        options = self.options if draft else plain(self.options)
+        return keeping_system(options, self.pair.tokenizer, self.conversation.system, self.pair.target)
+
+    def fitting(self, conversation: Conversation, text: str) -> tuple[list[int], int]:
+        """(the prompt of `text` as the next message, turns dropped for it), with room for a reply behind it."""
+        limit = self.context
+        return conversation.fit(text, limit - min(self.options.max_new_tokens, limit // 4))
+
+    def reply(self, text: str) -> None:
+        """Answer one message: stream the reply, remember it as far as it came, show its figures."""
+        options = self.decoding(self.options.draft)
+        schedule = self._ready(options)
+        prompt, dropped = self.fitting(self.conversation, text)
+        if dropped:
+            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self.view.note(f"(the context of {self.context} tokens is full: the oldest {turns} dropped)")
+        tally = self._tally(prompt)
+        reply: list[int] = []
+        with Interrupt(self.interactive) as interrupt:
+            with self.view.reply(tally, self.options) as show:
+                numbered_options = numbered(options, self._draws)
+                for piece in self._pieces(prompt, numbered_options, schedule, tally, show, interrupt):
+                    reply += piece.tokens
+                    show(piece.text, piece.accepted)
+            self.computed, self.stopped = tally.computed, tally.finish == "stopped"
+            if reply:
+                self.conversation.add(text, prompt, reply)
+                self.totals.add(tally.counts)
+                self.replies += 1
+                self._draws += 1
+                self.kept()
+            if tally.counts.drafted:
+                tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
+            self.off = str(tally.off)
+            self.view.status(tally.line())
+
+    def run(self, prompt: list[int], draft: bool, title: str) -> Iterator[tuple[Piece, Tally]]:
+        """The reply to a prompt that is no turn of the conversation, piece by piece with the figures so far."""
+        options = self.decoding(draft)
+        schedule = self._ready(options)
+        tally = self._tally(prompt)
+        tally.title = title
+        with Interrupt(self.interactive) as interrupt, self.view.working(tally) as show:
+            number = numbered(options, self._draws)
+            for piece in self._pieces(prompt, number, schedule, tally, show, interrupt):
+                show("", piece.accepted)
+                yield piece, tally
+        self.stopped = tally.finish == "stopped"
+
+    def _ready(self, options: Options) -> Schedule:
+        """The schedule of a reply under these options. Raises InputError for a drafter of another vocabulary."""
+        check_vocabulary(self.pair.target, self.pair.draft if options.needs_model else None)
+        return self._schedules.of(options)
+
+    def _tally(self, prompt: list[int]) -> Tally:
+        return Tally(self.context, self.options.max_new_tokens, len(prompt), step=self._step)
+
+    def _pieces(
+        self,
+        prompt: list[int],
+        options: Options,
+        schedule: Schedule,
+        tally: Tally,
+        show: Show,
+        interrupt: Interrupt,
+    ) -> Iterator[Piece]:
+        """The pieces of a reply until it ends or Ctrl-C was pressed; `tally` is true before each."""
+        start = perf_counter()
+        tally.finish = "stopped"
+        if not self._prefill(prompt, options, tally, show, interrupt):
+            return
+        tally.counts.prefill_seconds = perf_counter() - start
+        with closing(pieces(self.pair, prompt, options, tally.counts, schedule)) as said:
+            for piece in said:
+                tally.first_token = tally.first_token or perf_counter() - start
+                tally.off = self._off(options, schedule)
+                if isinstance(schedule, Adaptive):
+                    tally.step = schedule.step_seconds(tally.prompt + tally.counts.emitted)
+                yield piece
+                if piece.finish:
+                    tally.finish = piece.finish
+                elif interrupt.requested:
+                    return
+
+    def _prefill(
+        self, prompt: list[int], options: Options, tally: Tally, show: Show, interrupt: Interrupt
+    ) -> bool:
+        """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one.
+
+        Returns whether all of it was read.
+        """
+        for count in self.pair.target.prefill_steps(prompt[:-1]):
+            tally.computed += count
+            show("", False)
+            if interrupt.requested:
+                return False
+        drafter = drafter_of(options, self.pair.draft)
+        for _ in drafter.prefill_steps(prompt) if drafter is not None else ():
+            if interrupt.requested:
+                return False
+        return not interrupt.requested
+
+    def _off(self, options: Options, schedule: Schedule) -> Off | str:
+        """Why there are no drafts now; '' where there are."""
+        if options.drafter == NOBODY:
+            return "drafts are off" if self.pair.draft is not None else "no drafter was loaded"
+        return schedule.off or "" if isinstance(schedule, Adaptive) else ""
+
+    def state(self) -> str:
+        """Who drafts, how much and by which rule, in one line."""
+        options = self.options
+        if not options.draft:
+            return "no drafts"
+        return f"drafter {options.drafter}, γ {shown(options.draft_length)}, rule {options.rule_name}"

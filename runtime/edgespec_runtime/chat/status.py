@@ -1,0 +1,95 @@
+"""The figures of one reply, while it comes and when it is complete, as one line. Knows no terminal and runs no engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from edgespec.core.metrics import RawCounts
+
+WINDOW = 2.0  # seconds of decoding that the present speed is the mean of: some blocks, so that it can be read
+
+NOTES = {
+    "stopped": "stopped by Ctrl-C; once more leaves",
+    "length": "cut at max_new_tokens {max_new_tokens}",
+    "context": "cut: the context of {context} tokens is full",
+}
+"""Why a reply ended, where it is worth saying."""
+
+
+@dataclass
+class Tally:
+    """What is known of a reply.
+
+    Attributes:
+        context: tokens that the target's context holds.
+        max_new_tokens: the longest reply.
+        prompt: tokens of the prompt; `computed`: those that the target computed, the others were in its cache.
+        step: seconds of a plain step; None where it is not known.
+        first_token: seconds until the first text came.
+        off: why there are no drafts now, made a text where it shows; '' where there are.
+        finish: stopped, eos, length, context; '' while the reply comes.
+    """
+
+    context: int
+    max_new_tokens: int
+    prompt: int = 0
+    computed: int = 0
+    counts: RawCounts = field(default_factory=RawCounts)
+    step: float | None = None
+    first_token: float = 0.0
+    off: object = ""
+    finish: str = ""
+    title: str = ""
+    _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque([(0.0, 0)]))
+
+    def rate_now(self) -> float:
+        """Tokens a second over the last `WINDOW` of decoding; the time that showing them took is not in it."""
+        seconds, emitted = self.counts.total_seconds, self.counts.emitted
+        while len(self._samples) > 1 and self._samples[1][0] <= seconds - WINDOW:
+            self._samples.popleft()
+        before, tokens = self._samples[0]
+        if seconds > self._samples[-1][0]:
+            self._samples.append((seconds, emitted))
+        return (emitted - tokens) / (seconds - before) if seconds > before else 0.0
+
+    def live(self) -> str:
+        """While the reply comes: the most important figure first, since a narrow terminal cuts the end."""
+        counts = self.counts
+        if not counts.emitted:
+            return self._titled([f"reading the prompt: {self.computed} of {self.prompt} tokens computed"])
+        rate = self.rate_now()
+        parts = [f"{rate:.1f} tok/s"]
+        if counts.drafted and self.step is not None:
+            parts.append(f"{rate * self.step:.2f}x plain")
+        parts += self._drafts(f"{sum(counts.accepted)}/{counts.drafted} drafted accepted")
+        return self._titled([*parts, self._context()])
+
+    def line(self) -> str:
+        """Once it is complete; the speed-up is an estimate from a few plain steps timed where the reply ended."""
+        counts = self.counts
+        if not counts.emitted:
+            return "stopped before the reply began"
+        parts = [f"{counts.emitted} tokens", f"{counts.token_rate:.1f} tok/s"]
+        if counts.drafted and self.step is not None:
+            parts.append(f"est. {counts.token_rate * self.step:.2f}x plain")
+        parts += self._drafts(
+            f"{sum(counts.accepted)}/{counts.drafted} drafted accepted "
+            f"(τ {counts.block_efficiency:.2f}, α {counts.acceptance_rate:.2f})"
+        )
+        parts.append(self._context())
+        parts.append(
+            f"first token after {self.first_token:.2f} s ({self.computed} of {self.prompt} prompt tokens computed)"
+        )
+        if self.finish in NOTES:
+            parts.append(NOTES[self.finish].format(max_new_tokens=self.max_new_tokens, context=self.context))
+        return " · ".join(parts)
+
+    def _drafts(self, words: str) -> list[str]:
+        return [*([words] if self.counts.drafted else []), *([str(self.off)] if self.off else [])]
+
+    def _context(self) -> str:
+        return f"context {min(self.context, self.prompt + self.counts.emitted)}/{self.context}"
+
+    def _titled(self, parts: list[str]) -> str:
+        return " · ".join([self.title, *parts] if self.title else parts)

@@ -1,0 +1,104 @@
+"""What shows a chat to a person or a program. `Plain` is for pipes, dumb terminals and NO_COLOR: replies and nothing else go to
+standard output, everything else to standard error, without one escape code. screen.py is the other one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from edgespec.core.metrics import RawCounts
+from edgespec_runtime.chat.settings import Options
+from edgespec_runtime.chat.status import Tally
+from edgespec_runtime.chat.terminal import harmless
+
+Show = Callable[[str, bool], None]
+"""Takes the next text of a reply, '' for none yet, and whether the drafter wrote it."""
+
+
+@dataclass
+class Run:
+    """One of two ways in which a prompt was answered."""
+
+    name: str
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    counts: RawCounts = field(default_factory=RawCounts)
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    @property
+    def seconds(self) -> float:
+        """Of decoding, reading the prompt apart."""
+        return self.counts.total_seconds
+
+    def heading(self) -> str:
+        words = f"{self.name}: {self.seconds:.2f} s, {self.counts.token_rate:.1f} tok/s"
+        if self.counts.drafted:
+            words += f", {sum(self.counts.accepted)}/{self.counts.drafted} drafted accepted"
+        return words
+
+
+class View(Protocol):
+    def note(self, text: str) -> None:
+        """A message beside the replies."""
+
+    def reply(self, tally: Tally, options: Options) -> AbstractContextManager[Show]:
+        """A reply comes, whose figures are in `tally`; leaving it ends the reply's text."""
+
+    def working(self, tally: Tally) -> AbstractContextManager[Show]:
+        """Something is decoded of which only the figures show."""
+
+    def status(self, line: str) -> None:
+        """The figures of a reply that is complete."""
+
+    def side_by_side(self, runs: list[Run], colour: bool) -> None:
+        """The same prompt answered in several ways."""
+
+    def legend(self) -> None:
+        """What the colours mean, where there are some."""
+
+
+class Plain:
+    def note(self, text: str) -> None:
+        print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def reply(self, tally: Tally, options: Options) -> Iterator[Show]:
+        begun = False
+
+        def show(text: str, drafted: bool) -> None:
+            nonlocal begun
+            begun = begun or tally.counts.emitted > 0
+            self._write(text)
+
+        try:
+            yield show
+        finally:  # also where an engine fails: what it says about it stands on a line of its own
+            if begun:
+                self._write("\n")
+
+    @contextmanager
+    def working(self, tally: Tally) -> Iterator[Show]:
+        yield lambda text, drafted: None
+
+    def status(self, line: str) -> None:
+        self.note(f"[{line}]")
+
+    def side_by_side(self, runs: list[Run], colour: bool) -> None:
+        for run in runs:
+            self.note(run.heading())
+            self._write(run.text + "\n")
+
+    def legend(self) -> None:
+        pass
+
+    @staticmethod
+    def _write(text: str) -> None:
+        if text:
+            print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -1,0 +1,157 @@
+"""What a person types: several lines, pastes, history across starts, completion; and messages from a pipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.chat import history as history_module
+from edgespec_runtime.chat import terminal
+from edgespec_runtime.chat.commands import COMMANDS
+from edgespec_runtime.chat.history import ChatHistory
+from edgespec_runtime.chat.keyboard import Commands, Keyboard
+from edgespec_runtime.chat.terminal import Pipe
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
+from prompt_toolkit.input import PipeInput, create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from edgespec.core.errors import InputError
+
+UP, ALT_ENTER, CTRL_C, CTRL_D = "\x1b[A", "\x1b\r", "\x03", "\x04"
+PASTE, END = "\x1b[200~", "\x1b[201~"
+
+
+@pytest.fixture
+def keys() -> Iterator[PipeInput]:
+    with create_pipe_input() as opened:
+        yield opened
+
+
+@pytest.fixture
+def keyboard(keys: PipeInput, tmp_path: Path) -> Callable[[], Keyboard]:
+    """A keyboard as a new start of the chat has it."""
+    return lambda: Keyboard(ChatHistory(tmp_path / "history.jsonl"), input=keys, output=DummyOutput())
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("Hello\r", "Hello"),
+        ('"""\rone\r/two\r"""\r', '"""\none\n/two\n"""'),
+        ('"""one\rtwo"""\r', '"""one\ntwo"""'),
+        (f"one{ALT_ENTER}two\r", "one\ntwo"),
+        (f"{PASTE}one\r\n  two\nthree{END}\r", "one\n  two\nthree"),
+        (f"thrown away{CTRL_C}", ""),
+        (CTRL_D, None),
+    ],
+)
+def test_what_is_typed_is_read(
+    keys: PipeInput, keyboard: Callable[[], Keyboard], typed: str, read: str | None
+) -> None:
+    keys.send_text(typed)
+    assert keyboard().read() == read
+
+
+def test_ctrl_c_at_an_empty_prompt_and_a_message_to_edit(
+    keys: PipeInput, keyboard: Callable[[], Keyboard]
+) -> None:
+    keys.send_text(CTRL_C)
+    with pytest.raises(KeyboardInterrupt):
+        keyboard().read()
+    keys.send_text(" and more\r")
+    assert keyboard().read("Hello") == "Hello and more"
+
+
+def test_bytes_that_are_no_text_are_refused_and_what_follows_is_read(
+    keys: PipeInput, keyboard: Callable[[], Keyboard]
+) -> None:
+    keys.send_bytes(b"caf\xe9\r")
+    with pytest.raises(InputError, match="what was typed: the text has 'caf"):
+        keyboard().read()
+    keys.send_text(f"{UP}\x7f\x7fke\r")  # it can be had again and put right
+    assert keyboard().read() == "cake"
+
+
+def test_what_was_typed_comes_back_after_a_new_start(
+    keys: PipeInput, keyboard: Callable[[], Keyboard], tmp_path: Path
+) -> None:
+    for text in ("first\r", '"""\rsecond\r"""\r'):
+        keys.send_text(text)
+        keyboard().read()
+    file = tmp_path / "history.jsonl"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    keys.send_text(f"{UP}\r")
+    assert keyboard().read() == '"""\nsecond\n"""'
+    assert [json.loads(line) for line in file.read_text().splitlines()] == ["first", '"""\nsecond\n"""']
+
+
+def test_the_history_is_bounded_and_forgives_a_damaged_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MOST_LINES", 3)
+    monkeypatch.setattr(history_module, "MAX_BYTES", 200)
+    file = tmp_path / "history.jsonl"
+    file.write_bytes(b'{"a": 1}\n\xff\xfe\n"cut\n' + b'"old"\n' * 40 + b'"one"\n"two"\n"three"\n')
+    assert list(ChatHistory(file).load_history_strings()) == ["three", "two", "one"]
+    assert file.read_text() == '"one"\n"two"\n"three"\n'
+    history = ChatHistory(file)
+    history.store_string("x" * (history_module.MAX_ENTRY + 1))
+    assert file.read_text() == '"one"\n"two"\n"three"\n'
+    nowhere = ChatHistory(tmp_path / "none" / "history.jsonl")
+    nowhere.store_string("lost with the chat")
+    assert list(nowhere.load_history_strings()) == []
+    (tmp_path / "folder").mkdir()
+    assert list(ChatHistory(tmp_path / "folder").load_history_strings()) == []
+
+
+def completed(text: str) -> list[str]:
+    found = Commands().get_completions(Document(text, len(text)), CompleteEvent())
+    return [text[: len(text) + one.start_position] + one.text for one in found]
+
+
+def test_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat one.json").touch()
+    (tmp_path / "chats").mkdir()
+    assert completed("/") == [command.names[0] for command in COMMANDS]
+    assert completed("/re") == ["/regenerate"]
+    assert completed("/set temp") == ["/set temperature"]
+    assert completed("/set drafter ") == [f"/set drafter {name}" for name in ("model", "lookup", "hybrid")]
+    assert completed("/set colour o") == ["/set colour on", "/set colour off"]
+    assert completed("/rule bl") == ["/rule block"]
+    assert completed("/gamma ") == ["/gamma auto"]
+    assert completed("/load ch") == ["/load chat one.json", "/load chats"]
+    assert completed(f"/save {tmp_path}/chats") == [f"/save {tmp_path}/chats"]
+    for text in ("", "Hello", "see /re", "/nothing ", "/stats ", "/re\nsecond line"):
+        assert completed(text) == []
+
+
+# From a pipe
+
+
+def piped(data: bytes, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    return Pipe()
+
+
+def test_lines_of_a_pipe_are_messages_and_quotes_hold_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = piped(b'\xef\xbb\xbfone\r\n\n"""\ntwo\n\nthree\n"""\n"""four"""\n"""\nopen', monkeypatch)
+    assert [pipe.read() for _ in range(4)] == ["one", "", '"""\ntwo\n\nthree\n"""', '"""four"""']
+    with pytest.raises(InputError, match=r'opens a message with """ that does not end'):
+        pipe.read()
+    assert pipe.read() is None
+
+
+def test_a_line_or_a_message_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "MAX_MESSAGE", 20)
+    pipe = piped(b"x" * 70 + b"\nnext\n" + b'"""\n' + b"12345678\n" * 3 + b"last\n", monkeypatch)
+    with pytest.raises(InputError, match="a line of standard input exceeds 20 bytes"):
+        pipe.read()
+    assert pipe.read() == "next"
+    with pytest.raises(InputError, match="a message exceeds 20 bytes"):
+        pipe.read()

