@@ -114,13 +114,12 @@ def answers_of(counts: Sequence[Counts], gaps: Gaps) -> Answers:
     def mean(name: str) -> Interval:
         return bootstrap(counts, ratio_of_sums(lambda one: getattr(one, name), lambda one: one.positions))
 
-    value, low, high = mean("same")
-    least, most = wilson(sum(one.same for one in counts), positions)
+    top1 = share(counts)
     loss, reference = mean("loss"), sum(one.reference_loss for one in counts) / positions
     error, near = gaps.near_ties()
     return Answers(
-        verdict=verdict_of(value),
-        top1=(value, min(low, least), max(high, most)),
+        verdict=verdict_of(top1[0]),
+        top1=top1,
         kl=mean("kl"),
         tv=mean("tv"),
         perplexity=(_exp(loss[0]), _exp(loss[1]), _exp(loss[2])),
@@ -131,6 +130,13 @@ def answers_of(counts: Sequence[Counts], gaps: Gaps) -> Answers:
         positions=positions,
         counts=list(counts),
     )
+
+
+def share(counts: Sequence[Counts]) -> Interval:
+    """The share of kept argmaxes."""
+    value, low, high = bootstrap(counts, ratio_of_sums(lambda one: one.same, lambda one: one.positions))
+    least, most = wilson(sum(one.same for one in counts), sum(one.positions for one in counts))
+    return value, min(low, least), max(high, most)
 
 
 def wilson(same: int, positions: int) -> tuple[float, float]:
