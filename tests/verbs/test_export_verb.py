@@ -75,7 +75,9 @@ def test_just_the_devices_files_and_its_settings(exported: Path) -> None:
     assert words["int4"] == "changed"  # random weights in four bits
     assert words["int8"] != "changed"
     assert (manifest.default["engine"], manifest.default["precision"]) == ("onnxruntime", "int8")
-    assert manifest.default["reason"].startswith("the profile of laptop-cpu-x86; int8 keeps ")
+    assert manifest.default["reason"].startswith(
+        "not the first choice (the profile of laptop-cpu-x86); int8 keeps "
+    )
     assert "changed and left out: int4" in manifest.default["reason"]
     card = (exported / "bundle" / "README.md").read_text()
     assert "changed and left out" in card
@@ -183,7 +185,7 @@ def test_which_files_are_written() -> None:
     assert chosen(precisions="int4,q4_0") == {"onnx": ["int4"], "gguf": ["q4_0"]}
     assert chosen(precisions="fp32") == {"onnx": ["fp32"]}
     assert chosen(precisions="fp32", formats="npu") == {"npu": ["fp32"]}
-    assert chosen(device="raspberry-pi") == {"gguf": ["q4_0"]}
+    assert chosen(device="raspberry-pi") == {"gguf": ["q4_0", "q8_0"]}
     assert chosen(device="raspberry-pi", precisions="q8_0") == {"gguf": ["q8_0"]}
     assert chosen(device="intel-npu") == {"npu": ["qdq16"]}
     with pytest.raises(InputError, match=r"'q4_0' is of none of onnx"):
@@ -225,6 +227,6 @@ def test_a_build_is_exported_for_another_device(trained: Path, tmp_path: Path) -
     out = tmp_path / "out"
     assert main(["export", str(trained), "--device", "raspberry-pi", "--out", str(out)]) == 0
     manifest = open_manifest(out / "bundle")
-    assert manifest.pairs() == [("llama.cpp", "q4_0")]
+    assert manifest.pairs() == [("llama.cpp", "q4_0"), ("llama.cpp", "q8_0")]
     assert manifest.metrics["settings"] == open_manifest(trained / "bundle").metrics["settings"]
     assert manifest.target.name == open_manifest(trained / "bundle").target.name

@@ -80,6 +80,9 @@ def _batch(
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     stop = sorted(questions.stop_ids) or None
     how = GenerationConfig(max_new_tokens=room, eos_token_id=stop, pad_token_id=0, **sampled)
+    model.generation_config = (
+        GenerationConfig()
+    )  # the folder's own (a penalty, a top-p) would fill what `how` leaves open
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
         whole = model.generate(ids, attention_mask=mask, generation_config=how)

@@ -123,13 +123,15 @@ def first_faithful(
     known = {key: share for key, share in kept.items() if share is not None}
     first = offered[0]
     chosen = first
-    if known.get(first, 1.0) < CLOSE:
+    if not known.get(first, 1.0) >= CLOSE:
         chosen = next(
             (key for key in offered if known.get(key, 1.0) >= CLOSE), max(known, key=known.__getitem__)
         )
+    if chosen != first:
+        reason = f"not the first choice ({reason})"
     if chosen in known:
         reason += f"; {chosen[1]} {keeps(known[chosen])}"
-    left = [f"{key[1]} {share:.0%}" for key, share in known.items() if share < CLOSE and key != chosen]
+    left = [f"{key[1]} {share:.1%}" for key, share in known.items() if not share >= CLOSE and key != chosen]
     reason += f"; changed and left out: {', '.join(left)}" if left else ""
     return {"engine": chosen[0], "precision": chosen[1], "reason": reason}
 
@@ -167,7 +169,7 @@ def _rates(one: Timed) -> str:
 
 
 def _left_out(usual: Sequence[Timed], chosen: Timed) -> str:
-    left = [f"{one.precision} {one.kept:.0%}" for one in usual if one.kept < CLOSE and one is not chosen]
+    left = [f"{one.precision} {one.kept:.1%}" for one in usual if not one.kept >= CLOSE and one is not chosen]
     return f"; changed and left out: {', '.join(left)}" if left else ""
 
 

@@ -65,7 +65,7 @@ def test_a_devices_precision_unless_it_changes_the_answers() -> None:
     other = pick([*INT8, *INT4], LAPTOP)
     assert other["precision"] == "int8"
     assert "keeps 98.0% of the most likely tokens (same answers)" in other["reason"]
-    assert other["reason"].endswith("changed and left out: int4 67%")
+    assert other["reason"].endswith("changed and left out: int4 67.0%")
 
 
 def test_where_all_are_changed_the_reason_says_so() -> None:
