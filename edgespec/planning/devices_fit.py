@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
@@ -167,7 +168,8 @@ def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
         if name == device.target
         or fit(replace(device, target=name, drafter=name), target, drafter, recipe.export.context).fits
     )
-    return replace(recipe, export=replace(recipe.export, **{kind: kept}))
+    changes: dict[str, Any] = {kind: kept}
+    return replace(recipe, export=replace(recipe.export, **changes))
 
 
 def check_fit(found: Fit, name: str) -> None:

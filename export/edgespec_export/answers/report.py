@@ -54,7 +54,7 @@ def answers_report(found: Mapping[str, Any], *, colour: bool = False, side_by_si
 def answers_table(checks: Sequence[Check], *, colour: bool = False, markdown: bool = False) -> str:
     """A row for every file and mode in which answers were compared; changed ones are red."""
     rows = [
-        (_cells(check, mode, answers), answers["verdict"])
+        (list(_cells(check, mode, answers)), answers["verdict"])
         for check in checks
         for mode, answers in modes_of(check)
     ]
