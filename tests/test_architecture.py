@@ -49,6 +49,7 @@ ROOMS = [
     "edgespec_export.onnx",
     "edgespec_export.npu",
     "edgespec_export.formats",
+    "edgespec_export.answers",
     "edgespec_export.verify",
     "edgespec_export.gguf_target",
     "edgespec_export.other_engines",

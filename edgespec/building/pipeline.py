@@ -235,7 +235,11 @@ class Build(ExportStages):
             return
         export = recipe.export
         wanted = max(
-            recipe.evaluate.prompts, export.bundle_prompts, export.verify_prompts, export.acceptance_prompts
+            recipe.evaluate.prompts,
+            export.bundle_prompts,
+            export.verify_prompts,
+            export.answer_replies,
+            export.acceptance_prompts,
         )
         self.stage(
             SELF_PROMPTS,

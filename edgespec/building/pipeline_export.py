@@ -5,15 +5,17 @@ Each stage is in a folder of its own and knows what it reads; how it does its wo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.files import read_json, write_text
+from edgespec.core.manifest import read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.planning.devices_fit import check_fit, fit
+from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
@@ -102,18 +104,26 @@ class ExportStages:
             )
 
     def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
-        """Where the files are for a device: show the memory they take there. Raises InputError where it is too much."""
+        """Where the files are for a device: show the memory they take there, and leave out those that it has no room for.
+
+        Raises InputError where what is to run takes too much.
+        """
         device = device_of(self.recipe)
         if device is None:
             return
         found = fit(device, target, drafter)
         print(f"\n{found.table()}", flush=True)
         check_fit(found, name)
+        before, self.recipe = self.recipe.export, fitting(self.recipe, target, drafter)
+        kept = {*self.recipe.export.onnx, *self.recipe.export.gguf}
+        if left := [one for one in (*before.onnx, *before.gguf) if one not in kept]:
+            print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
     def _exported(self, target: Path, drafter: Path) -> None:
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
+        from edgespec_runtime.chat.terminal import has_colour
 
         options, out = self.recipe.export, self.out
         models = self._model("target", target) | self._model("drafter", drafter)
@@ -138,13 +148,16 @@ class ExportStages:
                 self._verify_prompts(target, options.verify_prompts),
                 options,
                 trials=self._trials(target, options.acceptance_prompts),
+                questions=self._questions(target, options.answer_replies),
             ),
             reads=models | sources.stages(out, "export") | self._prompts(),
         )
-        print(verification_table(out / "verify" / "verify.json"), flush=True)
+        print(verification_table(out / "verify" / "verify.json", colour=has_colour(sys.stdout)), flush=True)
 
     def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
+        from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
+        from edgespec_runtime.chat.terminal import has_colour
 
         recipe, out = self.recipe, self.out
         device = device_of(recipe)
@@ -175,6 +188,7 @@ class ExportStages:
 
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
+        print(default_report(read_manifest(out / "bundle"), colour=has_colour(sys.stdout)), flush=True)
 
     def _evaluation(self) -> dict[str, Any]:
         """What was measured in torch, raw counts and all."""
@@ -219,6 +233,12 @@ class ExportStages:
             return None
         stop = ChatTokenizer(target).stop_ids
         return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
+
+    def _questions(self, target: Path, count: int) -> Any:
+        """What the target replies to, for comparing the files' answers; None for nothing."""
+        from edgespec_export.answers.replies import questions_of
+
+        return questions_of(target, self._held_out(count), seed=self.recipe.seed)
 
     def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
         from edgespec_runtime.text.tokenizer import ChatTokenizer

@@ -6,14 +6,16 @@ Arithmetic on shapes and a profile; reads no file and asks no system.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, table
 from edgespec.planning import costs
 from edgespec.planning.estimate import exported_bytes, size
-from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC, Profile
+from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of
+from edgespec.recipe.schema import Recipe
 
 LOADED = 1.1
 """Bytes of memory for a byte of weights in the file: both engines keep packed copies of some matrices."""
@@ -149,6 +151,25 @@ def fit(profile: Profile, target: ModelShape, drafter: ModelShape, context: int 
             for role, shape in shapes.items()
         },
     )
+
+
+def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
+    """The recipe without those files of its device's engine that the device has no memory for, the one that is to run apart.
+
+    That one is `check_fit`'s. A recipe for no device comes back as it is.
+    """
+    device = device_of(recipe)
+    if device is None:
+        return recipe
+    kind = FORMAT_OF[device.engine]
+    kept = tuple(
+        name
+        for name in getattr(recipe.export, kind)
+        if name == device.target
+        or fit(replace(device, target=name, drafter=name), target, drafter, recipe.export.context).fits
+    )
+    changes: dict[str, Any] = {kind: kept}
+    return replace(recipe, export=replace(recipe.export, **changes))
 
 
 def check_fit(found: Fit, name: str) -> None:

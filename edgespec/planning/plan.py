@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.options import check, knob
 from edgespec.core.shapes import ModelShape
-from edgespec.planning.devices_fit import Fit, fit
+from edgespec.planning.devices_fit import Fit, fit, fitting
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_report import Plan
@@ -93,6 +93,7 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
         drafter = DrafterShape(**vars(found))
     else:
         drafter = derive(target, recipe.drafter)
+    recipe = fitting(recipe, target, drafter)
     given = parse(options.gpus)
     hardware = replace(given, count=usable(recipe, given.count))
     assumed = Assumed(options.mfu, options.bandwidth_share)

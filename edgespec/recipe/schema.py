@@ -342,11 +342,8 @@ class ExportOptions:
         None, "tokens of context that a device's memory is planned for (default: its profile's)", at_least=2
     )
     verify_prompts: int = knob(8, "held-out prompts on which every file is held against torch", at_least=1)
-    acceptance_prompts: int = knob(
-        16,
-        "held-out prompts on which the acceptance of the exported pairs is measured; 0 for none",
-        at_least=0,
-    )
+    answer_replies: int = knob(16, "replies that each file reads for its verdict; 0: none", at_least=0)
+    acceptance_prompts: int = knob(16, "prompts that the exported pairs decode; 0 for none", at_least=0)
     bundle_prompts: int = knob(64, "held-out prompts that travel in the bundle, for bench", at_least=1)
 
 

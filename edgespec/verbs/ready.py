@@ -25,7 +25,13 @@ from edgespec.verbs.export import Export, Source
 
 READY = "ready"
 EVALUATION = "evaluation.json"
-FILES = {"onnx": ["int8"], "gguf": ["q8_0"], "verify_prompts": 2, "acceptance_prompts": 0}
+FILES = {
+    "onnx": ["int8"],
+    "gguf": ["q8_0"],
+    "verify_prompts": 2,
+    "answer_replies": 8,
+    "acceptance_prompts": 0,
+}
 """What a ready bundle has: ONNX int8 and the target's own GGUF file. Its drafter was measured when it was made."""
 
 

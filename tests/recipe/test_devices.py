@@ -71,7 +71,7 @@ def test_a_flag_goes_before_the_device_and_the_device_before_the_recipe() -> Non
     file = {"target": "t", "export": {"onnx": ["fp32"], "gguf": ["f16"]}}
     assert resolve(file, {}).export.onnx == ("fp32",)
     plain = resolve(file, {"device": "raspberry-pi"}).export
-    assert (plain.onnx, plain.gguf) == ((), ("q4_0",))
+    assert (plain.onnx, plain.gguf) == ((), ("q4_0", "q8_0"))
     flagged = resolve(file, {"device": "raspberry-pi", "export": {"gguf": "q8_0"}})
     assert flagged.export.gguf == ("q8_0",)
     chosen = device_of(flagged)
@@ -135,6 +135,18 @@ def test_what_does_not_fit_is_refused_with_every_number() -> None:
     small = dataclasses.replace(x86, memory_gib=2)
     with pytest.raises(InputError, match="weights alone are too large"):
         devices_fit.check_fit(devices_fit.fit(small, LLAMA, DRAFTER), "llama-2-7b-chat")
+
+
+def test_files_that_a_device_has_no_memory_for_are_left_out() -> None:
+    """Llama-2-7B: Q8_0 does not fit into a Raspberry Pi's 5 GiB, nor int8, which exact mode widens, into a laptop's 8."""
+    recipe = resolve({"target": "llama-2-7b-chat"}, {"device": "raspberry-pi"})
+    assert recipe.export.gguf == ("q4_0", "q8_0")
+    assert devices_fit.fitting(recipe, LLAMA, DRAFTER).export.gguf == ("q4_0",)
+    assert devices_fit.fitting(recipe, DRAFTER, DRAFTER).export.gguf == ("q4_0", "q8_0")
+    laptop = resolve({"target": "llama-2-7b-chat"}, {"device": "laptop-cpu-x86"})
+    assert devices_fit.fitting(laptop, LLAMA, DRAFTER).export.onnx == ("int4",)
+    nowhere = resolve({"target": "llama-2-7b-chat"}, {})
+    assert devices_fit.fitting(nowhere, LLAMA, DRAFTER) is nowhere
 
 
 def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:

@@ -69,12 +69,20 @@ def exported(models: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.
 
 def test_just_the_devices_files_and_its_settings(exported: Path) -> None:
     manifest = open_manifest(exported / "bundle")
-    assert manifest.pairs() == [("onnxruntime", "int4")]
-    assert manifest.default == {
-        "engine": "onnxruntime",
-        "precision": "int4",
-        "reason": "the profile of laptop-cpu-x86",
-    }
+    assert manifest.pairs() == [("onnxruntime", "int4"), ("onnxruntime", "int8")]
+    checks = json.loads((exported / "verify" / "verify.json").read_text())["files"]
+    words = {one["precision"]: one["answers"]["verdict"] for one in checks if one["role"] == "target"}
+    assert words["int4"] == "changed"  # random weights in four bits
+    assert words["int8"] != "changed"
+    assert (manifest.default["engine"], manifest.default["precision"]) == ("onnxruntime", "int8")
+    assert manifest.default["reason"].startswith(
+        "not the first choice (the profile of laptop-cpu-x86); int8 keeps "
+    )
+    assert "changed and left out: int4" in manifest.default["reason"]
+    card = (exported / "bundle" / "README.md").read_text()
+    assert "changed and left out" in card
+    assert "## The answers" in card
+    assert "target onnxruntime int4 is another model" in card
     assert manifest.device == {
         "name": "laptop-cpu-x86",
         "draft_length": None,
@@ -99,7 +107,7 @@ def test_chat_opens_it(exported: Path, capsys: pytest.CaptureFixture[str]) -> No
     ]
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["engine"], report["precision"]) == ("onnxruntime", "int4")
+    assert (report["engine"], report["precision"]) == ("onnxruntime", "int8")
     assert report["options"]["context"] == 256
 
 
@@ -121,7 +129,7 @@ def test_it_resumes(
     time.sleep(0.01)
     assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
     assert target.stat().st_mtime_ns == before
-    assert open_manifest(out / "bundle").pairs() == [("onnxruntime", "int4")]
+    assert open_manifest(out / "bundle").pairs() == [("onnxruntime", "int4"), ("onnxruntime", "int8")]
     capsys.readouterr()
     assert main(command(models, prompts, out, "--device", "laptop-cpu-x86")) == 0
     assert capsys.readouterr().out.count("(done before)") == 4  # data, export, verify, pack
@@ -177,7 +185,7 @@ def test_which_files_are_written() -> None:
     assert chosen(precisions="int4,q4_0") == {"onnx": ["int4"], "gguf": ["q4_0"]}
     assert chosen(precisions="fp32") == {"onnx": ["fp32"]}
     assert chosen(precisions="fp32", formats="npu") == {"npu": ["fp32"]}
-    assert chosen(device="raspberry-pi") == {"gguf": ["q4_0"]}
+    assert chosen(device="raspberry-pi") == {"gguf": ["q4_0", "q8_0"]}
     assert chosen(device="raspberry-pi", precisions="q8_0") == {"gguf": ["q8_0"]}
     assert chosen(device="intel-npu") == {"npu": ["qdq16"]}
     with pytest.raises(InputError, match=r"'q4_0' is of none of onnx"):
@@ -219,6 +227,6 @@ def test_a_build_is_exported_for_another_device(trained: Path, tmp_path: Path) -
     out = tmp_path / "out"
     assert main(["export", str(trained), "--device", "raspberry-pi", "--out", str(out)]) == 0
     manifest = open_manifest(out / "bundle")
-    assert manifest.pairs() == [("llama.cpp", "q4_0")]
+    assert manifest.pairs() == [("llama.cpp", "q4_0"), ("llama.cpp", "q8_0")]
     assert manifest.metrics["settings"] == open_manifest(trained / "bundle").metrics["settings"]
     assert manifest.target.name == open_manifest(trained / "bundle").target.name

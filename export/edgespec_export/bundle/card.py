@@ -17,7 +17,10 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import BundleModel
 from edgespec.core.table import count, interval, table
+from edgespec_export.answers.report import answers_table, warnings
+from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
 from edgespec_export.bundle.card_engines import Commands, Rates, Values, engine_sections
+from edgespec_export.bundle.default_choice import choice_table
 from edgespec_export.other_engines.other_engines import Elsewhere
 from edgespec_export.verify.exported_pair_report import about, acceptance_table
 
@@ -42,7 +45,8 @@ class Card:
     """Everything the card says. `evaluation` is evaluation.json's content ({}: nothing was measured).
 
     `acceptance` is verify.json's: what quantising cost the pair. `gguf` is the precision to name in llama.cpp's command (None:
-    the bundle has no pair of GGUF files); `subset` the drafter's own vocabulary; `licence` is the note that came with the target.
+    the bundle has no pair of GGUF files); `subset` the drafter's own vocabulary; `licence` is the note that came with the target;
+    `timed` are the files among which the default was chosen; `checks` is verify.json's `files`.
     """
 
     target: BundleModel
@@ -57,12 +61,15 @@ class Card:
     acceptance: Sequence[dict[str, Any]] = ()
     licence: str = ""
     subset: Vocabulary | None = None
+    timed: Sequence[Mapping[str, Any]] = ()
+    checks: Sequence[Mapping[str, Any]] = ()
 
     def text(self) -> str:
         """The whole file."""
         parts = [
             self._head(),
             self._measured(),
+            *([text] if (text := self._answers()) else []),
             *([self._exported()] if self.acceptance else []),
             self._engines(),
             self._files(),
@@ -122,6 +129,25 @@ class Card:
             "is sampled and kept so (Σ p·q). Rounded weights change both models and with them these figures.\n\n"
             f"{table(headers, rows, markdown=True)}\n"
         )
+
+    def _answers(self) -> str:
+        """How far each file keeps the model's answers, and what was timed; '' where neither was measured."""
+        checks = [check for check in self.checks if any(modes_of(check))]
+        parts = []
+        if checks:
+            parts += [
+                "Each file beside the model with unrounded weights, on replies of the target. Top-1 is the share of tokens where "
+                f"both find the same one most likely: {SAME_ANSWERS} from {SAME:.0%}, {CLOSE_ANSWERS} from {CLOSE:.0%}, below "
+                "that the file is another model.",
+                answers_table(checks, markdown=True),
+                *(f"- {line}" for line in warnings(checks)),
+            ]
+        if self.timed:
+            parts += [
+                "The default was chosen among these, timed where the bundle was made:",
+                choice_table(self.timed, markdown=True),
+            ]
+        return "## The answers\n\n" + "\n\n".join(parts) + "\n" if parts else ""
 
     def _exported(self) -> str:
         return (

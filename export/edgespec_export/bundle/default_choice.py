@@ -2,12 +2,14 @@
 
 Small targets run as floats and are not timed (write.py). A file is timed in both modes: the exact one, whose blocks have the
 logits of single steps, and the fast one. Fast is the default where exact kernels slow plain decoding below EXACT_SHARE of it.
+A device's own precision goes before speed, because the device is another machine. A changed file is the default only where the
+bundle has no other, and the reason then says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -16,22 +18,30 @@ from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
+from edgespec.core.manifest import Manifest
 from edgespec.core.progress import progress
+from edgespec.core.table import table
+from edgespec_export.answers.report import red
+from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import open_models
 from edgespec_export.verify.file_check import has_engine
 
-CLOSE = 0.92  # share of the most likely tokens that a file must keep: with fewer it is another model
 EXACT_SHARE = (
     0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
 )
 LONGEST = 5  # tokens of a pass that is timed: γ = 4 behind it
+TIMED_FILES = "timed"  # among the manifest's metrics: the files among which the default was chosen
+ANOTHER_MODEL = "changed: another model"
 TIMED = CalibrateOptions(seconds=3.0, contexts=(256,))
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One file of the target with its drafter: tokens a second plainly and with the best draft length, as α promises."""
+    """One file of the target with its drafter: tokens a second plainly and with the best draft length, as α promises.
+
+    `kept`: share of the model's most likely tokens, in this mode.
+    """
 
     engine: str
     precision: str
@@ -40,6 +50,35 @@ class Timed:
     plain: float
     best: float
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.precision
+
+
+@dataclass(frozen=True)
+class Preferred:
+    """A file that is to be the default unless it is changed, and whose wish that is, in words."""
+
+    engine: str
+    precision: str
+    by: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.precision
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`default`: {engine, precision, reason, fast: what runs in fast mode unless told otherwise, as engine/precision ...}."""
+
+    default: dict[str, str]
+    timed: tuple[Timed, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What was timed, for the manifest."""
+        return [{**asdict(one), "answers": verdict_of(one.kept)} for one in self.timed]
+
 
 def choose_default(
     files: Sequence[ExportedFile],
@@ -47,33 +86,100 @@ def choose_default(
     parameters: Mapping[str, int],
     verification: Mapping[str, Any],
     metrics: Mapping[str, Any],
-) -> dict[str, str]:
-    """{engine, precision, reason, fast: the files that run in fast mode unless told otherwise, as engine/precision}.
+    preferred: Preferred | None = None,
+) -> Choice:
+    """The default, from times taken now.
 
     `metrics`: what was measured of acceptance; `verification`: verify.json's content.
     """
-    return pick(
-        [one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)]
-    )
+    timed = [
+        one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)
+    ]
+    return Choice(pick(timed, preferred), tuple(timed))
 
 
-def pick(timed: Sequence[Timed]) -> dict[str, str]:
-    """`choose_default`'s answer from what was timed; every file is among it in its exact mode at least."""
-    modes = {(one.engine, one.precision): _usual(timed, one) for one in timed}
-    chosen = max(_faithful(list(modes.values())), key=lambda one: one.best)
-    reason = (
-        f"the fastest of {len(modes)} where the bundle was made: {chosen.best:.0f} tokens a second, {chosen.plain:.0f} plainly; "
-        f"keeps {chosen.kept:.0%} of the most likely tokens"
-    )
+def pick(timed: Sequence[Timed], preferred: Preferred | None = None) -> dict[str, str]:
+    """`Choice.default` from what was timed; every file is among it in its exact mode at least."""
+    modes = {one.key: _usual(timed, one) for one in timed}
+    wished = None if preferred is None else modes.get(preferred.key)
+    if preferred is not None and wished is not None and wished.kept >= CLOSE:
+        chosen, reason = wished, f"{preferred.by}; {_rates(wished)} where the bundle was made"
+    else:
+        chosen = max(_faithful(list(modes.values())), key=lambda one: one.best)
+        reason = f"the fastest of {len(modes)} where the bundle was made: {_rates(chosen)}"
+    reason += f"; {keeps(chosen.kept)}{_left_out(list(modes.values()), chosen)}"
     fast = " ".join(f"{engine}/{precision}" for (engine, precision), one in modes.items() if one.mode == FAST)
     return {"engine": chosen.engine, "precision": chosen.precision, "reason": reason, "fast": fast}
 
 
+def first_faithful(
+    offered: Sequence[tuple[str, str]], verification: Mapping[str, Any], reason: str
+) -> dict[str, str]:
+    """The default where nothing is timed: the first (engine, precision) offered, unless it is changed and another one is not.
+
+    A file that was not verified counts as good: there is nothing to judge it by.
+    """
+    kept = {key: _kept(key, verification).get(EXACT) for key in offered}
+    known = {key: share for key, share in kept.items() if share is not None}
+    first = offered[0]
+    chosen = first
+    if not known.get(first, 1.0) >= CLOSE:
+        chosen = next(
+            (key for key in offered if known.get(key, 1.0) >= CLOSE), max(known, key=known.__getitem__)
+        )
+    if chosen != first:
+        reason = f"not the first choice ({reason})"
+    if chosen in known:
+        reason += f"; {chosen[1]} {keeps(known[chosen])}"
+    left = [f"{key[1]} {share:.1%}" for key, share in known.items() if not share >= CLOSE and key != chosen]
+    reason += f"; changed and left out: {', '.join(left)}" if left else ""
+    return {"engine": chosen[0], "precision": chosen[1], "reason": reason}
+
+
+def keeps(share: float) -> str:
+    """`keeps 98.1% of the most likely tokens (same answers)`."""
+    word = verdict_of(share)
+    return f"keeps {share:.1%} of the most likely tokens ({ANOTHER_MODEL if word == CHANGED else word})"
+
+
+def choice_table(rows: Sequence[Mapping[str, Any]], *, markdown: bool = False) -> str:
+    """`Choice.rows` as a table; '' for none. The rows may be a stranger's: what is no such row is left out."""
+    cells = []
+    for row in rows:
+        try:
+            speeds = (f"{float(row['plain']):.1f}", f"{float(row['best']):.1f}")
+            names = (f"{row['engine']} {row['precision']}", str(row["mode"]))
+            cells.append((*names, *speeds, f"{float(row['kept']):.1%}", str(row["answers"])))
+        except (KeyError, TypeError, ValueError):
+            continue
+    headers = ("file", "mode", "plain tok/s", "best γ tok/s", "top-1", "answers")
+    return table(headers, cells, markdown=markdown, left=2) if cells else ""
+
+
+def default_report(manifest: Manifest, *, colour: bool = False) -> str:
+    """The files that were timed and the default with its reason, in red where it is a changed model."""
+    default = manifest.default
+    text = f"default: {default['engine']} {default['precision']}: {default['reason']}"
+    found = choice_table(manifest.metrics.get(TIMED_FILES, []))
+    return (f"{found}\n\n" if found else "") + red(text, colour and f"({ANOTHER_MODEL})" in text)
+
+
+def _rates(one: Timed) -> str:
+    return f"{one.best:.0f} tokens a second, {one.plain:.0f} plainly"
+
+
+def _left_out(usual: Sequence[Timed], chosen: Timed) -> str:
+    left = [f"{one.precision} {one.kept:.1%}" for one in usual if not one.kept >= CLOSE and one is not chosen]
+    return f"; changed and left out: {', '.join(left)}" if left else ""
+
+
 def _usual(timed: Sequence[Timed], file: Timed) -> Timed:
-    """A file in the mode that it is to run in: the exact one, unless it slows plain decoding."""
-    own = {one.mode: one for one in timed if (one.engine, one.precision) == (file.engine, file.precision)}
+    """A file in the mode that it is to run in: the exact one, unless it slows plain decoding and fast keeps the answers too."""
+    own = {one.mode: one for one in timed if one.key == file.key}
     exact, fast = own[EXACT], own.get(FAST)
-    return exact if fast is None or exact.plain >= EXACT_SHARE * fast.plain else fast
+    if fast is None or exact.plain >= EXACT_SHARE * fast.plain:
+        return exact
+    return exact if fast.kept < CLOSE <= exact.kept else fast
 
 
 def _pairs(files: Sequence[ExportedFile]) -> list[tuple[ExportedFile, ExportedFile]]:
@@ -100,7 +206,7 @@ def _timed(
     metrics: Mapping[str, Any],
 ) -> list[Timed]:
     """The file in each of its modes."""
-    kept = _kept(target, verification)
+    kept = _kept((target.engine, target.precision), verification) or {EXACT: 0.0}
     found = []
     with progress(f"time {target.engine} {target.precision}", len(kept), "mode") as bar:
         for mode, share in kept.items():
@@ -121,17 +227,9 @@ def _timed(
     return found
 
 
-def _kept(target: ExportedFile, verification: Mapping[str, Any]) -> dict[str, float]:
-    """{mode: share of argmaxes that are the float model's}, of each mode that was verified; a block's flips count against it."""
-    for check in verification["files"]:
-        if (check["role"], check["engine"], check["precision"]) == (
-            "target",
-            target.engine,
-            target.precision,
-        ):
-            top1, fast = check["top1"] or 0.0, check.get("fast")
-            found = {EXACT: top1}
-            if fast and fast["block_flips"] is not None:
-                found[FAST] = top1 - fast["block_flips"] / check["positions"]
-            return found
-    return {EXACT: 0.0}
+def _kept(key: tuple[str, str], verification: Mapping[str, Any]) -> dict[str, float]:
+    """`kept_of` the target's file; {} where it was not verified."""
+    for check in verification.get("files", ()):
+        if (check["role"], check["engine"], check["precision"]) == ("target", *key):
+            return kept_of(check)
+    return {}

@@ -29,10 +29,17 @@ from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec.stages.stage import versions
 from edgespec_export.bundle.card import Card, CardFile
-from edgespec_export.bundle.default_choice import choose_default
-from edgespec_export.formats.export import ROLES, ExportedFile, drafter_precision, exported_files
+from edgespec_export.bundle.default_choice import (
+    TIMED_FILES,
+    Choice,
+    Preferred,
+    choose_default,
+    first_faithful,
+)
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
+from edgespec_export.verify.file_check import has_engine
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT = 4  # bytes
@@ -108,14 +115,17 @@ def write_bundle(
             },
         }
         small = FLOAT * shapes["target"].parameters <= FLOAT_LIMIT
-        default = _default(options, small, device, own) or choose_default(
-            files,
+        both = _both(files)
+        preferred = _preferred(device, own)
+        choice = _untimed(options, small, preferred, files, verification) or choose_default(
+            [file for file in files if preferred is None or file.engine == preferred.engine],
             subset,
             {role: shape.parameters for role, shape in shapes.items()},
             verification,
             metrics,
+            preferred,
         )
-        both = _both(files)
+        default = choice.default
         onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
         gguf = both.get("llama.cpp", []) if subset is None else []
         elsewhere = write_elsewhere(
@@ -133,6 +143,8 @@ def write_bundle(
             ],
             cost_ratio=ratios["parameters"],
             default=default,
+            timed=choice.rows(),
+            checks=verification.get("files", []),
             elsewhere=elsewhere,
             onnx=onnx,
             gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
@@ -149,7 +161,7 @@ def write_bundle(
             drafter=models["drafter"],
             default=default,
             cost_ratio=ratios,
-            metrics=metrics,
+            metrics={**metrics, TIMED_FILES: choice.rows()} if choice.timed else metrics,
             provenance={**provenance, "versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device=device.settings(min(shape.context_length for shape in shapes.values()))
@@ -256,29 +268,44 @@ def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, d
     return engines
 
 
-def _default(
-    options: ExportOptions, small: bool, device: Profile | None, own: OwnFile | None
-) -> dict[str, str] | None:
-    """What chat runs unless told otherwise, where no clock is needed: a device's own choice, static graphs, the least rounded
-    file of a `small` target. None: the files must be timed.
-    """
-
-    def chosen(engine: str, precision: str, reason: str) -> dict[str, str]:
-        return {"engine": engine, "precision": precision, "reason": reason}
-
-    if device is not None:
-        precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
-        return chosen(device.engine, precision, f"the profile of {device.name}")
-    if not options.onnx and not options.gguf:
-        return chosen("static", options.npu[0], "the bundle has static graphs only")
-    if not small:
+def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
+    """The precision of a device's profile."""
+    if device is None:
         return None
-    if "fp32" in options.onnx:
-        return chosen("onnxruntime", "fp32", "the target is small enough to run unrounded")
-    if options.onnx:
-        return chosen("onnxruntime", options.onnx[0], "the bundle has no float weights")
-    precision = drafter_precision(options) if own is None else own.precision
-    return chosen("llama.cpp", precision, "the bundle has GGUF files only")
+    precision = own.precision if own is not None and device.engine == "llama.cpp" else device.target
+    return Preferred(device.engine, precision, f"the profile of {device.name}")
+
+
+def _untimed(
+    options: ExportOptions,
+    small: bool,
+    preferred: Preferred | None,
+    files: list[ExportedFile],
+    verification: dict[str, Any],
+) -> Choice | None:
+    """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded file of a
+    `small` target, a device's own choice for it. None: the files must be timed.
+    """
+    both = _both(files)
+    static = preferred.engine == "static" if preferred is not None else not options.onnx and not options.gguf
+    runs = [file for file in files if preferred is None or file.engine == preferred.engine]
+    if not small and not static and any(map(has_engine, runs)):
+        return None
+    if preferred is not None:
+        others = [(preferred.engine, name) for name in both.get(preferred.engine, [])]
+        offered = [preferred.key, *(key for key in others if key != preferred.key)]
+        return Choice(first_faithful(offered, verification, preferred.by))
+    if static:
+        offered = [("static", name) for name in options.npu]
+        return Choice(first_faithful(offered, verification, "the bundle has static graphs only"))
+    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
+    if small and "fp32" in onnx:
+        reason = "the target is small enough to run unrounded"
+        return Choice({"engine": "onnxruntime", "precision": "fp32", "reason": reason})
+    offered = [("onnxruntime", name) for name in onnx]
+    offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
+    reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
+    return Choice(first_faithful(offered, verification, reason))
 
 
 def _size(path: Path) -> int:

@@ -20,7 +20,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.model_check import check_model
 from edgespec.recipe.schema import ExportOptions
 
-TOKENIZER = "tokenizer"
+TOKENIZER, VERIFICATION = "tokenizer", "verify.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,13 @@ class Options:
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
     acceptance_prompts: int = with_default(
         ExportOptions, "acceptance_prompts", ExportOptions().acceptance_prompts
+    )
+    answer_replies: int = with_default(ExportOptions, "answer_replies", ExportOptions().answer_replies)
+    min_agreement: float = knob(
+        0.0,
+        "share of the model's most likely tokens that every file of the target must keep; exit code 1 where one keeps fewer",
+        at_least=0.0,
+        at_most=1.0,
     )
     max_new_tokens: int = knob(48, "tokens an exported pair decodes for a prompt", at_least=2)
     draft_length: int = knob(3, "its draft length γ", at_least=1)
@@ -103,6 +110,8 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     from edgespec_runtime.text.prompts import read_chats
     from edgespec_runtime.text.tokenizer import ChatTokenizer
 
+    from edgespec_export.answers.replies import questions_of
+    from edgespec_export.answers.report import below
     from edgespec_export.verify.exported_pair import Trials
     from edgespec_export.verify.report import broken_of
 
@@ -124,13 +133,23 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             options.seed,
             options.seconds,
         )
+    written = [] if options.prompts else replies_in(manifest)
+    if len(written) < min(options.answer_replies, len(chats)):
+        written = []  # the bundle has too few: the target writes all of them
+    questions = questions_of(
+        manifest.folder / TOKENIZER,
+        chats[: options.answer_replies],
+        written[: options.answer_replies],
+        seed=options.seed,
+    )
     checked = prompts[: options.verify_prompts]
     tokenizer_folder = manifest.folder / TOKENIZER
     if folders is not None:
         from edgespec_export.verify.pair import verify_with_models
 
-        result = verify_with_models(files, folders, checked, trials, tokenizer_folder)
+        result = verify_with_models(files, folders, checked, trials, tokenizer_folder, questions)
     else:
+        from edgespec_export.answers.held_out import HeldOut
         from edgespec_export.verify.files import NOT_CHECKED, Standard, as_numbered, shape_of, verify_files
         from edgespec_export.verify.tokenizers import Source
 
@@ -141,10 +160,12 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             ("target", manifest.target, checked),
             ("drafter", manifest.drafter, as_numbered(checked, subset)),
         )
-        standards = (
+        standards = [
             (role, Standard(shape_of(model, role), model.parameters, source, own))
             for role, model, own in models
-        )
+        ]
+        if questions is not None:
+            standards[0][1].held = HeldOut(questions, standards[0][1].shape)
         result = verify_files(files, standards, subset, trials, tokenizer_folder)
         result["not_checked"] = NOT_CHECKED
     found = check_manifest(manifest, folders)
@@ -155,8 +176,23 @@ def verify_bundle(options: Options) -> dict[str, Any]:
         "skipped": skipped,
         "manifest": found,
         **result,
-        "broken": [*(f"manifest: {text}" for text in found), *broken_of(result)],
+        "broken": [
+            *(f"manifest: {text}" for text in found),
+            *broken_of(result),
+            *(below(result, options.min_agreement) if options.min_agreement else ()),
+        ],
     }
+
+
+def replies_in(manifest: Manifest) -> list[Any]:
+    """What the target replied where the bundle was made. Raises BundleError where that has another form."""
+    from edgespec_export.answers.replies import from_rows
+
+    if manifest.folder is None or VERIFICATION not in manifest.files:
+        return []
+    stored = read_json(manifest.folder / VERIFICATION)
+    rows = stored.get("replies") if isinstance(stored, dict) else None
+    return [] if rows is None else from_rows(rows, manifest.pair["vocab_size"])
 
 
 def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
@@ -189,6 +225,8 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
 
 
 def run(given: dict[str, Any]) -> int:
+    from edgespec_runtime.chat.terminal import has_colour
+
     from edgespec_export.verify.report import report_of
 
     options = from_mapping(Options, given)
@@ -197,7 +235,7 @@ def run(given: dict[str, Any]) -> int:
     except BundleError as error:
         raise CheckFailed(str(error)) from error
     print(f"{options.bundle}: {found['hashes']} files have the size and sha256 that the manifest gives\n")
-    print(report_of(found), flush=True)
+    print(report_of(found, colour=has_colour(sys.stdout), side_by_side=True), flush=True)
     if found.get("not_checked"):
         print(f"\n{found['not_checked']}", flush=True)
     if found["skipped"]:

@@ -17,6 +17,7 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 
 from edgespec.core.shapes import ModelShape
+from edgespec_export.answers.quality import Answers
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.logit_distance import MOST_KL, distance
 
@@ -90,6 +91,7 @@ class FastCheck:
     block_relative: float | None = None
     block_flips: int | None = None
     block_leak: float | None = None
+    answers: Answers | None = None
 
 
 @dataclass
@@ -116,6 +118,7 @@ class FileCheck:
     block_leak: float | None = None  # what a block's later tokens do to the logits of its first
     positions: int = 0
     rope_border: int | None = None  # the tokens around it are among those compared; None where there is none
+    answers: Answers | None = None  # of a target, on its replies; None where none were compared
     fast: FastCheck | None = None  # None where the file has no fast mode, or the engine is not there
     settings: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
@@ -180,12 +183,17 @@ def compare_engine(
     open_engine: Callable[[], Engine],
     passages: Sequence[Passage],
     own: Sequence[Array] | None,
+    answer: Callable[[CachedEngine], Answers | None] = lambda model: None,
 ) -> list[Array]:
-    """Run a file; the logits of every passage. `own`: what its weights should give, None where nobody knows."""
+    """Run a file; the logits of every passage. `own`: what its weights should give, None where nobody knows.
+
+    `answer`: what is measured on the target's replies.
+    """
     engine = open_engine()
     try:
         model = CachedEngine(engine)
         ways = [_ways(model, passage) for passage in passages]
+        check.answers = answer(model)
     finally:
         engine.close()
     whole = [way.whole for way in ways]

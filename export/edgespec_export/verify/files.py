@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.errors import BundleError
 from edgespec.core.manifest import BundleModel
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.quality import Answers
+from edgespec_export.answers.replies import as_rows
+from edgespec_export.answers.verdict import BOUNDS as VERDICTS
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import Trials, acceptance_by_cause, as_json
 from edgespec_export.verify.file_check import (
@@ -51,7 +56,8 @@ class Standard:
     """What the files of one model are held against: here its most exact file, the first that runs.
 
     `prompts` are token ids in the model's own numbers; `logits` [n, V] float32 for every passage, None where nobody knows them.
-    `source`: what its tokenizers are held against, None where its files have none.
+    `source`: what its tokenizers are held against, None where its files have none. `held`: replies on which the answers of its
+    files are compared, None where they are not.
     """
 
     without_engine = "settings alone"
@@ -62,6 +68,7 @@ class Standard:
         self.shape, self.parameters, self.source = shape, parameters, source
         self.passages = passages_of(prompts, shape)
         self.logits: list[Array] | None = None
+        self.held: HeldOut | None = None
 
     def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
         """The files in the order in which they are checked."""
@@ -80,6 +87,14 @@ class Standard:
         if file.engine == "llama.cpp":
             check.settings = gguf_settings(file.path, self.shape)
         return None
+
+    def answers(self, file: ExportedFile, model: CachedEngine, *, samples: bool) -> Answers | None:
+        """What a file answers beside the model; the most exact one stands for it. `samples`: it writes some replies itself."""
+        if self.held is None:
+            return None
+        if not self.held.replies and file.precision in MOST_EXACT:
+            self.held.adopt_from(model)
+        return self.held.answers(model, samples=samples)
 
     def ran(self, file: ExportedFile, seen: list[Array]) -> None:
         """The file gave these logits."""
@@ -100,6 +115,7 @@ def verify_files(
     None for all. `tokenizer_folder`: where the runtime reads the tokenizer from.
     """
     checks: list[FileCheck] = []
+    replies = []
     sources, parameters = {}, {}
     with progress("verify", 2 * len(files) + 1, "check") as bar:
         for role, standard in standards:
@@ -110,6 +126,8 @@ def verify_files(
                 bar.set_postfix_str(f"{role} {file.precision}")
                 checks.append(standard.check(file))
                 bar.update(1)
+            if standard.held is not None:
+                replies += standard.held.replies
         bar.set_postfix_str("tokenizers")
         with_tokenizer = [file for file in files if file.role in sources]
         tokenizers = check_tokenizers(
@@ -118,6 +136,8 @@ def verify_files(
     runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
     return {
         "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
+        "verdicts": VERDICTS,
+        "replies": as_rows(replies),
         "files": [asdict(check) for check in checks],
         "tokenizers": [asdict(check) for check in tokenizers],
         "acceptance": as_json(runs),
@@ -134,12 +154,20 @@ def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
     if open_engine is None:
         check.checked_with, seen = standard.without_engine, own
     else:
-        seen = compare_engine(check, open_engine, passages, own)
+        seen = compare_engine(
+            check, open_engine, passages, own, lambda model: standard.answers(file, model, samples=True)
+        )
         check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
         open_fast = fast_opener(file, threads, context)
         if open_fast is not None:
             check.fast = FastCheck()
-            compare_engine(check.fast, open_fast, passages, own)
+            compare_engine(
+                check.fast,
+                open_fast,
+                passages,
+                own,
+                lambda model: standard.answers(file, model, samples=False),
+            )
     if seen is not None:
         if standard.logits is not None:
             measure(check, seen, standard.logits, passages)

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from edgespec_export.answers.quality import log_softmax
+
 Array = np.ndarray[Any, Any]
 
 # Most KL allowed, by precision; what is not listed (3 to 5 bits) is told and not bounded: it is the price of the size.
@@ -69,14 +71,6 @@ def distance(seen: Sequence[Array], wanted: Sequence[Array], prompts: Sequence[S
         _perplexity(reference_losses),
         count,
     )
-
-
-def log_softmax(logits: Array) -> Array:
-    """float64 [n, V]"""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    return wide
 
 
 def _perplexity(losses: Sequence[float]) -> float:

@@ -30,6 +30,9 @@ from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.model_folder.head import is_head
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
+from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.in_torch import adopt_from_torch
+from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials
 from edgespec_export.verify.file_check import FileCheck, relative
@@ -45,12 +48,12 @@ Array = np.ndarray[Any, Any]
 class Reference(Standard):
     """One float model in torch: its logits, and those it gives with other weights. `prompts` in the target's numbers.
 
-    Raises InputError where no prompt has a token.
+    `questions`: what it is to reply to, None for nothing. Raises InputError where no prompt has a token.
     """
 
     without_engine = "weights read back in torch"
 
-    def __init__(self, folder: Path, prompts: list[list[int]]) -> None:
+    def __init__(self, folder: Path, prompts: list[list[int]], questions: Questions | None = None) -> None:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
@@ -67,6 +70,9 @@ class Reference(Standard):
         ).eval()
         self.weights = {name: value.detach() for name, value in self.model.named_parameters()}
         self.logits = self.run(self.weights)
+        if questions is not None:
+            self.held = HeldOut(questions, shape)
+            adopt_from_torch(self.held, self.model)
 
     def run(self, weights: dict[str, torch.Tensor]) -> list[Array]:
         """Logits [n, V] float32 for every passage."""
@@ -125,16 +131,18 @@ def verify_pair(
     options: ExportOptions,
     *,
     trials: Trials | None = None,
+    questions: Questions | None = None,
 ) -> dict[str, Any]:
     """Check every file of `export_folder`, write `out`/verify.json, return the number of files and positions.
 
-    `prompts` are token ids; `trials`: what the exported pairs decode, None for no measure of acceptance. Raises CheckFailed with
-    the tables when a bound is broken (verify.json is written all the same).
+    `prompts` are token ids; `trials`: what the exported pairs decode, None for no measure of acceptance;
+    `questions`: what the target replies to, for comparing answers. Raises CheckFailed with the tables when a bound is broken
+    (verify.json is written all the same).
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     head = is_head(drafter_folder)
     files = exported_files(export_folder, options, own_file(target_folder), head=head)
-    result = verify_with_models(files, folders, prompts, trials, target_folder)
+    result = verify_with_models(files, folders, prompts, trials, target_folder, questions)
     write_json(out / "verify.json", result)
     broken = broken_of(result)
     if broken:
@@ -154,11 +162,12 @@ def verify_with_models(
     prompts: list[list[int]],
     trials: Trials | None,
     tokenizer_folder: Path,
+    questions: Questions | None = None,
 ) -> dict[str, Any]:
     """`verify_files` with the models in `folders`, by role, as standards."""
 
     def standards() -> Iterator[tuple[str, Standard]]:
-        target = Reference(folders["target"], prompts)
+        target = Reference(folders["target"], prompts, questions)
         yield "target", target
         if is_head(folders["drafter"]):
             yield "drafter", Head(folders["drafter"], target)

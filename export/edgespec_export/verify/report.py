@@ -1,4 +1,4 @@
-"""verify.json as tables: the files, the tokenizers, the acceptance by cause. Knows its form, measures nothing."""
+"""verify.json as tables: the files, their answers, the tokenizers, the acceptance by cause. Knows its form, measures nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json
 from edgespec.core.table import table
+from edgespec_export.answers.report import answers_report
 from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds
 from edgespec_export.verify.tokenizers import tokenizer_table
 
@@ -18,19 +19,24 @@ HEADERS = (
 )
 
 
-def verification_table(path: Path) -> str:
-    """All of a verify.json. Raises EdgespecError where it lists no file."""
+def verification_table(path: Path, *, colour: bool = False) -> str:
+    """All of a verify.json but the replies. Raises EdgespecError where it lists no file."""
     found = read_json(path)
     if not found.get("files"):
         raise EdgespecError(f"{path} lists no checked file; remove its folder and run the same command again")
-    return report_of(found)
+    return report_of(found, colour=colour, side_by_side=False)
 
 
-def report_of(found: dict[str, Any]) -> str:
-    """The tables of what `verify_files` returned; parts that were not measured are left out."""
+def report_of(found: dict[str, Any], *, colour: bool = False, side_by_side: bool = False) -> str:
+    """The tables of what `verify_files` returned; parts that were not measured are left out.
+
+    `colour`: changed files in red. `side_by_side`: replies of the model and of each file too.
+    """
     parts = []
     if found.get("files"):
         parts.append(files_table(found["files"]))
+    if answers := answers_report(found, colour=colour, side_by_side=side_by_side):
+        parts.append(answers)
     if found.get("tokenizers"):
         parts.append(tokenizer_table(found["tokenizers"]))
     if found.get("acceptance"):

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
-from edgespec_export.bundle.default_choice import Timed, pick
+from edgespec_export.answers.report import RED
+from edgespec_export.bundle.default_choice import (
+    Choice,
+    Preferred,
+    Timed,
+    choice_table,
+    default_report,
+    first_faithful,
+    pick,
+)
 from edgespec_runtime.engines.exactness import EXACT, FAST
 
 INT8 = [
@@ -37,3 +49,69 @@ def test_a_changed_model_is_no_default_whatever_its_speed(best: float) -> None:
     changed = Timed("onnxruntime", "int4", EXACT, kept=0.8, plain=best, best=best)
     close = Timed("llama.cpp", "q4_k_m", EXACT, kept=0.93, plain=10.0, best=10.0)
     assert pick([changed, close])["precision"] == "q4_k_m"
+
+
+LAPTOP = Preferred("onnxruntime", "int4", "the profile of laptop-cpu-x86")
+
+
+def test_a_devices_precision_unless_it_changes_the_answers() -> None:
+    kept = Timed("onnxruntime", "int4", EXACT, kept=0.95, plain=60.0, best=70.0)
+    wished = pick([*INT8, kept], LAPTOP)
+    assert wished["precision"] == "int4"
+    assert wished["reason"] == (
+        "the profile of laptop-cpu-x86; 70 tokens a second, 60 plainly where the bundle was made; keeps 95.0% of the most likely "
+        "tokens (close)"
+    )
+    other = pick([*INT8, *INT4], LAPTOP)
+    assert other["precision"] == "int8"
+    assert "keeps 98.0% of the most likely tokens (same answers)" in other["reason"]
+    assert other["reason"].endswith("changed and left out: int4 67.0%")
+
+
+def test_where_all_are_changed_the_reason_says_so() -> None:
+    chosen = pick(INT4, LAPTOP)
+    assert chosen["precision"] == "int4"
+    assert "keeps 67.0% of the most likely tokens (changed: another model)" in chosen["reason"]
+    manifest = SimpleNamespace(default=chosen, metrics={"timed": Choice(chosen, tuple(INT4)).rows()})
+    shown = default_report(manifest, colour=True)  # type: ignore[arg-type]
+    assert f"{RED}default: onnxruntime int4" in shown
+    assert "67.0%  changed" in shown
+    assert RED not in default_report(manifest)  # type: ignore[arg-type]
+
+
+def test_fast_is_not_the_mode_where_it_changes_the_answers() -> None:
+    slow = Timed("onnxruntime", "int8", EXACT, kept=0.99, plain=30.0, best=40.0)
+    worse = Timed("onnxruntime", "int8", FAST, kept=0.90, plain=110.0, best=140.0)
+    assert pick([slow, worse])["fast"] == ""
+    assert pick([slow, INT8[1]])["fast"] == "onnxruntime/int8"
+
+
+def verified(**kept: float) -> dict[str, Any]:
+    return {
+        "files": [
+            {"role": "target", "engine": "onnxruntime", "precision": name, "answers": {"top1": [share] * 3}}
+            for name, share in kept.items()
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("kept", "precision"),
+    [
+        ({"int4": 0.93, "int8": 0.99}, "int4"),
+        ({"int4": 0.91, "int8": 0.99}, "int8"),
+        ({"int4": 0.91, "int8": 0.80}, "int4"),
+        ({"int4": 0.70, "int8": 0.80}, "int8"),
+        ({}, "int4"),
+        ({"int4": 0.70}, "int8"),
+    ],
+)
+def test_without_a_clock_the_first_that_keeps_the_answers(kept: dict[str, float], precision: str) -> None:
+    offered = [("onnxruntime", "int4"), ("onnxruntime", "int8")]
+    assert first_faithful(offered, verified(**kept), "why")["precision"] == precision
+
+
+def test_the_table_leaves_out_what_no_packer_writes() -> None:
+    rows = Choice({}, tuple(INT8)).rows()
+    assert len(choice_table([*rows, {"engine": "x"}, {**rows[0], "best": "fast"}]).splitlines()) == 4
+    assert choice_table([]) == ""

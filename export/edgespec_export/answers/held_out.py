@@ -1,0 +1,126 @@
+"""The target's replies and the model's logits on them: what every file's answers are held against. No torch.
+
+Who knows the model in floats writes the replies and reads them: torch (verify/pair.py), else the most exact file. A file reads
+them as a chat does: the prompt in long passes, the reply in blocks of a few tokens. Logits of all replies stay in memory, so
+replies beyond `MOST_BYTES` are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engines.session import CachedEngine
+
+from edgespec.core.shapes import ModelShape
+from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answers_of, count
+from edgespec_export.answers.replies import Questions, Reply, reply_of, written_by
+
+BLOCK = 4  # tokens of a pass, as where three draft tokens are verified
+MOST_BYTES = (
+    2**30
+)  # of float32 logits: 5,461 positions of a vocabulary of 49,152 tokens, 1,024 of one of 262,144
+SAMPLES = 3  # greedy replies that are shown beside the model's
+
+Array = np.ndarray[Any, Any]
+Read = Callable[[Reply], Array]
+"""Logits [n, V] float32 before each of a reply's n tokens."""
+
+
+class HeldOut:
+    """`replies` with the model's logits; empty until `adopt`."""
+
+    def __init__(self, questions: Questions, shape: ModelShape) -> None:
+        self.questions = questions
+        self.context = shape.rope_border or shape.context_length  # beyond the border a text has other factors
+        self.most = MOST_BYTES // (np.dtype(np.float32).itemsize * shape.vocab_size)
+        self.replies: list[Reply] = []
+        self.logits: list[Array] = []
+
+    def adopt(self, replies: Sequence[Reply], read: Read) -> None:
+        """Take what the model wrote, as far as it fits, and read it with the model."""
+        places = 0
+        for reply in replies:
+            places += len(reply.tokens)
+            if len(reply.prompt) + len(reply.tokens) > self.context or not reply.tokens:
+                continue
+            if places > self.most and self.replies:
+                break
+            self.replies.append(reply)
+            self.logits.append(read(reply))
+
+    def adopt_from(self, model: CachedEngine) -> None:
+        """As `adopt`, with a file that stands for the model."""
+        written = self.questions.written or written_by(model, self.questions, self._room(model))
+        self.adopt(written, lambda reply: rows_of(model, reply))
+
+    def answers(self, model: CachedEngine, *, samples: bool) -> Answers | None:
+        """What a file answers beside the model; None where there is no reply. `samples`: and let it write some itself."""
+        if not self.replies:
+            return None
+        counts: list[Counts] = []
+        gaps = Gaps()
+        for reply, wanted in zip(self.replies, self.logits, strict=True):
+            if len(reply.prompt) + len(reply.tokens) > model.engine.context_length:
+                continue
+            seen = rows_of(model, reply)
+            counts.append(count(seen, wanted, reply.tokens))
+            gaps.add(seen, wanted)
+        if not counts:
+            return None
+        found = answers_of(counts, gaps)
+        if samples:
+            found.samples = self._samples(model)
+        return found
+
+    def _samples(self, model: CachedEngine) -> list[Sample]:
+        greedy = [reply for reply in self.replies if reply.temperature == 0.0][:SAMPLES]
+        return [
+            sample_of(
+                self.questions,
+                reply,
+                reply_of(model, reply.prompt, self.questions, self._length(reply, model)),
+            )
+            for reply in greedy
+        ]
+
+    def _length(self, reply: Reply, model: CachedEngine) -> int:
+        """Tokens for a file: as many as the model's reply has, where that was cut off."""
+        if reply.tokens[-1] not in self.questions.stop_ids:
+            return len(reply.tokens)
+        return self.questions.room(reply.prompt, self._room(model))
+
+    def _room(self, model: CachedEngine) -> int:
+        return min(self.context, model.engine.context_length)
+
+
+def rows_of(model: CachedEngine, reply: Reply) -> Array:
+    """Logits [n, V] before each of a reply's n tokens."""
+    model.prefill(reply.prompt[:-1])
+    return np.array(model.read_rows([reply.prompt[-1], *reply.tokens[:-1]], BLOCK))
+
+
+def sample_of(questions: Questions, reply: Reply, written: Sequence[int]) -> Sample:
+    """Two replies to one prompt, parted where they part."""
+    wanted, ends = reply.tokens, questions.stop_ids
+    at = next(
+        (number for number, (a, b) in enumerate(zip(wanted, written, strict=False)) if a != b),
+        min(len(wanted), len(written)),
+    )
+    question = questions.text_of(reply.prompt)
+    if at == len(wanted) == len(written):
+        return Sample(question, questions.decode(wanted), ("", ""), ("", ""), None)
+    common = questions.decode(wanted[:at])
+
+    def rest(tokens: Sequence[int]) -> tuple[str, str]:
+        if at >= len(tokens):
+            return "", ""
+        first, whole = questions.decode(tokens[: at + 1]), questions.decode(tokens)
+        if tokens[at] in ends:
+            return "(end)", ""
+        if not (first.startswith(common) and whole.startswith(first)):  # a character of several tokens
+            return questions.decode(tokens[at:]), ""
+        return first[len(common) :], whole[len(first) :]
+
+    return Sample(question, common, rest(wanted), rest(written), at)
