@@ -123,7 +123,7 @@ class ExportStages:
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
-        from edgespec_runtime.chat.terminal import has_colour
+        from edgespec_runtime.chat.terminal import draws
 
         options, out = self.recipe.export, self.out
         models = self._model("target", target) | self._model("drafter", drafter)
@@ -152,12 +152,12 @@ class ExportStages:
             ),
             reads=models | sources.stages(out, "export") | self._prompts(),
         )
-        print(verification_table(out / "verify" / "verify.json", colour=has_colour(sys.stdout)), flush=True)
+        print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
     def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
-        from edgespec_runtime.chat.terminal import has_colour
+        from edgespec_runtime.chat.terminal import draws
 
         recipe, out = self.recipe, self.out
         device = device_of(recipe)
@@ -188,7 +188,7 @@ class ExportStages:
 
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
-        print(default_report(read_manifest(out / "bundle"), colour=has_colour(sys.stdout)), flush=True)
+        print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
 
     def _evaluation(self) -> dict[str, Any]:
         """What was measured in torch, raw counts and all."""

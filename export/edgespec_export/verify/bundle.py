@@ -225,7 +225,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
 
 
 def run(given: dict[str, Any]) -> int:
-    from edgespec_runtime.chat.terminal import has_colour
+    from edgespec_runtime.chat.terminal import draws
 
     from edgespec_export.verify.report import report_of
 
@@ -235,7 +235,7 @@ def run(given: dict[str, Any]) -> int:
     except BundleError as error:
         raise CheckFailed(str(error)) from error
     print(f"{options.bundle}: {found['hashes']} files have the size and sha256 that the manifest gives\n")
-    print(report_of(found, colour=has_colour(sys.stdout), side_by_side=True), flush=True)
+    print(report_of(found, colour=draws(sys.stdout), side_by_side=True), flush=True)
     if found.get("not_checked"):
         print(f"\n{found['not_checked']}", flush=True)
     if found["skipped"]:
