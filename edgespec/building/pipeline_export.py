@@ -123,7 +123,8 @@ class ExportStages:
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
-        from edgespec_runtime.chat.terminal import draws
+
+        from edgespec.core.texts import draws
 
         options, out = self.recipe.export, self.out
         models = self._model("target", target) | self._model("drafter", drafter)
@@ -157,7 +158,8 @@ class ExportStages:
     def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
-        from edgespec_runtime.chat.terminal import draws
+
+        from edgespec.core.texts import draws
 
         recipe, out = self.recipe, self.out
         device = device_of(recipe)

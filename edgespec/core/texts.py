@@ -1,18 +1,21 @@
-"""Text that UTF-8 cannot write: half of a surrogate pair, as JSON's \\ud83d without its other half, or an argument's odd byte.
+"""Text from outside that does harm where it is written: what UTF-8 cannot write, and escape codes that a terminal would obey.
 
-Python reads such text without a word and fails where it is written or tokenised, which may be hours later.
+UTF-8 cannot write half of a surrogate pair, as JSON's \\ud83d without its other half, or an argument's odd byte. Python reads
+such text without a word and fails where it is written or tokenised, which may be hours later.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from typing import Any
+from typing import IO, Any
 
 from edgespec.core.errors import EdgespecError, InputError
 
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+_HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 _AROUND = 20  # characters shown on both sides
 
 
@@ -60,3 +63,13 @@ def forgive_streams() -> None:
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors=errors)
+
+
+def draws(stream: IO[str]) -> bool:
+    """Whether escape codes are wanted there: a terminal, not a dumb one, and NO_COLOR is unset (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def harmless(text: str) -> str:
+    """Text without control characters but newline and tab: a model can write escape codes, and a terminal would obey them."""
+    return text.translate(_HARMFUL)

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from edgespec_runtime.chat.terminal import harmless
-
 from edgespec.core.table import table
+from edgespec.core.texts import harmless
 from edgespec_export.answers.verdict import CHANGED, CLOSE, FAST, modes_of
 
 HEADERS = (

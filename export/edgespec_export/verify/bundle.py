@@ -225,8 +225,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
 
 
 def run(given: dict[str, Any]) -> int:
-    from edgespec_runtime.chat.terminal import draws
-
+    from edgespec.core.texts import draws
     from edgespec_export.verify.report import report_of
 
     options = from_mapping(Options, given)

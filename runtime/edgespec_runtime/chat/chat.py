@@ -8,11 +8,12 @@ from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.options import from_mapping
+from edgespec.core.texts import draws, harmless
 from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.saved import LastChat, state_folder
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
-from edgespec_runtime.chat.terminal import Pipe, Source, draws, harmless
+from edgespec_runtime.chat.terminal import Pipe, Source
 from edgespec_runtime.chat.view import Plain, View
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair

@@ -19,9 +19,10 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
+from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.terminal import harmless, unseen_keys
+from edgespec_runtime.chat.terminal import unseen_keys
 from edgespec_runtime.chat.view import Run, Show
 
 FRAMES = 15  # a second

@@ -5,30 +5,18 @@ No model, no tokens, and no drawing: screen.py draws, keyboard.py reads what a p
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from edgespec.core.errors import InputError
 
 QUOTES = '"""'
 MAX_MESSAGE = 16 * 1024 * 1024  # bytes of a message from a pipe: as of generate's prompt
 _LINE = "a line of standard input"
-_HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
-
-
-def draws(stream: IO[str]) -> bool:
-    """Whether escape codes are wanted there: a terminal, not a dumb one, and NO_COLOR is unset (no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def harmless(text: str) -> str:
-    """Text without control characters but newline and tab: a model can write escape codes, and a terminal would obey them."""
-    return text.translate(_HARMFUL)
 
 
 def typed(data: bytes, what: str) -> str:

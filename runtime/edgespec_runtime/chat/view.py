@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgespec.core.metrics import RawCounts
+from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.terminal import harmless
 
 Show = Callable[[str, bool], None]
 """Takes the next text of a reply, '' for none yet, and whether the drafter wrote it."""

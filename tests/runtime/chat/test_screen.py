@@ -15,13 +15,14 @@ from edgespec_runtime.chat.screen import DRAFTED, Rows, Screen
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.terminal import draws, harmless
 from edgespec_runtime.chat.view import Run
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
+
+from edgespec.core.texts import draws, harmless
 
 GREEN, UP = "\x1b[32m", "\x1b[1A"
 
