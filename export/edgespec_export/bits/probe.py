@@ -1,9 +1,9 @@
 """The float model on calibration text: what each group of tensors bears, and what a rounded model keeps.
 
 Sensitivity: one group at a time is rounded to four bits (the probe), and the KL divergence from the float model is measured. To
-second order KL grows with the square of the error; so it is told as KL for a unit of error, and any other rounding of the group is
-expected to cost that times its own error. The error is Σ E[x²] (w − w')², over a matrix's inputs x: E[x²] is llama.cpp's importance
-matrix. Layers below the rounded one are not computed again.
+second order KL grows with the square of the error; so it is told as KL for a unit of error, and any other rounding of the group
+is expected to cost that times its own error. The error is Σ E[x²] (w − w')², over a matrix's inputs x: E[x²] is llama.cpp's
+importance matrix. Layers below the rounded one are not computed again.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Probe:
         needed, free = int(COPIES * FLOAT * shape.parameters), free_memory()
         if free is not None and needed > free:
             raise InputError(
-                f"choosing bits runs {folder} as floats, which takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} GiB are "
-                "free; choose a precision of one kind (int4, q4_k_m) or a machine with more"
+                f"choosing bits runs {folder} as floats, which takes {needed / 2**30:.1f} GiB of memory, and "
+                f"{free / 2**30:.1f} GiB are free; choose a precision of one kind (int4, q4_k_m) or a machine with more"
             )
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **corrected_ids(folder)
@@ -78,8 +78,8 @@ class Probe:
         broken = [name for name, value in self.model.named_parameters() if not torch.isfinite(value).all()]
         if broken:
             raise InputError(
-                f"{folder}: the tensor {broken[0]} has values that are no finite numbers (and {len(broken) - 1} others); fetch or "
-                "train the model again"
+                f"{folder}: the tensor {broken[0]} has values that are no finite numbers (and {len(broken) - 1} others); "
+                "fetch or train the model again"
             )
         self.groups = groups_of(self.weights)
         self.importance: dict[str, Array] = {}

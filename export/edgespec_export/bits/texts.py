@@ -54,8 +54,8 @@ def split(texts: Iterable[Text], context: int) -> Texts:
     found = min(sum(text.positions for text in part) for part in (calibration, held_out))
     if found < LEAST:
         raise InputError(
-            f"bits are chosen on at least {2 * LEAST} tokens that the target wrote, half of them held out, and of the texts given "
-            f"{sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build whose target wrote "
+            f"bits are chosen on at least {2 * LEAST} tokens that the target wrote, half of them held out, and of the texts "
+            f"given {sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build whose target wrote "
             "more (--generate.prompts)"
         )
     return Texts(_first(calibration, IMPORTANCE), _first(held_out, HELD_OUT))

@@ -97,8 +97,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Bits:
-    """What calibration text said of a model, by the checkpoint's names: {matrix: its type} (of q_mixed alone), and {matrix: weight
-    [K] of an error in each of its columns}.
+    """What calibration text said of a model, by the checkpoint's names: {matrix: its type} (of q_mixed alone), and {matrix:
+    weight [K] of an error in each of its columns}.
     """
 
     kinds: Mapping[str, Kind]

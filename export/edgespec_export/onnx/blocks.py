@@ -5,8 +5,8 @@ offset4  w = scale (q − 8) + shift q of 4 bits, the shift a number of its own 
 int8     w = scale (q − 128)       q of 8 bits                               8.5 bits a weight
 
 Scales and shifts are float16 in the file. Each block's grid is searched for: of a few candidates the one with the least error,
-weighted by how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's types,
-so that a matrix that was rounded to Q4_0 (int4), Q8_0 (int8), Q4_1 or Q4_K (offset4) before keeps every value.
+weighted by how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's
+types, so that a matrix that was rounded to Q4_0 (int4), Q8_0 (int8) or Q4_1 (offset4) before keeps every value.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The builder's nodes stay; their weights are replaced. In the file scales and shifts are float16, and a Cast widens them when the
 graph is loaded. offset4 adds to MatMulNBits what its zero points cannot say: the mean of each block's inputs times 32 of the
-block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too, and then expands the matrix at every call.) In the
-exact graph int8 is a float MatMul of widened bytes, as in an int8 folder. The embedding's rows come from blocks too, a tied one's
+block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too, and then expands the matrix at every call.)
+In the exact graph int8 is a float MatMul of widened bytes, as in an int8 folder. The embedding's rows come from blocks too, a tied one's
 from those of the output head, which are stored once (GatherBlockQuantized).
 
 Knows the names that the model builder gives, and no model.
@@ -32,8 +32,8 @@ Array = np.ndarray[Any, Any]
 
 
 def stems_of(graph: Any) -> dict[str, tuple[int, int]]:
-    """{the builder's name of a matrix, without its ending: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an untied
-    embedding."""
+    """{the builder's name of a matrix, without its ending: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an
+    untied embedding."""
     found = {}
     for node in graph.node:
         if node.op_type == "MatMulNBits":
@@ -50,8 +50,8 @@ def write_graphs(
 ) -> None:
     """Write `folder`'s graphs and their one data file from the builder's int4 folder `source`.
 
-    blocks_of: a matrix by its stem, asked for once each. graphs: {file name: accuracy level}. Raises EdgespecError where the graph
-    is not built as expected.
+    blocks_of: a matrix by its stem, asked for once each. graphs: {file name: accuracy level}. Raises EdgespecError where the
+    graph is not built as expected.
     """
     import onnx
 
@@ -188,12 +188,8 @@ def _rewrite(
     graph.node.extend([*nodes.first, *rest])
     del graph.initializer[:]
     read = {name for node in graph.node for name in node.input}
-    graph.initializer.extend(
-        [
-            *(tensor for tensor in kept if tensor.name in read),
-            *(tensor for _, tensors in made.values() for tensor in tensors),
-        ]
-    )
+    own = [tensor for _, tensors in made.values() for tensor in tensors]
+    graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
     graph.initializer.extend(nodes.constants.values())
 
 

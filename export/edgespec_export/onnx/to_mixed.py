@@ -35,7 +35,8 @@ def export_mixed(
     """Write `out_folder` (whole or not at all), with the files of an int4 folder. Returns {"bytes", "notes"}.
 
     kinds: {the checkpoint's name of a matrix: its kind}; q, k and v, which the graph joins, have one kind. importance: {name: the
-    weight [K] of an error in each of its columns}. about: {name of a further JSON file: its content}. Raises what `export_onnx` raises.
+    weight [K] of an error in each of its columns}. about: {name of a further JSON file: its content}. Raises what
+    `export_onnx` raises.
     """
     checkpoint = Checkpoint(model_folder)
     names = set(checkpoint)
