@@ -20,11 +20,16 @@ INSTRUCTION_TOKENS = 128
 
 
 PRECISIONS = {
-    "onnx": ("fp32", "fp16", "int8", "int4"),
-    "gguf": ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
+    "onnx": ("fp32", "fp16", "int8", "int4", "mixed"),
+    "gguf": (
+        *("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
+        *("q4_k_s", "q4_k_m", "q5_k_m", "q6_k", "q_mixed"),
+    ),
     "npu": ("fp32", "qdq8", "qdq16"),
 }
 """What files are written in, by format."""
+MIXED = {"onnx": "mixed", "gguf": "q_mixed"}
+"""The precisions whose tensors have bits of their own, chosen on text the target wrote."""
 READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
 """The engines that run a format's files."""
 
@@ -323,6 +328,19 @@ class EvaluateOptions:
 class ExportOptions:
     onnx: tuple[str, ...] = knob(("fp32", "int4"), "ONNX precisions", choices=PRECISIONS["onnx"])
     gguf: tuple[str, ...] = knob(("f16", "q8_0"), "GGUF precisions", choices=PRECISIONS["gguf"])
+    bits: float | None = knob(
+        None, "mixed files: bits of a weight on average, all tables counted", at_least=2.0, at_most=16.0
+    )
+    size: str = knob(
+        "", "mixed files: size of the target's file at most, as 90MB; the drafter's follows quality"
+    )
+    quality: float | None = knob(
+        None,
+        "mixed files: the smallest that keeps such a share of the target's most likely tokens on text held out (default 0.95, "
+        "where neither bits nor size is given)",
+        at_least=0.0,
+        at_most=1.0,
+    )
     npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=PRECISIONS["npu"])
     npu_length: int = knob(
         1024,

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.vocabulary import vocabulary_of
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec_export.bits.choose import Budget, Chooser, Chosen
+from edgespec.recipe.schema import ExportOptions
+from edgespec_export.bits.choose import Chooser, Chosen, budget_of
 from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import GgufRounding, OnnxRounding, Rounding
 from edgespec_export.bits.texts import Text, split
@@ -31,16 +33,31 @@ Array = np.ndarray[Any, Any]
 
 
 class Mixed:
-    """The mixed files of the model in `folder`; `texts` is called for when the first is wanted."""
+    """The mixed files of one model; `texts` [of the target's tokens] is called when the first is wanted.
 
-    def __init__(self, folder: Path, texts: Callable[[], Sequence[Text]], budget: Budget) -> None:
-        self.folder, self._texts, self.budget = folder, texts, budget
-        self.shape = ModelShape.from_config(read_config(folder))
+    A size is the target's file's; the drafter then keeps the usual share of its argmaxes. Raises InputError for a size that is
+    none, and where several budgets are given.
+    """
+
+    def __init__(
+        self, folder: Path, role: str, texts: Callable[[], Sequence[Text]], options: ExportOptions
+    ) -> None:
+        self.folder, self._texts = folder, texts
+        size = options.size if role == "target" else ""
+        self.budget = budget_of(options.bits, size, options.quality)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape.from_config(read_config(self.folder))
 
     @cached_property
     def probe(self) -> Probe:
         """The float model, with the importance of every input."""
-        probe = Probe(self.folder, split(self._texts(), self.shape.context_length))
+        subset, texts = vocabulary_of(self.folder), self._texts()
+        if subset is not None:
+            places = subset.places()
+            texts = [Text(places.take(text.tokens).tolist(), text.start) for text in texts]
+        probe = Probe(self.folder, split(texts, self.shape.context_length))
         probe.measure_importance()
         return probe
 

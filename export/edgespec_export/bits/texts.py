@@ -11,7 +11,7 @@ from edgespec.core.files import read_jsonl
 
 LEAST = 256  # positions of either part: the interval of a share of 0.95 is then ± 2.7 % wide
 HELD_OUT = 1024  # most positions on which a file is judged: ± 1.3 %
-MEASURED = 512  # most positions of one tensor's measurement: there is one for each of some hundred groups
+MEASURED = 256  # positions of one group's measurement, of which there are some hundred
 IMPORTANCE = 4096  # most tokens whose activations are squared and summed
 LONGEST = 192  # tokens of a text: rows are padded to the longest
 

@@ -1,6 +1,7 @@
 """llama.cpp's own rounding of rows to a GGUF type, with an importance matrix where there is one. Rows in, bytes out.
 
-The types without K are gguf's Python where no importance is given: its bytes are llama.cpp's.
+The types without K are gguf's Python where no importance is given: its bytes are llama.cpp's. Where one is given, each row has
+whichever of the two roundings is nearer: a matrix that was rounded to such a type before keeps its values in the plain one alone.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
 from edgespec.core.errors import EdgespecError
 
 Array = np.ndarray[Any, Any]
-IN_PYTHON = frozenset({Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0})
+BLIND = frozenset({Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0})  # do not look at an importance
+SHORT = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1})  # blocks of 32
 
 
 def packed(rows: Array, kind: Kind, importance: Array | None = None) -> Array:
@@ -24,8 +26,23 @@ def packed(rows: Array, kind: Kind, importance: Array | None = None) -> Array:
 
     Raises MissingExtra where a K type or an importance needs llama.cpp and it is not installed.
     """
-    if kind in IN_PYTHON and (importance is None or kind in (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0)):
+    if kind in BLIND or (importance is None and kind in SHORT):
         return np.ascontiguousarray(quantize(rows, kind))
+    weighted = _by_llama_cpp(rows, kind, importance)
+    if kind not in SHORT:
+        return weighted
+    plain = np.ascontiguousarray(quantize(rows, kind))
+    nearer = _errors(rows, plain, kind, importance) <= _errors(rows, weighted, kind, importance)
+    return np.where(nearer[:, None], plain, weighted)
+
+
+def _errors(rows: Array, packed: Array, kind: Kind, importance: Array | None) -> Array:
+    """Σ importance (w − w')² of each row [n]."""
+    difference = np.square(dequantize(packed, kind) - rows)
+    return np.asarray(difference @ (np.ones(rows.shape[1]) if importance is None else importance))
+
+
+def _by_llama_cpp(rows: Array, kind: Kind, importance: Array | None) -> Array:
     from edgespec_runtime.engines.llamacpp import load_library
 
     library = load_library().llama_cpp._lib

@@ -91,7 +91,9 @@ def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Bloc
     padded[:, :columns] = weight
     weights = np.zeros(count * BLOCK, np.float32)
     weights[:columns] = 1.0 if importance is None else importance
-    weights = np.broadcast_to(weights.reshape(1, count, BLOCK), (rows, count, BLOCK)).reshape(-1, BLOCK)
+    weights = weights.reshape(1, count, BLOCK)
+    weights = np.where(weights.any(-1, keepdims=True), weights, np.float32(1))  # inputs that were never used
+    weights = np.broadcast_to(weights, (rows, count, BLOCK)).reshape(-1, BLOCK)
     blocks = padded.reshape(-1, BLOCK)
     step = PIECE // BLOCK
     pieces = [
