@@ -2,8 +2,8 @@
 
 Each group of tensors offers options (kind, bytes, loss). Losses of groups add up, as errors do that do not know of each other
 (to second order KL is the sum). All groups start with their smallest option; then the upgrade with the largest fall of loss for a
-byte is taken, again and again. Options that lie above the lower convex hull of a group's (bytes, loss) are never taken, so that the
-order of upgrades within a group is right by itself.
+byte is taken, again and again. Options that lie above the lower convex hull of a group's (bytes, loss) are never taken, so that
+the order of upgrades within a group is right by itself.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def split(texts: Iterable[Text], context: int) -> Texts:
     if found < LEAST:
         raise InputError(
             f"bits are chosen on at least {2 * LEAST} tokens that the target wrote, half of them held out, and of the texts "
-            f"given {sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build whose target wrote "
-            "more (--generate.prompts)"
+            f"given {sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build "
+            "whose target wrote more (--generate.prompts)"
         )
     return Texts(_first(calibration, IMPORTANCE), _first(held_out, HELD_OUT))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_no_allocation_of_a_frontiers_size_is_better(seed: int) -> None:
 def test_a_budget_between_two_sizes_is_used(seed: int) -> None:
     groups = some_groups(seed)
     points = frontier(groups)
-    for small, large in zip(points, points[1:], strict=False):
+    for small, large in pairwise(points):
         found = within(groups, large.bytes - 1)
         assert found is not None
         assert small.loss >= found.loss >= best_loss(groups, large.bytes - 1) - 1e-12
