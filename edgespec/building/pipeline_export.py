@@ -17,8 +17,9 @@ from edgespec.model_folder.config import read_config
 from edgespec.planning.devices_fit import check_fit, fit
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.schema import MIXED, GenerateOptions, Recipe
+from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads, settle
 from edgespec.stages.stage import Body, Processes, run_stage

@@ -27,16 +27,9 @@ from edgespec.planning import costs
 from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
+from edgespec.recipe.precisions import MIXED, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import (
-    MIXED,
-    SELF,
-    SELF_PROMPTS,
-    EvaluateOptions,
-    ExportOptions,
-    Recipe,
-    precision_names,
-)
+from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads

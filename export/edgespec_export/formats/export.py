@@ -23,7 +23,8 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import is_head
-from edgespec.recipe.schema import MIXED, ExportOptions
+from edgespec.recipe.precisions import MIXED
+from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape

@@ -9,7 +9,7 @@ from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
-from edgespec.recipe.schema import precision_names
+from edgespec.recipe.precisions import precision_names
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.rope_border import across_border
