@@ -48,6 +48,7 @@ ROOMS = [
     "edgespec_export.gguf",
     "edgespec_export.onnx",
     "edgespec_export.npu",
+    "edgespec_export.bits",
     "edgespec_export.formats",
     "edgespec_export.answers",
     "edgespec_export.verify",

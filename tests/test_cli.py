@@ -19,7 +19,8 @@ from edgespec.core.errors import did_you_mean
 from edgespec.core.options import from_mapping, given, to_mapping
 from edgespec.planning.hardware import CARDS
 from edgespec.recipe.devices import ENGINES, profiles
-from edgespec.recipe.schema import DIVERGENCES, PRECISIONS, Recipe
+from edgespec.recipe.precisions import PRECISIONS
+from edgespec.recipe.schema import DIVERGENCES, Recipe
 from edgespec.recipe.shipped import shipped_recipes
 from edgespec.verbs.build import RECIPE_FILE
 

@@ -15,14 +15,19 @@ from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
 from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads, settle
 from edgespec.stages.stage import Body, Processes, run_stage
+
+# Replies that a target writes where its build has none: some 4,000 tokens, of which half are held out.
+CALIBRATION_REPLIES, CALIBRATION_TOKENS = 64, 64
 
 Damaged = Callable[[Path], list[str]]
 
@@ -133,7 +138,12 @@ class ExportStages:
             "the files of each format",
             options,
             lambda place: export_pair(
-                place, target, drafter, options, lambda: self._calibration_rows(target)
+                place,
+                target,
+                drafter,
+                options,
+                lambda: self._calibration_rows(target),
+                lambda: self._calibration_texts(target),
             ),
             reads=models | self._calibrated(),
         )
@@ -214,11 +224,33 @@ class ExportStages:
             target, self.recipe.export.verify_prompts
         )
 
+    @property
+    def _mixed(self) -> bool:
+        """Whether a file's tensors get bits of their own."""
+        return bool({*MIXED.values()} & {*self.recipe.export.onnx, *self.recipe.export.gguf})
+
+    def _calibration_texts(self, target: Path) -> Any:
+        """What the target wrote for its drafter; where there is nothing, it writes some now."""
+        from edgespec_export.bits.texts import written_texts
+
+        found = written_texts(self._responses())
+        if found:
+            return found
+        from edgespec_recipes.generating.datagen import generate
+
+        longest = read_config(target)["max_position_embeddings"] // 2
+        some = GenerateOptions(
+            prompts=CALIBRATION_REPLIES, max_new_tokens=min(CALIBRATION_TOKENS, longest), batch_size=16
+        )
+        folder = self.out / "calibration"
+        generate(folder, target, some, self.recipe.seed, self.recipe.inference)
+        return written_texts(folder)
+
     def _calibrated(self) -> Reads:
         """What `_calibration_rows` are read from, where a file is calibrated."""
         return (
             sources.responses(self._responses(), self.out) | self._prompts()
-            if self.recipe.export.npu
+            if self.recipe.export.npu or self._mixed
             else Reads()
         )
 

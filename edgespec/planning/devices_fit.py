@@ -22,8 +22,8 @@ LOADED = 1.1
 STATIC_GRAPHS = 3
 """Copies of a static export's weights: ONNX Runtime's CPU device compiles each of the three graphs with its own. What an NPU's
 compiler does was not measured."""
-WIDENED = frozenset({(ONNXRUNTIME, "fp16"), (ONNXRUNTIME, "int8")})
-"""Small in the file, float32 in memory."""
+WIDENED = frozenset({(ONNXRUNTIME, "fp16"), (ONNXRUNTIME, "int8"), (ONNXRUNTIME, "mixed")})
+"""Small in the file, float32 in memory (of a mixed file those of 8 bits; it is counted as if all were)."""
 WORKING_MEMORY = 400 * 2**20
 """Bytes of both engines' code and buffers."""
 CACHE_VALUE = {ONNXRUNTIME: 4, LLAMACPP: 2, STATIC: 4}

@@ -7,6 +7,7 @@ from typing import Any
 
 from edgespec.core.options import knob, section, with_default
 from edgespec.recipe.device_table import device_entries
+from edgespec.recipe.precisions import PRECISIONS, precision_names
 
 PYTHON_STDLIB = "python-stdlib"
 SELF = "self"
@@ -17,21 +18,6 @@ DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
 INSTRUCTION_TOKENS = 128
 """Longest instruction: beyond that most samples have lost their end."""
-
-
-PRECISIONS = {
-    "onnx": ("fp32", "fp16", "int8", "int4"),
-    "gguf": ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k_m", "q6_k"),
-    "npu": ("fp32", "qdq8", "qdq16"),
-}
-"""What files are written in, by format."""
-READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
-"""The engines that run a format's files."""
-
-
-def precision_names() -> list[str]:
-    """The precisions, those of one engine after those of another: fp32, fp16, int8, int4 (onnxruntime); f32, ..."""
-    return ["; ".join(f"{', '.join(names)} ({READ_BY[kind]})" for kind, names in PRECISIONS.items())]
 
 
 @dataclass(frozen=True)
@@ -323,6 +309,19 @@ class EvaluateOptions:
 class ExportOptions:
     onnx: tuple[str, ...] = knob(("fp32", "int4"), "ONNX precisions", choices=PRECISIONS["onnx"])
     gguf: tuple[str, ...] = knob(("f16", "q8_0"), "GGUF precisions", choices=PRECISIONS["gguf"])
+    bits: float | None = knob(
+        None, "mixed files: bits of a weight on average, all tables counted", at_least=2.0, at_most=16.0
+    )
+    size: str = knob(
+        "", "mixed files: size of the target's file at most, as 90MB; the drafter's follows quality"
+    )
+    quality: float | None = knob(
+        None,
+        "mixed files: the smallest that keeps such a share of the target's most likely tokens on text held out (default 0.95, "
+        "where neither bits nor size is given)",
+        at_least=0.0,
+        at_most=1.0,
+    )
     npu: tuple[str, ...] = knob((), "precisions of static graphs for NPUs", choices=PRECISIONS["npu"])
     npu_length: int = knob(
         1024,

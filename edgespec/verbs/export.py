@@ -27,8 +27,9 @@ from edgespec.planning import costs
 from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
+from edgespec.recipe.precisions import MIXED, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe, precision_names
+from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
@@ -52,6 +53,9 @@ class Options:
         "precisions to write, of any format: {names} (default: the device's, or each format's usual)",
         names=precision_names,
     )
+    bits: float | None = with_default(ExportOptions, "bits", None)
+    size: str = with_default(ExportOptions, "size", "")
+    quality: float | None = with_default(ExportOptions, "quality", None)
     prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
     bundle_prompts: int = with_default(ExportOptions, "bundle_prompts", ExportOptions().bundle_prompts)
@@ -208,6 +212,14 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
             raise InputError(
                 f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, known)}"
             )
+    budget = options.bits is not None or options.size or options.quality is not None
+    if budget and not options.precisions:
+        written = {name: (MIXED[name],) if name in MIXED else () for name in FORMATS}
+    if budget and options.precisions and not {*MIXED.values()} & {*options.precisions}:
+        raise InputError(
+            f"--bits, --size and --quality are for mixed files, and --precisions names {', '.join(options.precisions)}; add "
+            f"{' or '.join(MIXED.values())}, or leave --precisions out"
+        )
     if options.precisions:
         home = {one: name for name in reversed(formats) for one in offered[name]}  # fp32 alone is ONNX's
         written = {name: tuple(one for one in options.precisions if home[one] == name) for name in FORMATS}
@@ -221,7 +233,7 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
 
 def export_recipe(options: Options, source: Source) -> Recipe:
     """The recipe of the export: the build's own or the defaults, with the files and the device asked for."""
-    own = ("context", "verify_prompts", "bundle_prompts")
+    own = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
     export = {**choose_files(options, source.recipe.export), **{name: getattr(options, name) for name in own}}
     if options.device and profile(options.device).engine == STATIC:
         export["npu_length"] = options.context or profile(options.device).context

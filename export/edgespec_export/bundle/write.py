@@ -162,7 +162,12 @@ def write_bundle(
             default=default,
             cost_ratio=ratios,
             metrics={**metrics, TIMED_FILES: choice.rows()} if choice.timed else metrics,
-            provenance={**provenance, "versions": versions(), "edgespec": __version__},
+            provenance={
+                **provenance,
+                **_bits(export_folder),
+                "versions": versions(),
+                "edgespec": __version__,
+            },
             files=describe_files(folder),
             device=device.settings(min(shape.context_length for shape in shapes.values()))
             if device is not None
@@ -170,6 +175,14 @@ def write_bundle(
         )
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def _bits(export_folder: Path) -> dict[str, Any]:
+    """{"bits": {file: which tensor got which bits, and what the file keeps}} of mixed files; nothing where there is none."""
+    notes = export_folder / "notes.json"
+    made = read_json(notes) if notes.is_file() else {}
+    found = {name: entry["bits"] for name, entry in made.items() if "bits" in entry}
+    return {"bits": found} if found else {}
 
 
 def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabulary | None:

@@ -1,6 +1,7 @@
 """Both models of a pair in every precision asked for. Knows the folder layout of an export; the formats are others' work.
 
 target/onnx-fp32/  target/onnx-int4/  target/gguf/target-f16.gguf  target/gguf/target-q8_0.gguf
+target/onnx-mixed/  target/gguf/target-q_mixed.gguf   tensors with bits of their own, chosen on text that the target wrote
 target/static-fp32/  target/static-qdq8/   graphs of fixed lengths for NPUs
 drafter/...        the same
 The GGUF of a target that came as a GGUF file is that file, bit for bit; the drafter beside it has a precision of the recipe, and
@@ -22,8 +23,10 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import is_head
+from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
+from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
 
 ROLES = ("target", "drafter")
@@ -96,11 +99,14 @@ def export_pair(
     drafter_folder: Path,
     options: ExportOptions,
     rows: Callable[[], Sequence[Sequence[int]]] | None = None,
+    texts: Callable[[], Sequence[Text]] | None = None,
 ) -> dict[str, Any]:
     """Export both models; a file that is there is whole (they are written atomically) and is skipped. Returns sizes and notes.
 
-    rows: gives token ids of real text, in the target's numbers, where integer activations need their ranges.
+    rows: gives token ids of real text, in the target's numbers, where integer activations need their ranges. texts: what the
+    target wrote, where tensors get bits of their own. Raises InputError where a mixed file is wanted and there are none.
     """
+    from edgespec_export.bits.files import Mixed
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
     from edgespec_export.onnx.head_graph import export_head
@@ -112,6 +118,7 @@ def export_pair(
     notes_file = out / "notes.json"
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
+    mixed = {role: Mixed(folder, role, texts, options) for role, folder in sources.items()} if texts else {}
     with progress("export", len(files), "file", done=len(done)) as bar:
         for file in files:
             if file.path.exists():  # done before, or a head's folder that stands for several files
@@ -123,11 +130,19 @@ def export_pair(
                 made = export_head(source, target_folder, file.path, file.held)
             elif file.engine == "static":
                 made = export_static(source, file.path, file.precision, options, rows)
+            elif file.held in MIXED.values() and file.role not in mixed:
+                raise InputError(
+                    f"a {file.held} file needs text that the target wrote; give a build, or other precisions"
+                )
+            elif file.held == MIXED["onnx"]:
+                made = mixed[file.role].onnx(file.path, hidden_states=head)
             elif file.engine == "onnxruntime":
                 made = export_onnx(source, file.path, file.precision, hidden_states=head)
             elif own is not None and file.role == "target":
                 own.copy(file.path)
                 made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}
+            elif file.held == MIXED["gguf"]:
+                made = mixed[file.role].gguf(file.path)
             else:
                 made = export_gguf(source, file.path, file.held)
             results[file.path.relative_to(out).as_posix()] = made
@@ -169,6 +184,8 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
                     "--export.onnx, or choose another width"
                 )
         for precision in () if name == "the target" and own_file(target) is not None else options.gguf:
+            if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
+                continue
             block = K_BLOCK if PRECISIONS[precision].by_llama_cpp else BLOCK_SIZE
             odd = [size for size in rows if size % block]
             if odd and precision not in ("f32", "f16", "bf16"):

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from edgespec_export.formats.export import ExportedFile
 
 WIDENED = ("_F16", "_Q8")  # ends of the names of weights that are float32 once they are loaded
+
+
+def tensor_bytes(path: Path) -> int:
+    """Bytes of all tensors of a GGUF file or an ONNX folder, tables of RoPE included; no vocabulary and no graph."""
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.glob("*.data"))
+    from gguf import GGUFReader
+
+    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
 
 
 def streamed_bytes(file: ExportedFile) -> int:
@@ -56,7 +66,13 @@ def _onnx(file: ExportedFile) -> list[tuple[int, int]]:
         external = {entry.key: entry.value for entry in tensor.external_data}
         return int(external["length"]) if "length" in external else len(tensor.raw_data)
 
-    by_row = {"cos_cache", "sin_cache", "model.embed_tokens.weight", "embedding.bytes", "embedding.scales"}
+    by_row = {
+        "cos_cache",
+        "sin_cache",
+        "model.embed_tokens.weight",
+        "embedding.bytes",
+        "embedding.scales",
+    }  # RoPE, embeddings
     graph = onnx.load(file.path / "model.onnx", load_external_data=False).graph
     return [
         (size(tensor), tensor.dims[0] if tensor.name.removesuffix("_F16") in by_row else 1)

@@ -1,13 +1,15 @@
 """The precisions of a GGUF file and the bytes of its weights in each. Knows numbers and blocks, not models.
 
-F32, F16, BF16, Q8_0 and Q4_0 are written here, a few rows at a time. In Q4_0 files the output head is Q8_0: it is read for every
-token whose probability is compared, and 4 bits there cost the most. The K types need llama.cpp, which makes a whole new file
-from an F16 one.
+The types without K are written here, a few rows at a time. In their files of 4 and 5 bits the output head is Q8_0: it is read for
+every token whose probability is compared, and 4 bits there cost the most. The K mixtures need llama.cpp, which makes a whole new
+file from an F16 one, with an importance matrix where one is given. In q_mixed each tensor has a type of its own (bits/choose.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,6 @@ from edgespec_runtime.untrusted.gguf_file import Header
 from gguf import GGUFReader
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
-from gguf.quants import quantize
 
 from edgespec.core.errors import EdgespecError
 
@@ -40,10 +41,16 @@ PRECISIONS = {
     "bf16": Precision(Kind.BF16, LlamaFileType.MOSTLY_BF16),
     "q8_0": Precision(Kind.Q8_0, LlamaFileType.MOSTLY_Q8_0),
     "q4_0": Precision(Kind.Q4_0, LlamaFileType.MOSTLY_Q4_0, head=Kind.Q8_0),
+    "q4_1": Precision(Kind.Q4_1, LlamaFileType.MOSTLY_Q4_1, head=Kind.Q8_0),
+    "q5_0": Precision(Kind.Q5_0, LlamaFileType.MOSTLY_Q5_0, head=Kind.Q8_0),
+    "q5_1": Precision(Kind.Q5_1, LlamaFileType.MOSTLY_Q5_1, head=Kind.Q8_0),
+    "q4_k_s": Precision(Kind.Q4_K, LlamaFileType.MOSTLY_Q4_K_S, by_llama_cpp=True),
     "q4_k_m": Precision(Kind.Q4_K, LlamaFileType.MOSTLY_Q4_K_M, by_llama_cpp=True),
     "q5_k_m": Precision(Kind.Q5_K, LlamaFileType.MOSTLY_Q5_K_M, by_llama_cpp=True),
     "q6_k": Precision(Kind.Q6_K, LlamaFileType.MOSTLY_Q6_K, by_llama_cpp=True),
 }
+MIXED = "q_mixed"
+"""The precision whose types are chosen tensor by tensor."""
 K_BLOCK = 256  # weights that share scales in a K type
 BUFFER = 2**28  # bytes of rows that llama.cpp holds at once
 
@@ -62,14 +69,22 @@ def bytes_of(shape: tuple[int, ...], kind: Kind) -> int:
     return int(np.prod(shape)) // int(weights) * int(size)
 
 
-def packed(rows: Array, kind: Kind) -> Array:
-    """Rows of float32 as the file holds them."""
-    return np.ascontiguousarray(quantize(rows, kind))
+def mixed_precision(kinds: Mapping[str, Kind], sizes: Mapping[str, int]) -> Precision:
+    """A file whose tensors have types of their own is called by that of most of its weights."""
+    weights: dict[Kind, int] = {}
+    for name, kind in kinds.items():
+        weights[kind] = weights.get(kind, 0) + sizes[name]
+    most = max(weights, key=lambda kind: weights[kind])
+    names = [f"MOSTLY_{most.name}", f"MOSTLY_{most.name}_M"]
+    return Precision(most, next(kind for kind in LlamaFileType if kind.name in names))
 
 
-def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
+def quantize_file(
+    source: Path, out: Path, precision: Precision, importance: Mapping[str, Array] | None = None
+) -> list[str]:
     """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes.
 
+    `importance`: {GGUF name of a matrix: weight [K] of an error in each of its columns}, llama.cpp's importance matrix.
     llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
     EdgespecError where llama.cpp fails.
     """
@@ -80,6 +95,13 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     params.ftype = int(precision.file_type)
     params.nthread = 0  # one for every core
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
+    kept = {name: np.ascontiguousarray(value, np.float32) for name, value in (importance or {}).items()}
+    if kept:
+        entries = (library.llama_model_imatrix_data * (len(kept) + 1))()  # one without a name ends the list
+        for entry, (name, value) in zip(entries, kept.items(), strict=False):
+            entry.name, entry.size = name.encode(), value.size
+            entry.data = value.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        params.imatrix = entries
     status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
     if status != 0:
         raise EdgespecError(

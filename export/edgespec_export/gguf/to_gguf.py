@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,7 +25,16 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import read_tensors
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
-from edgespec_export.gguf.quantize import PRECISIONS, Precision, bytes_of, kind_of, packed, quantize_file
+from edgespec_export.gguf.kernels import packed
+from edgespec_export.gguf.quantize import (
+    MIXED,
+    PRECISIONS,
+    Precision,
+    bytes_of,
+    kind_of,
+    mixed_precision,
+    quantize_file,
+)
 from edgespec_export.gguf.vocabulary import read_vocabulary
 
 logging.getLogger("gguf").setLevel(logging.WARNING)
@@ -86,28 +95,49 @@ class Checkpoint:
                 yield floats.reshape(count, *stored.shape[1:])
 
 
-def export_gguf(model_folder: Path, out_file: Path, precision: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Bits:
+    """What calibration text said of a model, by the checkpoint's names: {matrix: its type} (of q_mixed alone), and {matrix:
+    weight [K] of an error in each of its columns}.
+    """
+
+    kinds: Mapping[str, Kind]
+    importance: Mapping[str, Array]
+
+
+def export_gguf(
+    model_folder: Path, out_file: Path, precision: str, bits: Bits | None = None
+) -> dict[str, Any]:
     """Write `out_file` (whole or not at all) and return {"bytes", "notes"}.
+
+    `bits`: the types of a q_mixed file, and the importance matrix of that and of K types (default: all columns alike).
 
     Norms, biases and other one-dimensional tensors are F32; a matrix whose rows are no whole number of blocks stays F16 (in the K
     types it becomes what llama.cpp falls back to), said in a note. For a K type a temporary F16 file lies beside `out_file` while
     llama.cpp works. Raises InputError for an unknown precision or family, a RoPE variant or a tokenizer llama.cpp would read
     differently.
     """
-    if precision not in PRECISIONS:
+    if precision == MIXED and bits is not None:
+        checkpoint = Checkpoint(model_folder)
+        sizes = {name: int(np.prod(checkpoint.shape(name))) for name in bits.kinds}
+        wanted = mixed_precision(bits.kinds, sizes)
+    elif precision in PRECISIONS:
+        wanted = PRECISIONS[precision]
+    else:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
-    wanted = PRECISIONS[precision]
     notes: list[str] = []
     with whole_file(out_file) as temporary:
         if wanted.by_llama_cpp:
             floats = temporary.with_suffix(".f16.tmp")  # a killed run's is swept up as `temporary` is
             try:
-                _write(model_folder, floats, PRECISIONS["f16"], notes)
-                notes += quantize_file(floats, temporary, wanted)
+                names = _write(model_folder, floats, PRECISIONS["f16"], notes)
+                known = bits.importance if bits is not None else {}
+                importance = {names[source]: value for source, value in known.items() if source in names}
+                notes += quantize_file(floats, temporary, wanted, importance)
             finally:
                 floats.unlink(missing_ok=True)
         else:
-            _write(model_folder, temporary, wanted, notes)
+            _write(model_folder, temporary, wanted, notes, bits if precision == MIXED else None)
     return {"bytes": out_file.stat().st_size, "notes": notes}
 
 
@@ -123,7 +153,10 @@ def check_gguf_possible(model_folder: Path, config: dict[str, Any]) -> None:
     _plan(Checkpoint(model_folder), family, shape, PRECISIONS["f16"], model_folder)
 
 
-def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]) -> None:
+def _write(
+    model_folder: Path, out: Path, precision: Precision, notes: list[str], bits: Bits | None = None
+) -> dict[str, str]:
+    """Returns {the checkpoint's name of a tensor: the file's}."""
     config = read_config(model_folder)
     family = family_for("gguf", "GGUF export", config, model_folder)
     shape = ModelShape.from_config(config)
@@ -135,7 +168,7 @@ def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]
     writer.add_file_type(precision.file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     vocabulary.write(writer)
-    plan = _plan(checkpoint, family, shape, precision, model_folder)
+    plan = _plan(checkpoint, family, shape, precision, model_folder, bits)
     for name, vector in computed.items():
         writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes, raw_dtype=Kind.F32)
     for entry in plan:
@@ -157,9 +190,11 @@ def _write(model_folder: Path, out: Path, precision: Precision, notes: list[str]
         for vector in computed.values():
             _append(writer, stream, iter([vector]))
         for entry in plan:
-            _append(writer, stream, _rounded(checkpoint, entry))
+            importance = bits.importance.get(entry.source) if bits is not None else None
+            _append(writer, stream, _rounded(checkpoint, entry, importance))
     finally:
         writer.close()
+    return {entry.source: entry.name for entry in plan}
 
 
 def _model_name(config: dict[str, Any], *, strips_right: bool) -> str:
@@ -190,17 +225,22 @@ class _Entry:
     offset: float  # added to every weight
 
 
-def _rounded(checkpoint: Checkpoint, entry: _Entry) -> Iterator[Array]:
+def _rounded(checkpoint: Checkpoint, entry: _Entry, importance: Array | None) -> Iterator[Array]:
     for piece in checkpoint.pieces(entry.source, multiple=entry.head_rows or 1):
         if entry.head_rows:
             piece = permute_qk(piece, len(piece) // entry.head_rows)
         if entry.offset:
             piece = piece + np.float32(entry.offset)
-        yield packed(piece, entry.kind)
+        yield packed(piece, entry.kind, importance if len(entry.shape) > 1 else None)
 
 
 def _plan(
-    checkpoint: Checkpoint, family: Family, shape: ModelShape, precision: Precision, folder: Path
+    checkpoint: Checkpoint,
+    family: Family,
+    shape: ModelShape,
+    precision: Precision,
+    folder: Path,
+    bits: Bits | None = None,
 ) -> list[_Entry]:
     """What is written, in order: GGUF name, shape, type and source of every tensor."""
     names = get_tensor_name_map(MODEL_ARCH[family.gguf.upper()], shape.layers)
@@ -222,6 +262,8 @@ def _plan(
             )
         size = checkpoint.shape(source)
         kind = kind_of(size, precision, head=name == head)
+        if bits is not None:
+            kind = bits.kinds.get(source, kind)
         permuted = family.permute_qk and (".q_proj." in source or ".k_proj." in source)
         offset = family.norm_offset if name.endswith("norm.weight") else 0.0
         entries.append(_Entry(source, name, size, kind, shape.head_dim * permuted, offset))

@@ -59,6 +59,13 @@ BOUNDS = {
     "q4_k_m": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
     "q5_k_m": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
     "q6_k": Bounds(weights=4e-2, engine=1e-1, block=1e-4),
+    # weights 1.1e-1 of Q4_1, 8e-2 and 4e-2 of the types of 5 bits; mixed files may have Q4_0 and int4 in any matrix
+    "q4_1": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
+    "q5_0": Bounds(weights=1e-1, engine=1e-1, block=1e-4),
+    "q5_1": Bounds(weights=8e-2, engine=1e-1, block=1e-4),
+    "q4_k_s": Bounds(weights=1.5e-1, engine=1e-1, block=1e-4),
+    "q_mixed": Bounds(weights=2e-1, engine=1e-1, block=1e-4),
+    "mixed": Bounds(weights=2e-1, engine=1e-4, block=1e-4),
     "head-int8": Bounds(
         weights=2e-2, engine=5e-2, block=1.0
     ),  # weights 5e-3; engine 7e-3: activations are rounded too

@@ -6,7 +6,7 @@ Written apart from the exporters on purpose: a mistake there is not repeated her
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +144,12 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
         elif name.endswith(".MatMul.weight_Q4"):
             stem = name.removesuffix("_Q4")
             columns = _columns(stem, shape)
-            whole = _int4(read(name), read(f"{stem}_scales"), columns)
+            whole = _int4(read(name), *_tables(tensors, stem, read), columns)
             yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
         elif name.endswith(".MatMul.weight_Q8"):
             stem = name.removesuffix("_Q8")
-            whole = _int8(read(name), read(f"{stem}_scales"), _columns(stem, shape))
+            scales, _, _ = _tables(tensors, stem, read)
+            whole = _int8(read(name), scales, _columns(stem, shape))
             yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
         elif name.endswith(".Add.bias"):
             yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape, joined)
@@ -165,13 +166,37 @@ def _columns(stem: str, shape: ModelShape) -> int:
     return shape.intermediate if ".down_proj." in stem else shape.hidden
 
 
-def _int4(packed: Array, scales: Array, columns: int) -> Array:
-    """MatMulNBits: two 4-bit values in a byte, low one first, zero point 8; packed [N, blocks, 16], scales [N, blocks]."""
-    values = (
-        np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1).astype(np.float32)
-        - 8.0
-    )
-    whole = values * scales.reshape(*packed.shape[:2], 1)
+def _tables(
+    tensors: Mapping[str, Any], stem: str, read: Callable[[str], Array]
+) -> tuple[Array, Array | None, Array | None]:
+    """Scales, zero points (two in a byte) and shifts of a matrix; a mixed file's are float16."""
+
+    def table(name: str) -> Array | None:
+        found = next((one for one in (name, f"{name}_F16") if one in tensors), None)
+        return None if found is None else read(found)
+
+    scales, shifts = table(f"{stem}_scales"), table(f"{stem}_shifts")
+    if scales is None:
+        raise EdgespecError(f"{stem} has no scales; export it again")
+    wide = None if shifts is None else shifts.astype(np.float32)
+    return scales.astype(np.float32), table(f"{stem}_zeros"), wide
+
+
+def _int4(packed: Array, scales: Array, zeros: Array | None, shifts: Array | None, columns: int) -> Array:
+    """MatMulNBits: two 4-bit values in a byte, low one first, zero point 8 or given; packed [N, blocks, 16], scales [N, blocks].
+
+    With `shifts` [N, blocks] a value is scale * q + shift, as in Q4_1.
+    """
+    rows, blocks = packed.shape[:2]
+    values = np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(rows, blocks, -1).astype(np.float32)
+    if zeros is not None:
+        pairs = np.stack([zeros & 0x0F, zeros >> 4], axis=-1).reshape(rows, -1)[:, :blocks]
+        values -= pairs[:, :, None]
+    elif shifts is None:
+        values -= 8.0
+    whole = values * scales.reshape(rows, blocks, 1)
+    if shifts is not None:
+        whole += shifts.reshape(rows, blocks, 1)
     return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
 
 

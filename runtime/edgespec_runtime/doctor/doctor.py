@@ -54,7 +54,8 @@ MOST_THREADS = 8  # beyond as many cores, only powers of two are tried
 EMBEDDING_BYTES = {
     **{"fp32": 4.0, "fp16": 2.0, "int8": 4.0, "int4": 4.0},
     **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32},
-    **{"q4_k_m": 144 / 256, "q5_k_m": 176 / 256, "q6_k": 210 / 256},
+    **{"q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32},
+    **{"q4_k_s": 144 / 256, "q4_k_m": 144 / 256, "q5_k_m": 176 / 256, "q6_k": 210 / 256},
 }
 CACHE_BYTES = {LLAMACPP: 2}  # of a value in the KV cache; else 4
 

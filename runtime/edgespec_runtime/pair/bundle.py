@@ -9,7 +9,7 @@ from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
-from edgespec.recipe.schema import precision_names
+from edgespec.recipe.precisions import precision_names
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.rope_border import across_border
@@ -23,7 +23,7 @@ LLAMACPP = "llama.cpp"
 STATIC = "static"  # graphs of fixed lengths, on ONNX Runtime
 OPENVINO = "openvino"  # the same files, on OpenVINO
 # ONNX precisions with a faster kernel, one that rounds activations; fp32 and fp16 have one kernel only.
-ROUNDED = frozenset({"int4", "int8"})
+ROUNDED = frozenset({"int4", "int8", "mixed"})
 WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
 # A model this small gains little from a second thread, and a drafter's waiting threads take the cores from the target's. On ONNX
 # Runtime and two cores, γ = 3, a pair is 2.0x as fast with its drafter on one thread at 13.9M with 0.3M (fp32), 1.7x at 134.8M

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export.gguf import to_gguf
-from edgespec_export.gguf.quantize import PRECISIONS
-from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.gguf.quantize import MIXED, PRECISIONS
+from edgespec_export.gguf.to_gguf import Bits, export_gguf
 from edgespec_export.verify.file_check import BOUNDS
 from edgespec_export.verify.readback import gguf_field, gguf_weights
 from edgespec_runtime.doctor.doctor import EMBEDDING_BYTES
@@ -58,18 +58,37 @@ def test_logits_in_llama_cpp_are_those_of_torch(
 # Largest allowed root mean square of the weights' error over that of the weights; measured 0, 2e-4, 2e-3, 5e-3, 9e-2, 7e-2 ...
 ROUNDING = {
     **{"f32": 0.0, "f16": 3e-4, "bf16": 3e-3, "q8_0": 8e-3},
-    **{"q4_0": 0.12, "q4_k_m": 0.1, "q5_k_m": 0.05, "q6_k": 0.025},
+    **{
+        "q4_0": 0.12,
+        "q4_1": 0.1,
+        "q5_0": 0.06,
+        "q5_1": 0.05,
+        "q4_k_s": 0.1,
+        "q4_k_m": 0.1,
+        "q5_k_m": 0.05,
+        "q6_k": 0.025,
+    },
 }
-FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+FILE_TYPES = {
+    **{"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9},
+    **{"q4_k_s": 14, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18},
+}
 MATRICES = {
     **{"f32": {"F32"}, "f16": {"F16"}, "bf16": {"BF16"}, "q8_0": {"Q8_0"}, "q4_0": {"Q4_0", "Q8_0"}},
-    **{"q4_k_m": {"Q4_K", "Q6_K"}, "q5_k_m": {"Q5_K", "Q6_K"}, "q6_k": {"Q6_K"}},
+    **{"q4_1": {"Q4_1", "Q8_0"}, "q5_0": {"Q5_0", "Q8_0"}, "q5_1": {"Q5_1", "Q8_0"}},
+    **{
+        "q4_k_s": {"Q4_K", "Q5_K", "Q6_K"},
+        "q4_k_m": {"Q4_K", "Q6_K"},
+        "q5_k_m": {"Q5_K", "Q6_K"},
+        "q6_k": {"Q6_K"},
+    },
 }
 
 
 def test_the_precisions_of_the_options_are_those_of_the_exporter() -> None:
     choices = ExportOptions.__dataclass_fields__["gguf"].metadata["choices"]
-    assert list(choices) == list(PRECISIONS) == list(ROUNDING)
+    assert list(choices) == [*PRECISIONS, MIXED]
+    assert list(PRECISIONS) == list(ROUNDING)
     assert set(choices) <= set(BOUNDS)
 
 
@@ -132,7 +151,7 @@ def test_pieces_of_any_size_make_the_same_file(
 MEASURED = """
 import sys
 from pathlib import Path
-from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.gguf.to_gguf import Bits, export_gguf
 export_gguf(Path(sys.argv[1]), Path(sys.argv[2]), "q8_0")
 status = Path("/proc/self/status").read_text()
 print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
@@ -347,3 +366,23 @@ def test_a_sliding_window_cuts_the_context(families: dict[str, Path], tmp_path: 
     write_json(folder / "config.json", config)
     assert "sliding window of 64" in export_gguf(folder, tmp_path / "model.gguf", "f16")["notes"][0]
     assert gguf_field(GGUFReader(tmp_path / "model.gguf"), "llama.context_length") == 64
+
+
+@pytest.mark.llamacpp
+def test_llama_cpp_is_given_the_importance_matrix(wide: Path, tmp_path: Path) -> None:
+    """Columns that matter are rounded better in a K type, in every matrix that has an importance."""
+    stored = load_file(wide / "model.safetensors")
+    names = [name for name in stored if name.endswith(("up_proj.weight", "o_proj.weight"))]
+    heavy = {name: np.arange(stored[name].shape[1]) % 16 == 0 for name in names}
+    importance = {name: np.where(heavy[name], 50.0, 1.0).astype(np.float32) for name in names}
+    errors = []
+    for number, bits in enumerate((None, Bits({}, importance))):
+        file = tmp_path / f"{number}.gguf"
+        export_gguf(wide, file, "q4_k_s", bits)
+        written = dict(gguf_weights(file, ModelShape.from_config(read_json(wide / "config.json"))))
+        errors.append(
+            sum(
+                float(np.square(written[name] - stored[name].numpy())[:, heavy[name]].sum()) for name in names
+            )
+        )
+    assert errors[1] < 0.7 * errors[0]

@@ -1,0 +1,22 @@
+"""What files are written in: names by format."""
+
+from __future__ import annotations
+
+PRECISIONS = {
+    "onnx": ("fp32", "fp16", "int8", "int4", "mixed"),
+    "gguf": (
+        *("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"),
+        *("q4_k_s", "q4_k_m", "q5_k_m", "q6_k", "q_mixed"),
+    ),
+    "npu": ("fp32", "qdq8", "qdq16"),
+}
+"""What files are written in, by format."""
+MIXED = {"onnx": "mixed", "gguf": "q_mixed"}
+"""The precisions whose tensors have bits of their own, chosen on text the target wrote."""
+READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
+"""The engines that run a format's files."""
+
+
+def precision_names() -> list[str]:
+    """The precisions, those of one engine after those of another: fp32, fp16, int8, int4 (onnxruntime); f32, ..."""
+    return ["; ".join(f"{', '.join(names)} ({READ_BY[kind]})" for kind, names in PRECISIONS.items())]

@@ -1,0 +1,243 @@
+"""The float model on calibration text: what each group of tensors bears, and what a rounded model keeps.
+
+Sensitivity: one group at a time is rounded to four bits (the probe), and the KL divergence from the float model is measured. To
+second order KL grows with the square of the error; so it is told as KL for a unit of error, and any other rounding of the group
+is expected to cost that times its own error. The error is Σ E[x²] (w − w')², over a matrix's inputs x: E[x²] is llama.cpp's
+importance matrix. Layers below the rounded one are not computed again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgespec.core.errors import InputError
+from edgespec.core.free_space import free_memory
+from edgespec.core.progress import progress
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import corrected_ids, read_config
+from edgespec_export.bits.texts import Text, Texts, measured_part
+
+Array = np.ndarray[Any, Any]
+BLOCK = 32  # weights of a block of the probe
+FLOAT = 4  # bytes
+ROWS = 8  # texts of one pass
+COPIES = 1.5  # of the weights in memory: themselves, a rounded group, activations
+# Share of the mean below which no input's importance falls: one that these texts do not use may be used by others.
+LEAST_IMPORTANCE = 0.01
+_LAYER = re.compile(r"(.*\.layers\.(\d+))\.(.+)\.weight")
+_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "qkv_proj": "qkv"}
+_TOGETHER |= {"gate_proj": "gate_up", "up_proj": "gate_up", "gate_up_proj": "gate_up"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices that are rounded alike. `layer`: None for embedding and output layer."""
+
+    name: str
+    tensors: tuple[str, ...]
+    layer: int | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of a rounded model against the float one: share of argmaxes kept, KL in nats, over so many positions."""
+
+    top1: float
+    kl: float
+    positions: int
+
+
+class Probe:
+    """A model folder's float model with texts. Raises InputError where it does not fit in memory or is not finite."""
+
+    def __init__(self, folder: Path, texts: Texts) -> None:
+        from transformers import AutoModelForCausalLM
+
+        shape = ModelShape.from_config(read_config(folder))
+        needed, free = int(COPIES * FLOAT * shape.parameters), free_memory()
+        if free is not None and needed > free:
+            raise InputError(
+                f"choosing bits runs {folder} as floats, which takes {needed / 2**30:.1f} GiB of memory, and "
+                f"{free / 2**30:.1f} GiB are free; choose a precision of one kind (int4, q4_k_m) or a machine with more"
+            )
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **corrected_ids(folder)
+        ).eval()
+        self.texts = texts
+        self.weights = {
+            name: value.detach() for name, value in self.model.named_parameters() if value.dim() == 2
+        }
+        broken = [name for name, value in self.model.named_parameters() if not torch.isfinite(value).all()]
+        if broken:
+            raise InputError(
+                f"{folder}: the tensor {broken[0]} has values that are no finite numbers (and {len(broken) - 1} others); "
+                "fetch or train the model again"
+            )
+        self.groups = groups_of(self.weights)
+        self.importance: dict[str, Array] = {}
+        self._held_out: list[torch.Tensor] | None = None
+
+    def matrix(self, name: str) -> Array:
+        """A float matrix [N, K]."""
+        found: Array = self.weights[name].numpy()
+        return found
+
+    def error(self, name: str, rounded: Array) -> float:
+        """Σ E[x²] (w − w')² of one matrix."""
+        difference = np.square(rounded - self.matrix(name))
+        importance = self.importance.get(name)
+        if importance is None:
+            return float(difference.sum())
+        return float((difference @ importance).sum())
+
+    def measure_importance(self) -> None:
+        """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
+        sums: dict[str, Any] = {}
+
+        def watch(name: str) -> Callable[..., None]:
+            def add(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+                rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+                sums[name] = sums.get(name, 0) + rows.square().sum(0)
+
+            return add
+
+        owners = {id(value): name for name, value in self.model.named_parameters()}
+        hooks = [
+            module.register_forward_pre_hook(watch(owners[id(module.weight)]))
+            for module in self.model.modules()
+            if isinstance(module, torch.nn.Linear)
+        ]
+        try:
+            for _ in self._logits(self.texts.calibration):
+                pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, total in sums.items():
+            mean = float(total.mean())
+            relative = (total / mean).numpy() if mean > 0 else np.ones(len(total))
+            self.importance[name] = np.maximum(relative, LEAST_IMPORTANCE).astype(np.float32)
+
+    def sensitivities(self) -> dict[str, float]:
+        """{group: KL in nats for a unit of error}."""
+        found: dict[str, float] = {}
+        texts = measured_part(self.texts.calibration)
+        with self._remembered(texts) as wanted, progress("measure tensors", len(self.groups), "group") as bar:
+            for group in self.groups:
+                rounded = {name: probed(self.matrix(name)) for name in group.tensors}
+                error = sum(self.error(name, value) for name, value in rounded.items())
+                with self._replaced(rounded), self._from_layer(group.layer):
+                    seen = list(self._logits(texts))
+                kl = _quality(seen, wanted).kl
+                found[group.name] = max(kl, 0.0) / error if error > 0 else 0.0
+                bar.update(1)
+        return found
+
+    def quality(self, rounded: Callable[[str], Array], names: Sequence[str]) -> Quality:
+        """Of the model with `rounded` matrices in place of those named, on the held-out texts. The weights are then as before."""
+        if self._held_out is None:
+            self._held_out = list(self._logits(self.texts.held_out))
+        with self._replaced({name: rounded(name) for name in names}):
+            return _quality(self._logits(self.texts.held_out), self._held_out)
+
+    @contextmanager
+    def _replaced(self, rounded: Mapping[str, Array]) -> Iterator[None]:
+        before = {name: self.weights[name].clone() for name in rounded}
+        try:
+            for name, value in rounded.items():
+                self.weights[name].copy_(torch.from_numpy(value))
+            yield
+        finally:
+            for name, value in before.items():
+                self.weights[name].copy_(value)
+
+    def _logits(self, texts: Sequence[Text]) -> Iterator[torch.Tensor]:
+        """Logits [positions, V] of a few texts at a time, in order."""
+        for at in range(0, len(texts), ROWS):
+            batch = texts[at : at + ROWS]
+            width = max(len(text.tokens) for text in batch)
+            ids = torch.tensor([text.tokens + [0] * (width - len(text.tokens)) for text in batch])
+            with torch.inference_mode():  # a causal model does not see the padding behind a text
+                logits = self.model(ids, use_cache=False).logits
+            yield torch.cat(
+                [row[text.start - 1 : len(text.tokens) - 1] for row, text in zip(logits, batch, strict=True)]
+            ).float()
+
+    @contextmanager
+    def _remembered(self, texts: Sequence[Text]) -> Iterator[list[torch.Tensor]]:
+        """The float model's logits; what every layer gave is kept for `_from_layer`."""
+        self._outputs: list[list[Any]] = [[] for _ in self._layers]
+        hooks = [
+            layer.register_forward_hook(lambda module, inputs, output, kept=kept: kept.append(output))
+            for layer, kept in zip(self._layers, self._outputs, strict=True)
+        ]
+        wanted = list(self._logits(texts))
+        for hook in hooks:
+            hook.remove()
+        try:
+            yield wanted
+        finally:
+            self._outputs = []
+
+    @property
+    def _layers(self) -> Any:
+        return self.model.model.layers
+
+    @contextmanager
+    def _from_layer(self, layer: int | None) -> Iterator[None]:
+        """Layers below give what they gave before."""
+        below = list(self._layers)[: layer or 0]
+        try:
+            for number, module in enumerate(below):
+                kept = iter(self._outputs[number])
+                module.forward = lambda *inputs, kept=kept, **options: next(kept)
+            yield
+        finally:
+            for module in below:
+                del module.forward
+
+
+def groups_of(names: Mapping[str, Any]) -> list[Group]:
+    """Matrices of one layer that share an input, and the embedding and output layer one by one."""
+    found: dict[str, tuple[list[str], int | None]] = {}
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            found[name.removesuffix(".weight")] = ([name], None)
+            continue
+        stem, layer, part = match.groups()
+        last = part.rpartition(".")[2]
+        found.setdefault(f"{stem}.{_TOGETHER.get(last, last)}", ([], int(layer)))[0].append(name)
+    return [Group(name, tuple(tensors), layer) for name, (tensors, layer) in found.items()]
+
+
+def probed(weight: Array) -> Array:
+    """A matrix [N, K] rounded to four bits in blocks of 32, scale by the largest weight."""
+    rows, columns = weight.shape
+    padded = np.zeros((rows, -(-columns // BLOCK) * BLOCK), np.float32)
+    padded[:, :columns] = weight
+    blocks = padded.reshape(-1, BLOCK)
+    scale = np.abs(blocks).max(1, keepdims=True) / 7
+    scale[scale == 0] = 1
+    rounded = np.rint(blocks / scale) * scale
+    return np.ascontiguousarray(rounded.reshape(rows, -1)[:, :columns])
+
+
+def _quality(
+    seen: Iterator[torch.Tensor] | Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+) -> Quality:
+    same, divergence, positions = 0, 0.0, 0
+    for ours, theirs in zip(seen, wanted, strict=True):
+        a, b = torch.log_softmax(ours, -1), torch.log_softmax(theirs, -1)
+        divergence += float((b.exp() * (b - a)).sum())
+        same += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        positions += len(ours)
+    return Quality(same / positions, divergence / positions, positions)

@@ -1,0 +1,82 @@
+"""What each format can do to a matrix: its kinds, their bytes, and the values that its engine will then read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+
+from edgespec_export.gguf import kernels
+from edgespec_export.gguf.quantize import K_BLOCK
+from edgespec_export.gguf.quantize import bytes_of as gguf_bytes
+from edgespec_export.onnx import blocks
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
+
+class Rounding(Protocol):
+    """One format's ways to round a matrix [N, K]."""
+
+    name: str
+
+    def kinds(self, shape: Shape) -> Sequence[str]:
+        """Those that fit its rows, the smallest first; never empty."""
+
+    def wanted(self) -> Sequence[str]:
+        """Those of a matrix whose rows fit all."""
+
+    def bytes(self, shape: Shape, kind: str) -> int:
+        """In the file, tables included."""
+
+    def values(self, weight: Array, kind: str, importance: Array | None) -> Array:
+        """float32 [N, K] as the engine reads the file."""
+
+
+class OnnxRounding:
+    """Blocks of MatMulNBits (onnx/blocks.py)."""
+
+    name = "onnx"
+
+    def wanted(self) -> Sequence[str]:
+        return blocks.KINDS
+
+    def kinds(self, shape: Shape) -> Sequence[str]:
+        return [kind for kind in blocks.KINDS if blocks.fits(shape[1], kind)]
+
+    def bytes(self, shape: Shape, kind: str) -> int:
+        return blocks.bytes_of(shape, kind)
+
+    def values(self, weight: Array, kind: str, importance: Array | None) -> Array:
+        return blocks.in_blocks(weight, kind, importance).values()
+
+
+class GgufRounding:
+    """llama.cpp's types: those of 256 weights where they fit, else those of 32.
+
+    Both lists have Q4_0 and Q8_0; Q4_1 is there because a file that was Q4_1 keeps its values in no other.
+    """
+
+    name = "gguf"
+    LONG = ("Q4_0", "Q4_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0")
+    SHORT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+    def wanted(self) -> Sequence[str]:
+        return self.LONG
+
+    def kinds(self, shape: Shape) -> Sequence[str]:
+        if shape[1] % K_BLOCK == 0:
+            return self.LONG
+        return self.SHORT if shape[1] % GGML_QUANT_SIZES[Kind.Q8_0][0] == 0 else ("F16",)
+
+    def bytes(self, shape: Shape, kind: str) -> int:
+        return gguf_bytes(shape, Kind[kind])
+
+    def values(self, weight: Array, kind: str, importance: Array | None) -> Array:
+        packed = kernels.packed(weight, Kind[kind], importance)
+        whole: Array = dequantize(packed, Kind[kind]).astype(np.float32, copy=False)
+        return whole.reshape(weight.shape)

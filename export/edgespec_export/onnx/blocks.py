@@ -1,0 +1,182 @@
+"""A matrix in blocks of 32 weights, as ONNX Runtime's MatMulNBits reads it. Numbers only: no graph, no model.
+
+int4     w = scale (q − zero)      q and zero of 4 bits                      4.625 bits a weight
+offset4  w = scale (q − 8) + shift q of 4 bits, the shift a number of its own  5 bits a weight
+int8     w = scale (q − 128)       q of 8 bits                               8.5 bits a weight
+
+Scales and shifts are float16 in the file. Each block's grid is searched for: of a few candidates the one with the least error,
+weighted by how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's
+types, so that a matrix that was rounded to Q4_0 (int4), Q8_0 (int8) or Q4_1 (offset4) before keeps every value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+BLOCK = 32
+INT4, OFFSET4, INT8 = "int4", "offset4", "int8"
+KINDS = (INT4, OFFSET4, INT8)
+HALF_BYTES = 2  # of a scale or a shift
+PIECE = 2**16  # weights that are searched at once: their dozen arrays stay in the processor's cache
+FULL = {INT4: 15, OFFSET4: 15, INT8: 255}  # the largest q
+NEUTRAL = {INT4: 8, OFFSET4: 8, INT8: 128}  # the zero where none is stored
+# Ranges of a block over its step. 15 is the whole range; a step wider than that (14, 13 ...) suits blocks that do not use all 16
+# values, as those of K types; a narrower one cuts the outermost weights off.
+SPANS = (15.0, 14.0, 13.0, 16.5)
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix [N, K]. packed: uint8 [N, blocks, 16 or 32]; scales, shifts: float16 [N, blocks]; zeros: uint8 [N, ⌈blocks/2⌉]."""
+
+    kind: str
+    columns: int
+    packed: Array
+    scales: Array
+    zeros: Array | None = None
+    shifts: Array | None = None
+
+    def values(self) -> Array:
+        """The matrix as the engine reads it: float32 [N, K]."""
+        rows, blocks = self.scales.shape
+        if self.kind == INT8:
+            q = self.packed.astype(np.float32)
+        else:
+            q = (
+                np.stack([self.packed & 15, self.packed >> 4], axis=-1)
+                .reshape(rows, blocks, BLOCK)
+                .astype(np.float32)
+            )
+        zeros: Any = np.float32(NEUTRAL[self.kind])
+        if self.zeros is not None:
+            pairs = np.stack([self.zeros & 15, self.zeros >> 4], axis=-1).reshape(rows, -1)
+            zeros = pairs[:, :blocks, None].astype(np.float32)
+        whole = (q - zeros) * self.scales[:, :, None].astype(np.float32)
+        if self.shifts is not None:
+            whole += shift_of(self)[:, :, None]
+        return np.ascontiguousarray(whole.reshape(rows, -1)[:, : self.columns])
+
+
+def shift_of(blocks: Blocks) -> Array:
+    """What is added to every weight of a block, float32 [N, blocks]: the file holds the value at q = 0, as GGUF does."""
+    assert blocks.shifts is not None
+    return blocks.shifts.astype(np.float32) + np.float32(8) * blocks.scales.astype(np.float32)
+
+
+def fits(columns: int, kind: str) -> bool:
+    """Whether rows of that length can have a kind: all but int4 need whole blocks."""
+    return kind == INT4 or columns % BLOCK == 0
+
+
+def bytes_of(shape: tuple[int, ...], kind: str) -> int:
+    """Bytes of a matrix [N, K] in the file, its tables included."""
+    rows, blocks = shape[0], -(-shape[1] // BLOCK)
+    if kind == INT8:
+        return rows * blocks * (BLOCK + HALF_BYTES)
+    tables = HALF_BYTES * blocks if kind == OFFSET4 else -(-blocks // 2)
+    return rows * (blocks * (BLOCK // 2 + HALF_BYTES) + tables)
+
+
+def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Blocks:
+    """Round a matrix [N, K] float32; `importance` [K]: the weight of an error in each column (default: all alike)."""
+    rows, columns = weight.shape
+    count = -(-columns // BLOCK)
+    padded = np.zeros((rows, count * BLOCK), np.float32)
+    padded[:, :columns] = weight
+    weights = np.zeros(count * BLOCK, np.float32)
+    weights[:columns] = 1.0 if importance is None else importance
+    weights = weights.reshape(1, count, BLOCK)
+    weights = np.where(weights.any(-1, keepdims=True), weights, np.float32(1))  # inputs that were never used
+    weights = np.broadcast_to(weights, (rows, count, BLOCK)).reshape(-1, BLOCK)
+    blocks = padded.reshape(-1, BLOCK)
+    step = PIECE // BLOCK
+    pieces = [
+        _searched(blocks[at : at + step], weights[at : at + step], kind) for at in range(0, len(blocks), step)
+    ]
+    q, scale, offset = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    scales = scale.reshape(rows, count)
+    if kind == INT8:
+        return Blocks(kind, columns, q.reshape(rows, count, BLOCK), scales)
+    packed = (q[:, ::2] | q[:, 1::2] << 4).reshape(rows, count, BLOCK // 2)
+    if kind == OFFSET4:
+        return Blocks(kind, columns, packed, scales, shifts=offset.reshape(rows, count))
+    zeros = np.zeros((rows, count + count % 2), np.uint8)
+    zeros[:, :count] = offset.reshape(rows, count)
+    return Blocks(kind, columns, packed, scales, zeros=zeros[:, ::2] | zeros[:, 1::2] << 4)
+
+
+def _searched(blocks: Array, importance: Array, kind: str) -> tuple[Array, Array, Array]:
+    """(q uint8 [n, 32], scale float16 [n, 1], zero uint8 or shift float16 [n, 1]) of the candidate with the least error."""
+    best: list[Array] = []
+    least = np.full((len(blocks), 1), np.inf, np.float32)
+    for scale, low in _candidates(blocks, kind):
+        q = _assigned(blocks, scale, low, kind)
+        scale, low = _fitted(blocks, importance, q, scale, low, kind)
+        q = _assigned(blocks, scale, low, kind)
+        error = (importance * np.square(blocks - (q * scale + low))).sum(1, keepdims=True)
+        if not best:
+            best = [q, scale, low]
+        better = error < least
+        least = np.where(better, error, least)
+        best = [np.where(better, new, old) for new, old in zip((q, scale, low), best, strict=True)]
+    q, scale, low = best
+    offset = low.astype(np.float16) if kind == OFFSET4 else np.rint(-low / scale).astype(np.uint8)
+    return q.astype(np.uint8), scale.astype(np.float16), offset
+
+
+def _candidates(blocks: Array, kind: str) -> Iterator[tuple[Array, Array]]:
+    """(scale, the value at q = 0) [n, 1] each."""
+    lowest, highest = blocks.min(1, keepdims=True), blocks.max(1, keepdims=True)
+    largest = np.maximum(-lowest, highest)
+    if kind == INT8:
+        scale = _half(largest / 127)
+        yield scale, -128 * scale
+    elif kind == OFFSET4:
+        for span in SPANS:
+            yield _half((highest - lowest) / span), lowest
+    else:
+        lowest, highest = np.minimum(lowest, 0), np.maximum(highest, 0)
+        scale = _half(largest / 8)
+        yield scale, -np.where(-lowest >= highest, 8, 7) * scale
+        for span in SPANS:
+            scale = _half((highest - lowest) / span)
+            zero = np.clip(-lowest / scale, 0, 15)
+            yield scale, -np.floor(zero) * scale
+            yield scale, -np.ceil(zero) * scale
+
+
+def _assigned(blocks: Array, scale: Array, low: Array, kind: str) -> Array:
+    return np.clip(np.rint((blocks - low) / scale), 0, FULL[kind])
+
+
+def _fitted(
+    blocks: Array, importance: Array, q: Array, scale: Array, low: Array, kind: str
+) -> tuple[Array, Array]:
+    """Scale and value at q = 0 with the least error for these q: a weighted line through the block's points."""
+    if kind == OFFSET4:
+        total = importance.sum(1, keepdims=True)
+        total = np.where(total > 0, total, 1)
+        middle_q = (importance * q).sum(1, keepdims=True) / total
+        middle = (importance * blocks).sum(1, keepdims=True) / total
+        spread = (importance * np.square(q - middle_q)).sum(1, keepdims=True)
+        slope = (importance * (q - middle_q) * (blocks - middle)).sum(1, keepdims=True)
+        scale = _half(np.where(spread > 0, slope / np.where(spread > 0, spread, 1), scale))
+        return scale, (middle - middle_q * scale).astype(np.float16).astype(np.float32)
+    zero = np.rint(-low / scale)
+    steps = q - zero
+    square = (importance * steps * steps).sum(1, keepdims=True)
+    slope = (importance * steps * blocks).sum(1, keepdims=True)
+    scale = _half(np.where(square > 0, slope / np.where(square > 0, square, 1), scale))
+    return scale, -zero * scale
+
+
+def _half(scale: Array) -> Array:
+    """Rounded as the file holds it; 1 in place of 0, for blocks of equal weights."""
+    rounded = scale.astype(np.float16).astype(np.float32)
+    return np.where(rounded == 0, np.float32(1), rounded)

@@ -1,0 +1,156 @@
+"""Mixed files of small models: the choice is in the file, each engine reads what was chosen, and budgets are kept or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from edgespec_export.bits.files import CHOICE, Mixed
+from edgespec_export.bits.probe import Probe
+from edgespec_export.bits.texts import Text
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.gguf.kernels import packed
+from edgespec_export.onnx.blocks import INT8
+from edgespec_export.verify.files import check_file
+from edgespec_export.verify.pair import Reference
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model_folder
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import ExportOptions
+
+RANDOM = np.random.default_rng(0)
+TEXTS = [Text(RANDOM.integers(4, 512, 40).tolist(), 8) for _ in range(24)]
+PROMPTS = [text.tokens for text in TEXTS[:2]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tied, with rows of whole blocks."""
+    return make_model_folder(tmp_path_factory.mktemp("mixed") / "model", layers=3)
+
+
+def mixed(folder: Path, role: str = "target", **budget: float | str) -> Mixed:
+    return Mixed(folder, role, lambda: TEXTS, ExportOptions(**budget))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def onnx_file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("onnx") / "onnx-mixed"
+    made = mixed(model, bits=7.5).onnx(out)
+    assert made["bits"]["bits"] <= 7.5
+    return out
+
+
+def test_the_engine_reads_the_values_that_were_chosen(model: Path, onnx_file: Path) -> None:
+    choice = json.loads((onnx_file / CHOICE).read_text())
+    assert len(set(choice["kinds"].values())) > 1
+    check = check_file(ExportedFile("target", "onnxruntime", "mixed", onnx_file), Reference(model, PROMPTS))
+    assert check.broken == []
+    assert (check.engine_relative or 1.0) < 1e-5
+    assert check.fast is not None
+    assert 1e-4 < (check.fast.engine_relative or 0.0) < 0.1
+
+
+def test_the_table_is_stored_once_and_never_in_floats(onnx_file: Path) -> None:
+    graph = onnx.load(onnx_file / "model.onnx", load_external_data=False).graph
+    floats = [
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.data_type == onnx.TensorProto.FLOAT and len(tensor.dims) > 1
+    ]
+    assert floats == ["cos_cache", "sin_cache"]
+    assert sum(tensor.name.startswith(("lm_head", "model.embed")) for tensor in graph.initializer) <= 3
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_every_kind_in_every_family(families: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Untied, with biases, with head norms; the best file there is, and the smallest."""
+    reference = Reference(families[family], PROMPTS)
+    seen, bits = [], 16.0
+    for name in ("best", "smaller"):
+        out = tmp_path / name
+        made = mixed(families[family], bits=bits).onnx(out)
+        bits = made["bits"]["bits"] - 2
+        seen.append(set(made["bits"]["kinds"].values()))
+        check = check_file(ExportedFile("target", "onnxruntime", "mixed", out), reference)
+        assert check.broken == []
+        assert (check.engine_relative or 1.0) < 1e-5
+    assert seen[0] == {INT8}
+    assert len(seen[1]) > 1
+
+
+@pytest.mark.llamacpp
+def test_a_gguf_file_has_the_chosen_types(model: Path, tmp_path: Path) -> None:
+    from gguf import GGUFReader
+
+    out = tmp_path / "target-q_mixed.gguf"
+    made = mixed(model, quality=0.5).gguf(out)
+    kinds = made["bits"]["kinds"]
+    stored = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(out).tensors}
+    assert stored["token_embd.weight"] == kinds["model.embed_tokens.weight"]
+    assert stored["blk.1.ffn_down.weight"] == kinds["model.layers.1.mlp.down_proj.weight"]
+    assert made["bits"]["quality"]["top1"] >= 0.5
+    assert any("which Q4_K, Q5_K, Q6_K do not fit" in note for note in made["notes"])
+    assert json.loads((tmp_path / f"target-q_mixed.{CHOICE}").read_text())["kinds"] == kinds
+    check = check_file(ExportedFile("target", "llama.cpp", "q_mixed", out), Reference(model, PROMPTS))
+    assert check.broken == []
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+def test_an_importance_helps_and_never_loses_what_was_rounded_before(kind: Kind) -> None:
+    rows = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
+    importance = np.where(np.arange(64) % 8 == 0, 50.0, 1.0).astype(np.float32)
+
+    def error(importance_given: np.ndarray | None) -> float:
+        values = dequantize(packed(rows, kind, importance_given), kind)
+        return float((np.square(values - rows) @ importance).sum())
+
+    assert error(importance) < 0.9 * error(None)
+    before = dequantize(packed(rows, kind), kind)
+    assert np.array_equal(dequantize(packed(before, kind, importance), kind), before)
+
+
+@pytest.mark.llamacpp
+def test_a_file_is_no_larger_than_asked_for(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "target-q_mixed.gguf"
+    mixed(model, size="130KB").gguf(out)
+    assert out.stat().st_size <= 130_000
+    assert out.stat().st_size > 110_000  # and uses what it may
+    assert mixed(model, "drafter", size="130KB").budget.quality == 0.95
+
+
+def test_budgets_that_no_file_meets_name_the_nearest(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"no onnx file is as small as 2 bits a weight: the smallest takes .* give at least"
+    ):
+        mixed(model, bits=2.0).onnx(tmp_path / "small")
+    with pytest.raises(InputError, match=r"no onnx file keeps 100.0% of the argmaxes: the best keeps 9\d"):
+        mixed(model, quality=1.0).onnx(tmp_path / "good")
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_that_are_no_numbers_are_named(model: Path, tmp_path: Path) -> None:
+    broken = make_model_folder(tmp_path / "broken", layers=1)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        InputError, match=r"model\.layers\.0\.mlp\.up_proj\.weight has values that are no finite numbers"
+    ):
+        mixed(broken, bits=8.0).onnx(tmp_path / "out")
+
+
+def test_layers_below_are_remembered_right(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group's KL is the same whether the layers below it are computed again or not."""
+    probe = mixed(model).probe
+    shortened = probe.sensitivities()
+    whole = Probe._from_layer
+    monkeypatch.setattr(Probe, "_from_layer", lambda self, layer: whole(self, None))
+    assert probe.sensitivities() == pytest.approx(shortened, rel=1e-3)

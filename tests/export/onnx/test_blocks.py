@@ -1,0 +1,63 @@
+"""Blocks of MatMulNBits: GGUF's grids kept bit for bit, errors smaller than plain rounding's, and odd weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from edgespec_export.onnx.blocks import INT4, INT8, KINDS, OFFSET4, bytes_of, fits, in_blocks
+from gguf.constants import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
+
+WEIGHTS = np.random.default_rng(0).standard_normal((48, 96)).astype(np.float32) * 0.05
+
+
+def error(weight: np.ndarray, rounded: np.ndarray) -> float:
+    return float(np.sqrt(np.square(rounded - weight).mean() / np.square(weight).mean()))
+
+
+@pytest.mark.parametrize(("before", "kind"), [(Kind.Q4_0, INT4), (Kind.Q4_1, OFFSET4), (Kind.Q8_0, INT8)])
+def test_a_matrix_that_was_rounded_by_llama_cpp_keeps_every_value(before: Kind, kind: str) -> None:
+    values = dequantize(quantize(WEIGHTS, before), before)
+    assert np.array_equal(in_blocks(values, kind).values(), values)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_of_the_arrays(kind: str) -> None:
+    blocks = in_blocks(WEIGHTS, kind)
+    arrays = [blocks.packed, blocks.scales, blocks.zeros, blocks.shifts]
+    assert bytes_of(WEIGHTS.shape, kind) == sum(array.nbytes for array in arrays if array is not None)
+
+
+def test_the_search_beats_plain_rounding() -> None:
+    plain = dequantize(quantize(WEIGHTS, Kind.Q4_0), Kind.Q4_0)
+    errors = [error(WEIGHTS, in_blocks(WEIGHTS, kind).values()) for kind in KINDS]
+    assert errors[0] < 0.9 * error(WEIGHTS, plain)
+    assert errors[0] > errors[1] > 5 * errors[2]
+
+
+def test_important_columns_are_rounded_better() -> None:
+    importance = np.where(np.arange(96) % 8 == 0, 100.0, 1.0).astype(np.float32)
+    important = importance > 1
+    for kind in (INT4, OFFSET4):
+        plain, weighted = in_blocks(WEIGHTS, kind).values(), in_blocks(WEIGHTS, kind, importance).values()
+        assert error(WEIGHTS[:, important], weighted[:, important]) < 0.8 * error(
+            WEIGHTS[:, important], plain[:, important]
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_of_zeros_and_equal_weights(kind: str) -> None:
+    weight = WEIGHTS.copy()
+    weight[3] = 0
+    weight[:, 32:64] = 0
+    weight[5] = 0.25
+    values = in_blocks(weight, kind, np.zeros(96, np.float32)).values()
+    assert np.isfinite(values).all()
+    assert not values[3].any()
+    assert np.allclose(values[5], 0.25, rtol=1e-3)
+
+
+def test_rows_that_are_no_whole_blocks() -> None:
+    odd = WEIGHTS[:, :80]
+    assert [kind for kind in KINDS if fits(80, kind)] == [INT4]
+    assert error(odd, in_blocks(odd, INT4).values()) < 0.1
