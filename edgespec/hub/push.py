@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST, BundleFile, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob, note
 from edgespec.core.table import table
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
@@ -36,6 +37,7 @@ class Options:
     )
     revision: str = knob("main", "branch to commit to")
     message: str = knob("Bundle of edgespec", "the commit's message")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -50,10 +52,21 @@ def run(given: dict[str, Any]) -> int:
     manifest = open_manifest(folder)
     files = files_to_send(folder, manifest)
     print(shown(folder, manifest, files), flush=True)
-    if not options.yes:
-        print(f"\nNothing was sent. The same command with --yes pushes this to {endpoint()}/{options.repo}.")
-        return 0
-    print(f"pushed: {push(folder, files, options)}")
+    address = ""
+    if options.yes:
+        address = push(folder, files, options)
+        print(f"pushed: {address}")
+    else:
+        note(f"\nNothing was sent. The same command with --yes pushes this to {endpoint()}/{options.repo}.")
+    give(
+        options.json,
+        {
+            "repo": options.repo,
+            "pushed": address or None,
+            "files": {name: asdict(entry) for name, entry in files.items()},
+            "local_paths": local_paths(manifest.provenance),
+        },
+    )
     return 0
 
 

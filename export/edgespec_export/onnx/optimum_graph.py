@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from edgespec.core.errors import CheckFailed, InputError, MissingExtra
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.model_folder.chat_template import copy_tokenizer
 
 TASK = "text-generation-with-past"
@@ -31,6 +32,7 @@ class Options:
     )
     out: str = knob(help="folder to write", positional=True)
     new_tokens: int = knob(32, "tokens of greedy text held against torch", at_least=1)
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -52,6 +54,7 @@ def run(given: dict[str, Any]) -> int:
         f"{options.out}: largest logit difference to torch {checked.largest:.1e}, "
         f"greedy tokens {checked.same_tokens} of {checked.tokens} equal"
     )
+    give(options.json, {"folder": options.out, **asdict(checked)})
     return 0
 
 

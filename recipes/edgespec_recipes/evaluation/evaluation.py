@@ -168,7 +168,7 @@ def evaluate(
     pairs = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
-    with progress("evaluate on held-out prompts", parts, "part") as bar:
+    with progress("evaluate on held-out prompts", parts, "parts") as bar:
 
         def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
             found = finished_part(

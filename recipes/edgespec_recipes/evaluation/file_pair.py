@@ -47,7 +47,7 @@ def evaluate_files(
     try:
         prompts = held_out_prompts(tokenizer, options, target.engine.context_length)
         settings = []
-        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompt") as bar:
+        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar:
             for sampling in SAMPLINGS:
                 found = finished_part(
                     out / "settings" / f"{DRAFTER}-{sampling.key}.json",

@@ -64,7 +64,7 @@ def sample_texts(
     target.to("cuda" if torch.cuda.is_available() else "cpu")
     stops, context = _stops(target, tokenizer), shape_of(target).one_rope_length
     counts: dict[str, Any] = {}
-    with progress("the target answers held-out prompts", len(tasks) * len(samplings), "part") as bar:
+    with progress("the target answers held-out prompts", len(tasks) * len(samplings), "parts") as bar:
         for name, task in tasks.items():
             prompts = held_out_prompts(
                 tokenizer,
@@ -139,7 +139,7 @@ def _count_together(
     target = load_model(target_folder).to(device)
     models = {name: load_model(folder).to(device) for name, folder in left.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in left}
-    with progress(f"expected counts of {len(left)} drafters", len(texts), "text") as bar:
+    with progress(f"expected counts of {len(left)} drafters", len(texts), "texts") as bar:
         for text in texts:
             agreements = agreement(target, models, text.prompts, text.responses, text.warping)
             by_gamma = {

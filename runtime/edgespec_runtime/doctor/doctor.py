@@ -5,15 +5,14 @@ The costs of the chosen engine and precision are kept for `chat`; other ways to 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, MissingExtra
-from edgespec.core.files import write_json
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -69,7 +68,7 @@ class Options(CalibrateOptions, LoadOptions):
         at_most=1.0,
     )
     fresh: bool = knob(False, "measure again, also what was kept from an earlier run")
-    json: str = knob("", "write all measurements and what follows from them to this file")
+    json: str = json_knob()
     markdown: bool = knob(False, "print Markdown tables")
 
 
@@ -80,9 +79,7 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     findings = examine(options)
     print(text(findings, markdown=options.markdown))
-    if options.json:
-        write_json(Path(options.json), as_json(findings))
-        print(f"wrote {options.json}", file=sys.stderr)
+    give(options.json, as_json(findings))
     return 0
 
 
