@@ -227,20 +227,24 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
         (
             name,
             duration(row["seconds"]),
-            size(row["peak"]),
-            "-" if row["own"] is None else size(row["own"]),
+            *("-" if row[name] is None else size(row[name]) for name in ("peak", "own")),
             str(row["found"].get("in words", "")),
         )
         for name, row in rows
     ]
     total = duration(sum(row["seconds"] for _, row in rows))
-    lines.append(("in all", total, size(max(row["peak"] for _, row in rows)), "", ""))
+    lines.append(("in all", total, size(_peak(rows)) if _peak(rows) else "-", "", ""))
     return table(("stage", "time", "peak memory", "own", "what came out"), lines)
+
+
+def _peak(rows: Sequence[tuple[str, dict[str, Any]]]) -> int:
+    """Bytes of the largest stage; 0 where the system tells none."""
+    return max(row["peak"] or 0 for _, row in rows)
 
 
 def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: RehearsalOptions) -> int:
     """0 where all bounds hold. Raises CheckFailed naming those that do not."""
-    seconds, peak = sum(row["seconds"] for _, row in rows), max(row["peak"] for _, row in rows)
+    seconds, peak = sum(row["seconds"] for _, row in rows), _peak(rows)
     broken = [f"{name}: {line}" for name, row in rows for line in row["found"].get("broken", ())]
     if seconds > 60 * options.minutes:
         broken.append(f"{duration(seconds)} in all; {duration(60 * options.minutes)} at most")

@@ -9,7 +9,7 @@ is checked by those who read them.
       pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
       target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
                         the target's tokens also has vocabulary: path; one that reads the target's hidden states has kind: "head";
-                        a model with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
+                        one with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
       default           {engine, precision, reason}: what chat and bench run unless told otherwise; perhaps fast, the files that
                         run in fast mode then: "engine/precision engine/precision"
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
@@ -137,9 +137,7 @@ class Manifest:
         """Raise BundleError for a listed file that is missing, or has another size or (unless told not to look) sha256."""
         assert self.folder is not None
         root = self.folder.resolve()
-        with reading(
-            "check the bundle's files", hashes * sum(one.bytes for one in self.files.values())
-        ) as bar:
+        with reading("check the bundle", hashes * sum(one.bytes for one in self.files.values())) as bar:
             for name, entry in self.files.items():
                 check_file(root, name, entry, hashes=hashes)
                 bar.update(entry.bytes / MIB)

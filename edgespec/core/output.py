@@ -67,6 +67,16 @@ def give(json: str, found: Any, text: str = "") -> None:
         note(f"wrote {json}")
 
 
+@contextmanager
+def notes_only() -> Iterator[None]:
+    """What is printed inside is no result of this verb: it goes where notes go."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere if is_quiet() else sys.stderr),
+    ):
+        yield
+
+
 def is_quiet() -> bool:
     """Whether neither notes nor progress are wanted; of several processes only the first one speaks."""
     return _now.quiet or os.environ.get("RANK", "0") != "0"

@@ -18,11 +18,11 @@ from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob, note
-from edgespec.core.progress import progress
+from edgespec.core.progress import MIB, progress
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
 
-GIB, MIB = 2**30, 2**20
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
         raise
     if _is_complete(out, done / MANIFEST):
         shutil.rmtree(partial)
-        note(f"{out} is this bundle already, and whole")
+        print(f"{out} is this bundle already, and whole")
         return
     manifest = read_manifest(done)
     check_names((*manifest.files, MANIFEST), repo)

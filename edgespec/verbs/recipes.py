@@ -5,6 +5,7 @@ A recipe's name is that of a file that comes with edgespec; `check` takes files 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def run(given: dict[str, Any]) -> int:
         print(_shipped(names[0]).read_text(encoding="utf-8"), end="")
     elif options.action == "copy":
         _wanted(options, 2, "the NAME of a recipe and where to, DEST")
-        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith("/")))
+        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith(("/", os.sep))))
     else:
         return _check(names, options.json)
     return 0

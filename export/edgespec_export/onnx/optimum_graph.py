@@ -19,6 +19,7 @@ from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
+from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
 
 TASK = "text-generation-with-past"
@@ -78,7 +79,8 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
                 "optimum-onnx", "optimum", "Exporting with optimum (in an environment of its own)"
             ) from error
         logging.getLogger("optimum").setLevel(logging.ERROR)
-        with whole_folder(out) as folder:
+        with progress("export with optimum", 2, "steps") as bar, whole_folder(out) as folder:
+            bar.set_postfix_str("write the graph")
             main_export(
                 str(model),
                 folder,
@@ -89,6 +91,8 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
                 do_validation=False,  # check() does more: cached steps and greedy text
             )
             copy_tokenizer(model, folder)
+            bar.update(1)
+            bar.set_postfix_str("hold it against torch")
             return check(model, folder, new_tokens)
 
 

@@ -171,10 +171,11 @@ def evaluate(
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
 
         def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
-            found = finished_part(
-                out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given)
-            )
-            bar.update(1)
+            file = out / "settings" / f"{name}.json"
+            bar.set_postfix_str(name)
+            go_on = bar.skip if file.exists() else bar.update
+            found = finished_part(file, len(pairs.prompts), lambda: compute(*given))
+            go_on(1)
             return found
 
         for sampling in SAMPLINGS:

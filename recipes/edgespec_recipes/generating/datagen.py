@@ -283,7 +283,7 @@ def generate(
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.update(len(answers_to(shards[number], path, wanted)))
+                    bar.skip(len(answers_to(shards[number], path, wanted)))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)

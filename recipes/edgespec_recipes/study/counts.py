@@ -74,6 +74,7 @@ def sample_texts(
             counts[name] = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
             for sampling in samplings:
                 path, how = out / _file(name, sampling), Sampling(*parse_sampling(sampling))
+                go_on = bar.skip if path.exists() else bar.update
                 if not path.exists():
                     generator = torch.Generator(target.device).manual_seed(seed)
                     responses: list[list[int]] = []
@@ -90,7 +91,7 @@ def sample_texts(
                         )
                     write_json(path, {"prompts": prompts, "responses": responses})
                 counts[name][f"response_tokens_{how.key}"] = sum(map(len, read_json(path)["responses"]))
-                bar.update(1)
+                go_on(1)
     return counts
 
 

@@ -23,7 +23,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
-from edgespec.core.table import duration
+from edgespec.core.table import count, duration
 from edgespec_runtime.bench.categories import Category, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue, that_fit
 from edgespec_runtime.bench.report import (
@@ -274,6 +274,10 @@ def run(given: dict[str, Any]) -> int:
         with progress("bench", len(asked.dialogues), "prompts") as bar:
             for group, planned in runs_of(pair, asked.dialogues, options, asked.least):
                 runs += group
+                tokens, seconds = (
+                    sum(getattr(run.counts, of) for run in runs) for of in ("emitted", "total_seconds")
+                )
+                bar.set_postfix_str(f"{count(tokens / max(seconds, 1e-9))} tok/s", refresh=False)
                 bar.total = planned
                 bar.update(1)
         seconds = perf_counter() - start

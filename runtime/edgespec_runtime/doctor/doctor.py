@@ -89,20 +89,24 @@ def examine(options: Options) -> Findings:
     pair = open_pair(
         Path(options.bundle), options
     )  # before the progress: what is refused is refused in one line
-    with progress("doctor", 4, "part") as bar:
+    with progress("doctor", 4, "parts") as bar:
         try:
+            bar.set_postfix_str("passes of each length")
             bandwidth = read_bandwidth(pair.threads)
             how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
             costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
             bar.update(1)
+            bar.set_postfix_str("block against single steps")
             prompts = _prompts(pair)
             notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
         finally:
             pair.close()
+        bar.set_postfix_str("other engines and precisions")
         others = _others(pair, chosen, options, prompts, notes)
         bar.update(1)
+        bar.set_postfix_str("other numbers of threads")
         counts = () if options.threads else tuple(_thread_counts(pair, options))
         bar.update(1)
     manifest = pair.manifest
