@@ -39,7 +39,11 @@ def reference() -> str:
             " ".join((parser.description or "").split()) + "\n",
             f"    {parser.usage}\n",
         ]
-        parts += [_table([action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}])]
+        parts += [
+            _table(
+                [action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}]
+            )
+        ]
         parts += [
             f"**{title}**\n\n{table}" for title, table in sections[name].items() if home[title, table] == name
         ]

@@ -54,7 +54,7 @@ def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
             "plan --rehearse --target T --rehearsal.shape=tiny --rehearsal.out x --rehearsal.check-only",
         ),
         ("devices", "plan --devices", "plan --devices"),
-        ("devices list --json", "plan --devices", "plan --devices --json devices.json"),
+        ("devices list --json", "plan --devices", "plan --devices --json"),
         (
             "devices show raspberry-pi --target T",
             "plan --devices",

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import read_manifest
 from edgespec.core.options import to_mapping
-from edgespec.core.output import note
+from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.recipe.data_sources import BuildData
@@ -72,14 +72,14 @@ class ExportStages:
         """
         folder = self.out / name
         if not self.processes.rank and (why := settle(folder, reads)):
-            note(f"! {name}: {why}: running again")
+            step(f"! {name}: {why}: running again")
         still_read = not self.processes.rank and not (self.out / "distill" / DONE).exists()
         files = damaged(folder) if damaged and still_read else []
         if files:
-            note(f"! {name}: damaged: {', '.join(files)}; only that is made again")
+            step(f"! {name}: damaged: {', '.join(files)}; only that is made again")
             (folder / DONE).unlink(missing_ok=True)
         done = (folder / DONE).exists()
-        note(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
+        step(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
         mapping = options if isinstance(options, dict) else to_mapping(options)
         counts = run_stage(folder, mapping, body, self.processes, together=together)
         if not self.processes.rank and not (folder / RECIPE_FILE).exists():

@@ -21,7 +21,7 @@ from edgespec.core.files import read_json, write_json
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
-from edgespec.core.output import give, note
+from edgespec.core.output import give, step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.planning.estimate import size
@@ -119,7 +119,7 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     tokenizer = Path(options.tokenizer)
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
     if why := settle(out / "weights", given):
-        note(f"! weights: {why}: running again")
+        step(f"! weights: {why}: running again")
         shutil.rmtree(out / "export", ignore_errors=True)  # stages write there beside their own folders
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
@@ -196,7 +196,7 @@ def _stage(
     folder = out / name
     if name != "weights":  # all follow from the weights, by the seed
         settle(folder, stages(out, "weights"))
-    note(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}")
+    step(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}")
 
     def body(place: Path) -> dict[str, Any]:
         usage = run_measured(argv, place / "log.txt", given)

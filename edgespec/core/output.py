@@ -82,6 +82,12 @@ def is_quiet() -> bool:
     return _now.quiet or os.environ.get("RANK", "0") != "0"
 
 
+def step(text: str) -> None:
+    """A long verb begins a stage: a line among its tables, or where notes go when JSON replaces these."""
+    if not is_quiet():
+        print(text, file=sys.stderr if _now.out else sys.stdout, flush=True)
+
+
 def note(text: str) -> None:
     """Tell the person who waits something that is no result."""
     if not is_quiet():

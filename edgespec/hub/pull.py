@@ -17,7 +17,7 @@ from edgespec.core.files import sha256_file, writing
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import give, json_knob, step
 from edgespec.core.progress import MIB, progress
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
@@ -110,7 +110,7 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
             f"{repo} has {size(missing)} still to fetch and {partial.parent.resolve()} has {size(free)} free; make room, or give "
             "another --out"
         )
-    note(
+    step(
         f"{repo} at {commit[:12]}: {len(manifest.files)} files, {size(total)}; {size(missing)} still to fetch"
     )
     finished = {entry.sha256: done / name for name, entry in manifest.files.items() if name not in waiting}

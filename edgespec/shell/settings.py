@@ -23,6 +23,7 @@ from edgespec.core.options import check, from_mapping, given, hints_of, is_secti
 from edgespec.shell.environment import config_file
 
 MOST_BYTES = 65_536  # of a file that people write by hand
+MOST_BRACKETS = 500  # opened; PyYAML takes seconds for a thousand within each other, and hours for a file full of them
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ def read_config(verbs: Collection[str]) -> dict[str, Any]:
     data = read_bounded(file, limit=MOST_BYTES)
     try:
         text = data.decode("utf-8-sig")
+        if (opened := sum(map(text.count, "[{"))) > MOST_BRACKETS:
+            raise InputError(f"{file} opens {opened} brackets; at most {MOST_BRACKETS} are read")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise InputError(f"{file} uses YAML's aliases (*name); write each value out")
         values = yaml.safe_load(text)

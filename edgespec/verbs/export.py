@@ -20,7 +20,7 @@ from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import give, json_knob, step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
@@ -105,7 +105,7 @@ class Export(ExportStages):
 
         source = self.source
         for text in check_pair(source.target, source.drafter, self.recipe.export):
-            note(f"Note: {text}")
+            step(f"Note: {text}")
         check_same_tokenizer(source.target, source.drafter)
 
     def _responses(self) -> Path:
