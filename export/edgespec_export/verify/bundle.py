@@ -6,6 +6,7 @@ in are found) the files are held against each other, and what could not be check
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
