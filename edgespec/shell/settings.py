@@ -23,7 +23,7 @@ from edgespec.core.options import check, from_mapping, given, hints_of, is_secti
 from edgespec.shell.environment import config_file
 
 MOST_BYTES = 65_536  # of a file that people write by hand
-MOST_BRACKETS = 500  # opened; PyYAML takes seconds for a thousand within each other, and hours for a file full of them
+MOST_BRACKETS = 500  # PyYAML takes seconds for a thousand within each other, hours for a file full
 
 
 @dataclass(frozen=True)
