@@ -17,7 +17,7 @@ from edgespec.core.options import given
 from edgespec.core.output import give, note, speaking, step
 from edgespec.core.progress import progress
 
-NO_TABLE = {"chat", "serve", "completion"}
+NO_TABLE = {"chat", "serve", "completion", "report"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
