@@ -1,7 +1,6 @@
 """The command line: a table of verbs whose rooms are imported only when used, and the one place that prints errors.
 
-A verb is a module with `OPTIONS` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: 0 done, 1 a check failed,
-2 the user's input, 130 interrupted.
+A verb is a module with `OPTIONS` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: errors.EXIT_CODES.
 """
 
 from __future__ import annotations
@@ -11,15 +10,29 @@ import importlib
 import os
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from edgespec import __version__
-from edgespec.core.errors import EdgespecError, InputError, MissingExtra, NoRoom, did_you_mean
+from edgespec.core.errors import (
+    DEFECT,
+    DONE,
+    INTERRUPTED,
+    EdgespecError,
+    InputError,
+    MissingExtra,
+    NoRoom,
+    did_you_mean,
+)
 from edgespec.core.no_room import place_of, write_error
 from edgespec.core.options import add_flags, given, usage
 from edgespec.core.texts import forgive_streams
 from edgespec.verbs.renamed import refuse as refuse_old_name
+
+if TYPE_CHECKING:
+    from edgespec.shell.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,10 @@ VERBS = {
         "edgespec_export.other_engines.check",
         "run a bundle's pair in other engines: the same text, and as much accepted?",
     ),
+    "config": Verb("edgespec.config", "where your config file is, and what it and the environment set"),
+    "completion": Verb(
+        "edgespec.completion", "print what makes your shell complete verbs, options and names"
+    ),
 }
 
 # The package that is absent -> the extra that brings it.
@@ -122,6 +139,28 @@ class _Help(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are edgespec's one-line errors."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(None if args is None else self._with_values(args), namespace)
+
+    def _with_values(self, words: Sequence[str]) -> list[str]:
+        """Words in which a flag that may stand alone has its value beside it, so that it takes no argument for one."""
+        alone = {
+            flag: (str(action.const), Path(str(action.metavar)).suffix)
+            for action in self._actions
+            if action.nargs == "?"
+            for flag in action.option_strings
+        }
+        found: list[str] = []
+        for word in words:
+            bare, suffix = alone.get(found[-1], ("", "")) if found else ("", "")
+            if suffix and (word == bare or word.endswith(suffix)):
+                found[-1] = f"{found[-1]}={word}"
+            else:
+                if suffix:
+                    found[-1] = f"{found[-1]}={bare}"
+                found.append(word)
+        return found
+
     def error(self, message: str) -> NoReturn:
         known = {flag for action in self._actions for flag in action.option_strings}
         strange = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
@@ -149,6 +188,8 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
     """A verb's module and its parser. Raises InputError for an unknown verb."""
     if name not in VERBS:
         raise InputError(f"unknown verb {name!r}{did_you_mean(name, VERBS)}")
+    from edgespec.shell.settings import EveryVerb
+
     verb = VERBS[name]
     module: Any = importlib.import_module(verb.module)
     parser = _Parser(
@@ -159,7 +200,22 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
         allow_abbrev=False,
     )
     add_flags(parser, module.OPTIONS)
+    add_flags(parser, EveryVerb)
     return module, parser
+
+
+def settings(name: str, module: Any, flags: dict[str, Any]) -> Settings:
+    """What a verb is to do: flags over the environment over the config file. Raises InputError."""
+    from dataclasses import fields
+
+    from edgespec.shell.settings import settings_of
+
+    recipe: tuple[str, ...] = ()
+    if "recipe" in {one.name for one in fields(module.OPTIONS)}:
+        from edgespec.recipe.schema import Recipe
+
+        recipe = tuple(one.name for one in fields(Recipe))
+    return settings_of(name, module.OPTIONS, flags, verbs=VERBS, recipe=recipe)
 
 
 def _run(arguments: list[str]) -> int:
@@ -167,18 +223,40 @@ def _run(arguments: list[str]) -> int:
         overview = _overview()
         overview.parse_args(arguments)
         overview.print_help()
-        return 0
+        return DONE
+    from edgespec.core.output import speaking
+
     refuse_old_name(arguments)
     name, *rest = arguments
     module, parser = parser_of(name)
-    options = given(parser.parse_intermixed_args(rest))
-    bundle = options.get("bundle")
-    if bundle and not os.path.exists(bundle):
-        from edgespec.verbs.ready import bundle_of
-
-        options["bundle"] = bundle_of(bundle)
-    code: int = module.run(options)
+    chosen = settings(name, module, given(parser.parse_intermixed_args(rest)))
+    with speaking(chosen.values.get("json", ""), quiet=chosen.every.quiet):
+        try:
+            code: int = module.run(_with_bundle(chosen.values))
+        except InputError as error:
+            if where := chosen.blamed(str(error)):
+                raise InputError(f"{error}{where}") from error
+            raise
     return code
+
+
+def _with_bundle(options: dict[str, Any]) -> dict[str, Any]:
+    """The options with a folder for the name of a ready pair."""
+    bundle = options.get("bundle")
+    if not bundle or os.path.exists(bundle):
+        return options
+    from edgespec.verbs.ready import bundle_of
+
+    return {**options, "bundle": bundle_of(bundle)}
+
+
+def _defect() -> int:
+    """The error that is being handled is edgespec's own: all of it is printed."""
+    import traceback
+
+    traceback.print_exc()
+    print(f"edgespec: this is an error of edgespec {__version__} itself; please report it", file=sys.stderr)
+    return DEFECT
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,21 +272,21 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA_OF:
-            raise
+            return _defect()
         print(f"edgespec: {MissingExtra(package, _EXTRA_OF[package], 'this command')}", file=sys.stderr)
         return MissingExtra.exit_code
     except KeyboardInterrupt:
         verb = VERBS.get((sys.argv[1:] if argv is None else argv)[0])
         hint = "; run the same command again to go on from here" if verb and verb.resumes else ""
         print(f"\nedgespec: interrupted{hint}", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
     except Exception as error:
         message = write_error(place_of(error, os.getcwd()), error)
         if message is None:
-            raise
+            return _defect()
         print(f"edgespec: {message}", file=sys.stderr)
         return message.exit_code
 

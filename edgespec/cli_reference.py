@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 
 from edgespec.cli import VERBS, parser_of
+from edgespec.core.errors import EXIT_CODES
+from edgespec.core.options import add_flags
+from edgespec.shell.environment import VARIABLES
+from edgespec.shell.settings import EveryVerb
 
 HEAD = (
     "# Command line\n\n"
     "Written by `python -m edgespec.cli_reference > docs/cli.md`, never by hand; a test holds it against the parsers.\n"
-    "`edgespec VERB --help` prints the same.\n\n"
-    "Exit codes: 0 done, 1 a check failed, 2 the input cannot be used, 130 interrupted.\n"
+    "`edgespec VERB --help` prints the same.\n"
 )
+EVERY = {one.name for one in fields(EveryVerb)}
 
 
 def reference() -> str:
@@ -26,7 +31,7 @@ def reference() -> str:
     sections = {name: _sections(parser) for name, parser in parsers.items()}
     home = {section: name for name, own in sections.items() for section in own.items()}
     verbs = [f"| [{name}](#{name}) | {_cell(verb.help)} |" for name, verb in VERBS.items()]
-    parts = [HEAD, "\n".join(["| verb | what it does |", "| --- | --- |", *verbs]) + "\n"]
+    parts = [HEAD, "\n".join(["| verb | what it does |", "| --- | --- |", *verbs]) + "\n", _of_every_verb()]
     for name, parser in parsers.items():
         own = [action for group in parser._action_groups for action in group._group_actions]
         parts += [
@@ -34,13 +39,33 @@ def reference() -> str:
             " ".join((parser.description or "").split()) + "\n",
             f"    {parser.usage}\n",
         ]
-        parts += [_table([action for action in own if "." not in action.dest and action.dest != "help"])]
+        parts += [
+            _table(
+                [action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}]
+            )
+        ]
         parts += [
             f"**{title}**\n\n{table}" for title, table in sections[name].items() if home[title, table] == name
         ]
         elsewhere = {home[section] for section in sections[name].items()} - {name}
         parts += [f"And the sections of options under [{verb}](#{verb}).\n" for verb in sorted(elsewhere)]
     return "\n".join(parts)
+
+
+def _of_every_verb() -> str:
+    """Options that all verbs have, exit codes, environment variables."""
+    every = argparse.ArgumentParser(add_help=False)
+    add_flags(every, EveryVerb)
+    codes = [f"| {code} | {_cell(what)} |" for code, what in EXIT_CODES.items()]
+    variables = [f"| `{name}` | {_cell(one.what)} |" for name, one in VARIABLES.items()]
+    return "\n".join(
+        [
+            "**Every verb** has these options, and those of [the config file and the environment](shell.md).\n",
+            _table(every._actions),
+            "\n".join(["| exit code | meaning |", "| ---: | --- |", *codes]) + "\n",
+            "\n".join(["| environment variable | what it is |", "| --- | --- |", *variables]) + "\n",
+        ]
+    )
 
 
 def _sections(parser: argparse.ArgumentParser) -> dict[str, str]:
@@ -56,7 +81,9 @@ def _table(actions: list[argparse.Action]) -> str:
 def _row(action: argparse.Action) -> str:
     named = action.option_strings
     words = " / ".join(named) or str(action.metavar)
-    takes = f" {action.metavar}" if named and action.nargs != 0 else ""
+    takes = f" {action.metavar}" if named and action.nargs is None else ""
+    if named and action.nargs == "?":
+        takes = f" [{action.metavar}]"
     return f"| `{_cell(words + takes)}` | {_cell((action.help or '').replace('%%', '%'))} |"
 
 

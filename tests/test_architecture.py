@@ -18,6 +18,7 @@ PACKAGES = {
 }
 ROOMS = [
     "edgespec.core",
+    "edgespec.shell",
     "edgespec.model_folder",
     "edgespec_runtime.untrusted",
     "edgespec.recipe",
@@ -63,6 +64,8 @@ ROOMS = [
     "edgespec.api",
     "edgespec.cli",
     "edgespec.cli_reference",
+    "edgespec.completion",
+    "edgespec.config",
 ]
 """From the ground up: a room imports only rooms above it in this list, inside functions too."""
 SEVERAL = {"edgespec.building", "edgespec.verbs", "edgespec.api", "edgespec.cli"}

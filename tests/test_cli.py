@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,15 @@ from repository import REPOSITORY
 from tiny_models import make_model_folder
 
 from edgespec.cli import VERBS, main, parser_of
-from edgespec.core.errors import did_you_mean
+from edgespec.core.errors import (
+    EXIT_CODES,
+    BundleError,
+    CheckFailed,
+    InputError,
+    MissingExtra,
+    NoRoom,
+    did_you_mean,
+)
 from edgespec.core.options import from_mapping, given, to_mapping
 from edgespec.planning.hardware import CARDS
 from edgespec.recipe.devices import ENGINES, profiles
@@ -55,7 +65,7 @@ def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
             "plan --rehearse --target T --rehearsal.shape=tiny --rehearsal.out x --rehearsal.check-only",
         ),
         ("devices", "plan --devices", "plan --devices"),
-        ("devices list --json", "plan --devices", "plan --devices --json devices.json"),
+        ("devices list --json", "plan --devices", "plan --devices --json"),
         (
             "devices show raspberry-pi --target T",
             "plan --devices",
@@ -226,3 +236,50 @@ def test_a_missing_extra_is_one_sentence_with_the_command() -> None:
     assert "pip install 'edgespec[all]'" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not out.exists()
+
+
+def raising(error: BaseException) -> Callable[[object], int]:
+    def run(_: object) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (InputError("x is 1; give 2"), 2, "edgespec: x is 1; give 2\n"),
+        (NoRoom("the disk is full"), 2, "edgespec: the disk is full\n"),
+        (MissingExtra("torch", "train", "Training"), 2, "pip install 'edgespec[train]'\n"),
+        (BundleError("a file was altered"), 2, "edgespec: a file was altered\n"),
+        (CheckFailed("2 bounds are broken"), 1, "edgespec: 2 bounds are broken\n"),
+        (ModuleNotFoundError("no torch", name="torch"), 2, "pip install 'edgespec[train]'\n"),
+        (OSError(errno.ENOSPC, "full", "there"), 2, "no space left on the disk"),
+        (KeyboardInterrupt(), 130, "edgespec: interrupted\n"),
+        (ZeroDivisionError("a bug"), 70, "please report it\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from edgespec.verbs import targets
+
+    monkeypatch.setattr(targets, "run", raising(error))
+    assert main(["targets"]) == code
+    said = capsys.readouterr().err
+    assert words in said
+    assert ("Traceback" in said) == (code == 70)
+    assert code in EXIT_CODES
+    page = (REPOSITORY / "docs" / "shell.md").read_text(encoding="utf-8")
+    assert f"\n| {code} | " in page
+
+
+def test_a_check_that_fails_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.yaml").write_text("distill: {steps: -1}\n")
+    assert main(["recipes", "check", str(tmp_path / "bad.yaml"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[str(tmp_path / "bad.yaml")]

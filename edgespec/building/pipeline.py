@@ -14,6 +14,7 @@ from edgespec.building.pipeline_export import ExportStages
 from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
+from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.config import read_config
@@ -128,8 +129,8 @@ class Build(ExportStages):
 
         def plan(place: Path) -> dict[str, Any]:
             # what cannot be exported is said now, and not after hours of pretraining
-            for note in check_pair(target, self._drafter(target, shape), self.recipe.export):
-                print(f"Note: {note}", flush=True)
+            for text in check_pair(target, self._drafter(target, shape), self.recipe.export):
+                step(f"Note: {text}")
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
             found = {

@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import read_manifest
 from edgespec.core.options import to_mapping
+from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.planning.devices_fit import check_fit, fit, fitting
@@ -76,20 +77,29 @@ class ExportStages:
         """
         folder = self.out / name
         if not self.processes.rank and (why := settle(folder, reads)):
-            print(f"! {name}: {why}: running again", flush=True)
+            step(f"! {name}: {why}: running again")
         still_read = not self.processes.rank and not (self.out / "distill" / DONE).exists()
         files = damaged(folder) if damaged and still_read else []
         if files:
-            print(f"! {name}: damaged: {', '.join(files)}; only that is made again", flush=True)
+            step(f"! {name}: damaged: {', '.join(files)}; only that is made again")
             (folder / DONE).unlink(missing_ok=True)
         done = (folder / DONE).exists()
-        print(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}", flush=True)
+        step(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
         mapping = options if isinstance(options, dict) else to_mapping(options)
         counts = run_stage(folder, mapping, body, self.processes, together=together)
         if not self.processes.rank and not (folder / RECIPE_FILE).exists():
             write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
         self.times.append((name, float(read_json(folder / DONE)["seconds"])))
         return counts
+
+    def summary(self) -> dict[str, Any]:
+        """What is printed at the end, as JSON: the bundle, each stage's seconds, what was measured."""
+        return {
+            "bundle": str(self.out / "bundle"),
+            "seconds": dict(self.times),
+            "evaluation": _without_counts(self._evaluation()),
+            "verification": read_json(self.out / "verify" / "verify.json"),
+        }
 
     def _model(self, purpose: str, folder: Path, *, weights: bool = True) -> Reads:
         return sources.model(purpose, folder, self.out, weights=weights)

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.measured import run_measured
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.free_space import free_disk, free_memory
-from edgespec.core.measured import run_measured
 from edgespec.core.options import knob, to_mapping
+from edgespec.core.output import give, step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.planning.estimate import size
@@ -95,8 +96,9 @@ def needed_memory(shape: ModelShape, context: int) -> int:
     return max(running, slices) + GIB
 
 
-def run(target: str, options: RehearsalOptions, command: str) -> int:
-    """Rehearse a build of `target`, an alias or a folder with a config.json; `command`: what the folder's lock says.
+def run(target: str, options: RehearsalOptions, command: str, json: str = "") -> int:
+    """Rehearse a build of `target`, an alias or a folder with a config.json; `command`: what the folder's lock says;
+    `json`: where every stage's time and memory go as JSON.
 
     Raises InputError where there is too little room or the folder is another's, CheckFailed where a bound is broken.
     """
@@ -107,7 +109,9 @@ def run(target: str, options: RehearsalOptions, command: str) -> int:
         return 0
     with held(out, command):
         _claim(out, target, options, shape)
-        return _judge(_rehearse(out, options), options)
+        rows = _rehearse(out, options)
+        give(json, [{"stage": name, **row} for name, row in rows])
+        return _judge(rows, options)
 
 
 def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str, Any]]]:
@@ -115,7 +119,7 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     tokenizer = Path(options.tokenizer)
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
     if why := settle(out / "weights", given):
-        print(f"! weights: {why}: running again", flush=True)
+        step(f"! weights: {why}: running again")
         shutil.rmtree(out / "export", ignore_errors=True)  # stages write there beside their own folders
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
@@ -192,7 +196,7 @@ def _stage(
     folder = out / name
     if name != "weights":  # all follow from the weights, by the seed
         settle(folder, stages(out, "weights"))
-    print(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}", flush=True)
+    step(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}")
 
     def body(place: Path) -> dict[str, Any]:
         usage = run_measured(argv, place / "log.txt", given)
@@ -223,20 +227,24 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
         (
             name,
             duration(row["seconds"]),
-            size(row["peak"]),
-            "-" if row["own"] is None else size(row["own"]),
+            *("-" if row[name] is None else size(row[name]) for name in ("peak", "own")),
             str(row["found"].get("in words", "")),
         )
         for name, row in rows
     ]
     total = duration(sum(row["seconds"] for _, row in rows))
-    lines.append(("in all", total, size(max(row["peak"] for _, row in rows)), "", ""))
+    lines.append(("in all", total, size(_peak(rows)) if _peak(rows) else "-", "", ""))
     return table(("stage", "time", "peak memory", "own", "what came out"), lines)
+
+
+def _peak(rows: Sequence[tuple[str, dict[str, Any]]]) -> int:
+    """Bytes of the largest stage; 0 where the system tells none."""
+    return max(row["peak"] or 0 for _, row in rows)
 
 
 def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: RehearsalOptions) -> int:
     """0 where all bounds hold. Raises CheckFailed naming those that do not."""
-    seconds, peak = sum(row["seconds"] for _, row in rows), max(row["peak"] for _, row in rows)
+    seconds, peak = sum(row["seconds"] for _, row in rows), _peak(rows)
     broken = [f"{name}: {line}" for name, row in rows for line in row["found"].get("broken", ())]
     if seconds > 60 * options.minutes:
         broken.append(f"{duration(seconds)} in all; {duration(60 * options.minutes)} at most")

@@ -1,4 +1,4 @@
-"""The errors edgespec raises on purpose.
+"""The errors edgespec raises on purpose, and the exit codes of every verb.
 
     EdgespecError                exit code 2
     ├── InputError               a value the user gave: names the value, what was wanted, the next step
@@ -7,7 +7,7 @@
     ├── BundleError              a bundle that is incomplete, altered or of another schema
     └── CheckFailed              exit code 1: everything ran, and a bound is broken
 
-Pure code raises these; only `edgespec.cli.main` prints them and chooses the exit code.
+Pure code raises these; only `edgespec.cli.main` prints them and returns the exit code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+DONE, CHECK_FAILED, UNUSABLE, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
+EXIT_CODES = {
+    DONE: "done",
+    CHECK_FAILED: "everything ran, and a check failed: a broken bound of verify, a missed --min-speedup of bench",
+    UNUSABLE: "an option, a file, a bundle or the machine cannot be used as it is: one line says what and what to do",
+    DEFECT: "an error of edgespec itself, with its traceback (sysexits.h: EX_SOFTWARE)",
+    INTERRUPTED: "interrupted with Ctrl-C (128 + SIGINT)",
+}
+"""What scripts may rely on; a reader of a pipe that leaves early is no error."""
+
 
 class EdgespecError(Exception):
     """Base of every error that is a message to the user and not a bug."""
 
-    exit_code = 2
+    exit_code = UNUSABLE
 
 
 class InputError(EdgespecError):
@@ -37,7 +47,7 @@ class BundleError(EdgespecError):
 class CheckFailed(EdgespecError):
     """Everything ran, and a measured value breaks its bound."""
 
-    exit_code = 1
+    exit_code = CHECK_FAILED
 
 
 class MissingExtra(EdgespecError):

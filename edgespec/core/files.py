@@ -264,7 +264,7 @@ def _share_blocks(source: int, destination: int) -> bool:
 
 
 def _sync(path: Path) -> None:
-    with open(path, "rb") as stream:
+    with open(path, "r+b") as stream:  # Windows syncs only what is open for writing
         os.fsync(stream.fileno())
 
 

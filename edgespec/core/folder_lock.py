@@ -17,6 +17,7 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import writing
+from edgespec.core.output import note
 
 LOCK = ".in-use.json"
 _HELD = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK)
@@ -42,7 +43,7 @@ def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
                 f"{folder} is in use by {_holder(folder / LOCK)}; wait for its end, or give another folder"
             )
         if not told:
-            print(f"{folder} is in use by {_holder(folder / LOCK)}: waiting for its end", file=sys.stderr)
+            note(f"{folder} is in use by {_holder(folder / LOCK)}: waiting for its end")
             told = True
         time.sleep(_POLL)
     try:

@@ -8,9 +8,8 @@ is checked by those who read them.
       schema_version    1
       pair              {tokenizer_sha256, vocab_size}: the tokenizer both models share
       target, drafter   {name, source, shape, parameters, files: {engine: {precision: path}}}; a drafter that knows only some of
-                        the target's tokens also has vocabulary: path (edgespec_runtime/engines/vocabulary.py reads it), one that
-                        reads the target's hidden states has kind: "head"; a model
-                        with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
+                        the target's tokens also has vocabulary: path; one that reads the target's hidden states has kind: "head";
+                        one with a graph for the fast mode in its folder also has fast: {engine: {precision: path of that graph}}
       default           {engine, precision, reason}: what chat and bench run unless told otherwise; perhaps fast, the files that
                         run in fast mode then: "engine/precision engine/precision"
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
@@ -30,6 +29,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import kind_of, parse_json, path_problem, read_bounded, sha256_file, write_json
+from edgespec.core.progress import MIB, reading
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -137,8 +137,10 @@ class Manifest:
         """Raise BundleError for a listed file that is missing, or has another size or (unless told not to look) sha256."""
         assert self.folder is not None
         root = self.folder.resolve()
-        for name, entry in self.files.items():
-            check_file(root, name, entry, hashes=hashes)
+        with reading("check the bundle", hashes * sum(one.bytes for one in self.files.values())) as bar:
+            for name, entry in self.files.items():
+                check_file(root, name, entry, hashes=hashes)
+                bar.update(entry.bytes / MIB)
 
     def check_folder(self, name: str) -> None:
         """Raise BundleError where a folder of the bundle holds what the manifest does not list.
@@ -165,12 +167,10 @@ class Manifest:
 
 def describe_files(folder: Path) -> dict[str, BundleFile]:
     """Size and sha256 of every regular file below `folder` but the manifest, by path."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != MANIFEST:
-            found[name] = BundleFile(sha256_file(path), path.stat().st_size)
-    return found
+    paths = filter(Path.is_file, sorted(folder.rglob("*")))
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    files.pop(MANIFEST, None)
+    return {name: BundleFile(sha256_file(path), path.stat().st_size) for name, path in files.items()}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:

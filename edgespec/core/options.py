@@ -28,10 +28,12 @@ def knob(
     at_most: float | None = None,
     positional: bool = False,
     names: Callable[[], Iterable[str]] = tuple,
+    bare: tuple[str, str] | None = None,
 ) -> Any:
     """A dataclass field with its help text and bounds; lists are given as tuples.
 
     names: what stands for `{names}` in the help, asked for only when the help is printed; other values may be allowed too.
+    bare: the value of a flag that is given alone, and how a word must end to be its value: `--json` and `--json FILE.json`.
     """
     metadata = {
         "help": help,
@@ -40,6 +42,7 @@ def knob(
         "at_most": at_most,
         "positional": positional,
         "names": names,
+        "bare": bare,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -55,15 +58,15 @@ def section(kind: type[Any], help: str = "") -> Any:
     return dataclasses.field(default_factory=kind, metadata={"help": help, "section": True})
 
 
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def hints_of(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _is_section(hint: Any) -> bool:
+def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
-def _base(hint: Any) -> tuple[type[Any], bool, bool]:
+def base_of(hint: Any) -> tuple[type[Any], bool, bool]:
     """(element type, is a tuple, may be None) of a knob's annotation."""
     optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
@@ -106,7 +109,7 @@ def _wanted(kind: type[Any]) -> str:
 
 def check(value: Any, hint: Any, field: dataclasses.Field[Any], name: str) -> Any:
     """Convert one value to its knob's type and hold it against the bounds. Raises InputError naming value and bound."""
-    kind, many, optional = _base(hint)
+    kind, many, optional = base_of(hint)
     if value is None:
         if optional:
             return None
@@ -139,14 +142,14 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     """Build a (nested) dataclass from plain values; an unknown key is an error with the closest known one."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where or kind.__name__} is {values!r}; it must be a mapping of options")
-    hints, known = _hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints, known = hints_of(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     ready: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
         label = f"{where}.{key}" if where else str(key)
         if name not in known:
             raise InputError(f"unknown option {label!r}{did_you_mean(name, known)}")
-        if _is_section(hints[name]):
+        if is_section(hints[name]):
             ready[name] = from_mapping(hints[name], value or {}, label)
         else:
             ready[name] = check(value, hints[name], known[name], label)
@@ -179,15 +182,15 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = "") -> None:
     """One flag for every knob of `kind`; flags not given stay out of the namespace, so YAML and defaults show through."""
-    hints = _hints(kind)
+    hints = hints_of(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        if _is_section(hint):
+        if is_section(hint):
             title = f"{field.name}: {field.metadata.get('help', '')}"
             group = parser.add_argument_group(title)
             add_flags(group, hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
-        base, many, _ = _base(hint)
+        base, many, _ = base_of(hint)
         required = field.default is MISSING and field.default_factory is MISSING
         keywords: dict[str, Any] = {"help": _help(field, many)}
         if not required:
@@ -210,6 +213,9 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
                     + "}"
                     + (",..." if many else "")
                 )
+            if bare := field.metadata.get("bare"):
+                keywords |= {"nargs": "?", "const": bare[0]}
+                shape = f"FILE{bare[1]}"
             parser.add_argument(flag, dest=name, required=required, metavar=shape, **keywords)
 
 
@@ -225,7 +231,7 @@ def usage(kind: type[Any]) -> str:
         required = field.default is MISSING and field.default_factory is MISSING
         name = field.name.upper()
         if field.metadata.get("positional"):
-            many = _base(_hints(kind)[field.name])[1]
+            many = base_of(hints_of(kind)[field.name])[1]
             words.append(name if required else f"[{name}{' ...' * many}]")
         elif required:
             words.insert(0, f"--{_words(field.name)} {name}")

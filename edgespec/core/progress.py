@@ -1,34 +1,164 @@
-"""Progress bars with ETA on the terminal; plain lines now and then where the output is no terminal."""
+"""How far a step is and how long it takes yet: a bar on a terminal, a line for every tenth in a log or a pipe.
+
+`rich` draws the bar, and keeps what a verb prints meanwhile above it. A step of less than two seconds says nothing in a log.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from threading import Lock, Timer
 from typing import Any
+
+from edgespec.core.output import is_quiet
+from edgespec.core.table import duration
+
+SHOWN_AFTER = 2.0  # seconds that a step may take without a word in a log
+MIB = 2**20
+READ_RATE = 2**30  # bytes in a second that one thread hashes, or a good disk gives, at most
+SILENCE = 600.0  # seconds without a line at most: a long training shows that it lives
+BAR_WIDTH = 16  # columns of a terminal; the words beside it take about 50
+
+
+class Bar:
+    """How far one step is; this one shows it to nobody. `total` may change on the way, and is None where nobody knows it."""
+
+    def __init__(self, label: str, total: float | None, unit: str, done: float) -> None:
+        self.label, self.total, self.unit, self.n = label, total, unit, done
+        self._first, self._start, self._said = done, time.monotonic(), ""
+
+    def update(self, count: float = 1) -> None:
+        """Go on by `count`."""
+        self.n += count
+        self.refresh()
+
+    def skip(self, count: float) -> None:
+        """Go on by `count` that were done before: they say nothing of how long the rest takes."""
+        self._first += count
+        self.update(count)
+
+    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+        """What is at work now, or its rate."""
+        self._said = text
+        if refresh:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Show what has changed."""
+
+    def close(self) -> None:
+        """The step is over, done or not."""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def words(self) -> str:
+        """'30 %, 3 of 10 files, 12.0s, 28.0s left, target int8'."""
+        made, parts = self.n - self._first, [duration(self.seconds)]
+        if self.total:
+            parts[:0] = [
+                f"{100 * self.n / self.total:.0f} %",
+                f"{self.n:,.0f} of {self.total:,.0f} {self.unit}",
+            ]
+            if made and self.n < self.total:
+                parts.append(f"{duration(self.seconds * (self.total - self.n) / made)} left")
+        else:
+            parts[:0] = [f"{self.n:,.0f} {self.unit}"]
+        return ", ".join([*parts, *([self._said] if self._said else [])])
+
+
+class _Lines(Bar):
+    """For logs and pipes: at most a line for each tenth, the first one after SHOWN_AFTER even where nothing was done by then."""
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self._lock, self._tenth, self._last = Lock(), -1, 0.0
+        self._timer = Timer(SHOWN_AFTER, self.refresh)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def refresh(self) -> None:
+        tenth = int(10 * self.n / self.total) if self.total else 0
+        with self._lock:
+            if self.seconds >= SHOWN_AFTER and (tenth > self._tenth or self.seconds - self._last >= SILENCE):
+                self._tenth, self._last = max(tenth, self._tenth), self.seconds
+                print(f"{self.label}: {self.words()}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        if self.total is None and self.seconds >= SHOWN_AFTER:
+            print(f"{self.label}: {self.words()}", file=sys.stderr, flush=True)
+
+
+@cache
+def _words_column() -> Any:
+    """rich's column that shows a bar's own words."""
+    from rich.progress import ProgressColumn, Task
+    from rich.text import Text
+
+    class Words(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["bar"].words(), overflow="ellipsis", no_wrap=True)
+
+    return Words()
+
+
+class _Drawn(Bar):
+    """For terminals. Steps within a step share one picture; an inner one goes from it when it is over."""
+
+    picture: Any = None  # rich's Progress while any bar is drawn
+
+    def __init__(self, *about: Any) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        super().__init__(*about)
+        if _Drawn.picture is None:
+            columns = TextColumn("{task.description}"), BarColumn(BAR_WIDTH), _words_column()
+            _Drawn.picture = Progress(
+                *columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty()
+            )
+            _Drawn.picture.start()
+        self._picture = _Drawn.picture
+        self._task = self._picture.add_task(self.label, total=self.total, completed=self.n, bar=self)
+
+    def refresh(self) -> None:
+        self._picture.update(self._task, completed=self.n, total=self.total)
+
+    def close(self) -> None:
+        if len(self._picture.tasks) > 1:
+            self._picture.remove_task(self._task)
+        else:
+            self._picture.live.transient = self.seconds < SHOWN_AFTER
+            self._picture.stop()
+            _Drawn.picture = None
 
 
 @contextmanager
-def progress(label: str, total: int | None, unit: str = "step", done: int = 0) -> Iterator[Any]:
+def progress(label: str, total: float | None, unit: str = "steps", done: float = 0) -> Iterator[Bar]:
     """A bar to `.update(n)` and `.set_postfix_str(text)`; starts at `done` when a stage resumes. `total`: None if not known.
 
-    Of several processes only the first shows one.
+    unit: what is counted, in the plural. Of several processes only the first shows one.
     """
-    from tqdm import tqdm
-
-    interactive = sys.stderr.isatty()
-    bar = tqdm(
-        total=total,
-        initial=done,
-        desc=label,
-        unit=f" {unit}",
-        disable=os.environ.get("RANK", "0") != "0",
-        dynamic_ncols=True,
-        mininterval=0.1 if interactive else 20.0,
-        maxinterval=10.0 if interactive else 60.0,
-    )
+    drawn = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    kind = Bar if is_quiet() else _Drawn if drawn else _Lines
+    bar = kind(label, total, unit, done)
     try:
         yield bar
     finally:
         bar.close()
+
+
+@contextmanager
+def reading(label: str, size: int) -> Iterator[Bar]:
+    """A bar of MiB for reading `size` bytes, shown where that takes long."""
+    if size < SHOWN_AFTER * READ_RATE:
+        yield Bar(label, None, "MiB", 0)
+    else:
+        with progress(label, size / MIB, "MiB") as bar:
+            yield bar

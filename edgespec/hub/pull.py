@@ -17,7 +17,8 @@ from edgespec.core.files import sha256_file, writing
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.progress import progress
+from edgespec.core.output import give, json_knob, step
+from edgespec.core.progress import MIB, progress
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
 
@@ -30,6 +31,7 @@ class Options:
     out: str = knob("", "folder for the bundle (default: the repository's name)")
     revision: str = knob("main", "branch, tag or commit")
     max_gib: float = knob(64.0, "refuse a bundle that is larger, in GiB", at_least=0.0)
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -41,11 +43,12 @@ def run(given: dict[str, Any]) -> int:
     out = Path(options.out or options.repo.split("/")[1]).expanduser()
     pull(options.repo, out, options.revision, round(options.max_gib * GIB))
     print(f"bundle: {out}")
+    give(options.json, {"bundle": str(out)})
     return 0
 
 
 class _Bounded:
-    """A file that takes at most `limit` bytes, as the hub's client writes to it; tells `bar` of each byte."""
+    """A file that takes at most `limit` bytes, as the hub's client writes to it; tells `bar` how much it was."""
 
     def __init__(self, stream: BinaryIO, limit: int, name: str, bar: Any) -> None:
         self._stream, self._limit, self._name, self._bar = stream, limit, name, bar
@@ -55,7 +58,7 @@ class _Bounded:
             raise BundleError(
                 f"the hub sends more than the {self._limit} bytes of {self._name!r}; the repository is altered"
             )
-        self._bar.update(len(data))
+        self._bar.update(len(data) / MIB)
         return self._stream.write(data)
 
     def tell(self) -> int:
@@ -107,12 +110,11 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
             f"{repo} has {size(missing)} still to fetch and {partial.parent.resolve()} has {size(free)} free; make room, or give "
             "another --out"
         )
-    print(
-        f"{repo} at {commit[:12]}: {len(manifest.files)} files, {size(total)}; {size(missing)} still to fetch",
-        flush=True,
+    step(
+        f"{repo} at {commit[:12]}: {len(manifest.files)} files, {size(total)}; {size(missing)} still to fetch"
     )
     finished = {entry.sha256: done / name for name, entry in manifest.files.items() if name not in waiting}
-    with progress("pull", total, "B", done=total - missing) as bar:
+    with progress("pull", total / MIB, "MiB", done=(total - missing) / MIB) as bar:
         for name, entry in waiting.items():
             bar.set_postfix_str(name[-40:])
             part = parts / entry.sha256
@@ -168,7 +170,7 @@ def _fetch_manifest(repo: str, revision: str, folder: Path) -> str:
         )
     part = folder / f"{MANIFEST}.part"
     part.unlink(missing_ok=True)
-    with progress("pull", seen.size, "B") as bar:
+    with progress("pull", seen.size / MIB, "MiB") as bar:
         _download(repo, seen.commit_hash, MANIFEST, seen.size, part, bar)
     os.replace(part, folder / MANIFEST)
     return str(seen.commit_hash)

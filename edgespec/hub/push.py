@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -16,12 +16,15 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST, BundleFile, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
+from edgespec.core.progress import MIB, progress
 from edgespec.core.table import table
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
 
 CARD = "README.md"
 SHOWN_PATHS = 4
+LARGE = 8 * MIB  # bytes of a file that is sent by itself, so that one sees how far the push is
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Options:
     )
     revision: str = knob("main", "branch to commit to")
     message: str = knob("Bundle of edgespec", "the commit's message")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -50,10 +54,21 @@ def run(given: dict[str, Any]) -> int:
     manifest = open_manifest(folder)
     files = files_to_send(folder, manifest)
     print(shown(folder, manifest, files), flush=True)
-    if not options.yes:
+    address = ""
+    if options.yes:
+        address = push(folder, files, options)
+        print(f"pushed: {address}")
+    else:
         print(f"\nNothing was sent. The same command with --yes pushes this to {endpoint()}/{options.repo}.")
-        return 0
-    print(f"pushed: {push(folder, files, options)}")
+    give(
+        options.json,
+        {
+            "repo": options.repo,
+            "pushed": address or None,
+            "files": {name: asdict(entry) for name, entry in files.items()},
+            "local_paths": local_paths(manifest.provenance),
+        },
+    )
     return 0
 
 
@@ -114,13 +129,25 @@ def push(folder: Path, files: Mapping[str, BundleFile], options: Options) -> str
     Raises InputError (no network, a refusal) and CheckFailed where the hub has other content.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # ours covers all files
     api = HfApi()
-    with hub_errors(options.repo, "push to"):
+    with (
+        hub_errors(options.repo, "push to"),
+        progress("push", sum(entry.bytes for entry in files.values()) / MIB, "MiB") as bar,
+    ):
         api.create_repo(options.repo, private=not options.public, exist_ok=True)
         if options.revision != "main":
             api.create_branch(options.repo, branch=options.revision, exist_ok=True)
         operations = [CommitOperationAdd(name, str(folder / name)) for name in files]
+        for one in operations:
+            size = files[one.path_in_repo].bytes
+            if size >= LARGE:  # goes ahead of the commit, which then has it already
+                bar.set_postfix_str(one.path_in_repo[-40:])
+                api.preupload_lfs_files(options.repo, [one], revision=options.revision)
+            bar.update(size / MIB)
+        bar.set_postfix_str("commit")
         commit = api.create_commit(
             options.repo, operations, commit_message=options.message, revision=options.revision
         )

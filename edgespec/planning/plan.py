@@ -11,6 +11,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import check, knob
+from edgespec.core.output import json_knob
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import Fit, fit, fitting
 from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, parse, this_machine
@@ -56,7 +57,7 @@ class PlanOptions(Recipe):
         at_least=0.01,
         at_most=1.0,
     )
-    json: str = knob("", "write everything to this file too")
+    json: str = json_knob()
 
 
 OWN = tuple(field.name for field in fields(PlanOptions) if field.name not in {f.name for f in fields(Recipe)})

@@ -5,7 +5,6 @@ A table and what reads it; loading a model is the recipes room's work.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.weights_check import refuse_quantised
+from edgespec.shell.environment import cache_folder as cache_folder
 
 TINY_CHAT = "tiny-chat"
 
@@ -122,14 +122,6 @@ TARGETS = {
         Target("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3.08B", "Apache-2.0"),
     )
 }
-
-
-def cache_folder() -> Path:
-    """Where edgespec keeps what it makes once: $EDGESPEC_HOME, else the user's cache folder."""
-    if home := os.environ.get("EDGESPEC_HOME"):
-        return Path(home).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "edgespec"
 
 
 def is_hub_id(name: str) -> bool:

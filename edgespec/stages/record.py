@@ -12,20 +12,18 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file, write_json
-from edgespec.core.progress import progress
+from edgespec.core.progress import MIB, reading
 
 RECORD = "inputs.json"
 DONE = "stage.json"
 BEFORE_RECORDS = "before records"  # `made` of a stage that is older than the records
 SHOWN = 3  # changes that a message names
-_LONG = 2**32  # bytes to hash: above that a bar shows how far it is
 _TOGETHER = 4  # shards hashed at once
 
 _known: dict[tuple[str, int, int], str] = {}  # (path, bytes, time of change) -> SHA-256
@@ -104,13 +102,13 @@ def sha256_of(files: list[Path]) -> dict[Path, str]:
     """SHA-256 of every file; computed once for a path, size and time of change. A bar shows how far it is where it takes long."""
     keys = {file: _key(file) for file in files}
     left = [file for file, key in keys.items() if key not in _known]
-    total = sum(keys[file][1] for file in left)
-    bar = progress("hash what the stage reads", total // 2**20, "MiB") if total > _LONG else nullcontext()
-    with ThreadPoolExecutor(_TOGETHER) as pool, bar as shown:
+    with (
+        ThreadPoolExecutor(_TOGETHER) as pool,
+        reading("hash what the stage reads", sum(keys[file][1] for file in left)) as bar,
+    ):
         for file, digest in zip(left, pool.map(_sha256, left), strict=True):
             _known[keys[file]] = digest
-            if shown is not None:
-                shown.update(keys[file][1] // 2**20)
+            bar.update(keys[file][1] / MIB)
     return {file: _known[key] for file, key in keys.items()}
 
 

@@ -24,6 +24,7 @@ from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping, with_default
+from edgespec.core.output import give, json_knob
 from edgespec.planning.estimate import size
 from edgespec.planning.plan import PlanOptions
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
@@ -45,10 +46,11 @@ class Options(Recipe):
         "how several processes share a training: every one with whole models (ddp) or with a part of them (fsdp)",
         choices=("ddp", "fsdp"),
     )
+    json: str = json_knob()
 
 
 OPTIONS = Options
-OWN = ("out", "recipe", "force", "parallel")
+OWN = ("out", "recipe", "force", "parallel", "json")
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
@@ -156,11 +158,13 @@ def run(given: dict[str, Any]) -> int:
     command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):
-        _build(recipe, out, processes, command, fresh)
+        build = _build(recipe, out, processes, command, fresh)
+        if not processes.rank:
+            give(options.json, build.summary())
     return 0
 
 
-def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh: bool) -> None:
+def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh: bool) -> Build:
     """Make or go on with the build in a folder that no other build is in; `fresh`: the folder was not there before.
 
     Raises NoRoom with what the rest of the build will take.
@@ -170,7 +174,9 @@ def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh:
         write_text(out / "command.txt", command + "\n")
     try:
         kind = HeadBuild if recipe.drafter.kind == "head" else Build
-        kind(recipe, out, processes).run()
+        build = kind(recipe, out, processes)
+        build.run()
+        return build
     except NoRoom as error:
         needed = disk_left(recipe, out)
         raise NoRoom(

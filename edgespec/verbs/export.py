@@ -20,6 +20,7 @@ from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.output import give, json_knob, step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
@@ -59,6 +60,7 @@ class Options:
     prompts_file: str = with_default(EvaluateOptions, "prompts_file", "")
     verify_prompts: int = with_default(ExportOptions, "verify_prompts", ExportOptions().verify_prompts)
     bundle_prompts: int = with_default(ExportOptions, "bundle_prompts", ExportOptions().bundle_prompts)
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -106,8 +108,8 @@ class Export(ExportStages):
         from edgespec_export.bundle.write import check_same_tokenizer
 
         source = self.source
-        for note in check_pair(source.target, source.drafter, self.recipe.export):
-            print(f"Note: {note}", flush=True)
+        for text in check_pair(source.target, source.drafter, self.recipe.export):
+            step(f"Note: {text}")
         check_same_tokenizer(source.target, source.drafter)
 
     def _responses(self) -> Path:
@@ -255,5 +257,7 @@ def run(given: dict[str, Any]) -> int:
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))
         write_text(out / "command.txt", command + "\n")
-        Export(recipe, out, source=source).run()
+        export = Export(recipe, out, source=source)
+        export.run()
+        give(options.json, export.summary())
     return 0

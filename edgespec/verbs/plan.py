@@ -10,16 +10,14 @@ size, with random weights.
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_json
 from edgespec.core.options import as_flags, from_mapping, help_of, knob, section, with_default
+from edgespec.core.output import give
 from edgespec.planning.device_report import overview, shown, taken
 from edgespec.planning.plan import PlanOptions, make, read_options
 from edgespec.planning.plan_report import as_json, text
@@ -40,7 +38,7 @@ class Options(PlanOptions):
 
 
 OPTIONS = Options
-MODES = {"devices": {"target", "device", "json"}, "rehearse": {"target", "rehearsal"}}
+MODES = {"devices": {"target", "device", "json"}, "rehearse": {"target", "rehearsal", "json"}}
 """What an option that asks for another answer than the plan goes with."""
 
 
@@ -58,13 +56,13 @@ def run(given: dict[str, Any]) -> int:
     if not rest.get("target"):
         raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
     if options.rehearse:
-        return run_rehearsal(
-            rest["target"], options.rehearsal, shlex.join(["edgespec", "plan", *as_flags(given)])
-        )
+        command = shlex.join(["edgespec", "plan", *as_flags(given)])
+        return run_rehearsal(rest["target"], options.rehearsal, command, str(rest.get("json", "")))
     how, recipe = read_options(rest)
     plan = make(recipe, how)
     print(text(plan))
-    return _written(str(rest.get("json", "")), as_json(plan))
+    give(str(rest.get("json", "")), as_json(plan))
+    return 0
 
 
 def _check_alone(modes: list[str], rest: dict[str, Any]) -> None:
@@ -81,11 +79,5 @@ def _devices(target: str = "", device: str = "", json: str = "") -> int:
     print(shown(chosen[0]) if device else overview(target))
     if device and target:
         print(f"\n{taken(chosen[0], target)}")
-    return _written(json, [asdict(one) for one in chosen])
-
-
-def _written(json: str, found: Any) -> int:
-    if json:
-        write_json(Path(json), found)
-        print(f"wrote {json}", file=sys.stderr)
+    give(json, [asdict(one) for one in chosen])
     return 0

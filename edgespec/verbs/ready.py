@@ -17,6 +17,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST
+from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import resolve
@@ -64,8 +65,8 @@ def _made(name: str, drafter: Path) -> Path:
     key = hashlib.sha256("".join(map(sha256_file, [file, *sorted(drafter.glob("*"))])).encode()).hexdigest()
     out = cache_folder() / READY / f"{name}-{key[:12]}"
     if not (out / "bundle" / MANIFEST).is_file():
-        print(f"making the ready pair {name} (once; about 2 minutes)", file=sys.stderr, flush=True)
-        with held(out, f"edgespec chat {name}"):
+        note(f"making the ready pair {name} (once; about 2 minutes)")
+        with held(out, f"edgespec chat {name}"), notes_only():
             _export(name, drafter, out)
     return out / "bundle"
 

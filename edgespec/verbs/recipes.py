@@ -5,6 +5,7 @@ A recipe's name is that of a file that comes with edgespec; `check` takes files 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import write_bytes
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.texts import printable_json
+from edgespec.core.output import give, json_knob
 from edgespec.recipe.check import problems
 from edgespec.recipe.shipped import header, launch_files, recipe_file, shipped_recipes
 
@@ -28,7 +29,7 @@ class Options:
     names: tuple[str, ...] | None = knob(
         None, "show NAME; copy NAME DEST; check FILE... (files or names)", positional=True
     )
-    json: bool = knob(False, "with list and check: print JSON")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -45,7 +46,7 @@ def run(given: dict[str, Any]) -> int:
         print(_shipped(names[0]).read_text(encoding="utf-8"), end="")
     elif options.action == "copy":
         _wanted(options, 2, "the NAME of a recipe and where to, DEST")
-        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith("/")))
+        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith(("/", os.sep))))
     else:
         return _check(names, options.json)
     return 0
@@ -64,17 +65,15 @@ def _shipped(name: str) -> Path:
     return recipes[name]
 
 
-def _list(as_json: bool) -> None:
+def _list(json: str) -> None:
     rows = [{"name": name, **header(file), "file": str(file)} for name, file in shipped_recipes().items()]
-    if as_json:
-        print(printable_json(rows))
-        return
     for row in rows:
         print(f"{row['name']}\n    {row['purpose']}\n    Cost: {row['cost']}")
     print(
         "\nedgespec recipes show NAME prints one; edgespec build-drafter --target TARGET --recipe NAME runs it."
         f"\nTo launch on several GPUs or nodes (show and copy know these too): {', '.join(launch_files())}."
     )
+    give(json, rows)
 
 
 def _copy(name: str, dest: Path, folder: bool) -> Path:
@@ -88,17 +87,15 @@ def _copy(name: str, dest: Path, folder: bool) -> Path:
     return dest
 
 
-def _check(names: tuple[str, ...], as_json: bool) -> int:
+def _check(names: tuple[str, ...], json: str) -> int:
     """0 where every recipe can run, else 1; raises InputError where one cannot be found."""
     if not names:
         raise InputError("recipes check takes one recipe or more: files, or names (edgespec recipes list)")
     files = [recipe_file(name) for name in names]
     found = {name: problems(file) for name, file in zip(names, files, strict=True)}
-    if as_json:
-        print(printable_json(found))
-    else:
-        for name, lines in found.items():
-            print(f"{'FAIL' if lines else 'ok  '}  {name}")
-            for line in lines:
-                print(f"      {line}")
+    for name, lines in found.items():
+        print(f"{'FAIL' if lines else 'ok  '}  {name}")
+        for line in lines:
+            print(f"      {line}")
+    give(json, found)
     return int(any(found.values()))

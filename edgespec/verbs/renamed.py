@@ -25,7 +25,7 @@ def _rehearse(words: Sequence[str]) -> list[str]:
 def _devices(words: Sequence[str]) -> list[str]:
     kept = [word for word in words if word not in ("list", "show", "--json", "--no-json")]
     named = kept and words[0] == "show" and not kept[0].startswith("-")
-    return (["--device"] if named else []) + kept + (["--json", "devices.json"] if "--json" in words else [])
+    return (["--device"] if named else []) + kept + (["--json"] if "--json" in words else [])
 
 
 def _planned(words: Sequence[str]) -> list[str]:

@@ -17,6 +17,7 @@ from edgespec.core.errors import InputError, MissingExtra, did_you_mean
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.options import as_flags, from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
@@ -49,6 +50,7 @@ class Options:
     seeds: tuple[int, ...] | None = knob(None, "run these seeds only", at_least=0)
     check: bool = knob(True, "run real speculative decoding with the best arm too")
     render: bool = knob(False, "run nothing: write the report again from results.json in --out")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -99,8 +101,10 @@ def run(given: dict[str, Any]) -> int:
         command = command_of(given)
         with held(out, command):
             _make(study, out, command, options.check)
-    best = write_report(report, out / RESULTS_FILE)
+    found = write_report(report, out / RESULTS_FILE)
+    best = found["best"]
     print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
+    give(options.json, found)
     return 0
 
 
@@ -138,17 +142,16 @@ def _make(study: Study, out: Path, command: str, check: bool) -> None:
 
 
 def write_report(report: Path, file: Path) -> dict[str, Any]:
-    """Write `report` and its plots from the results in `file`; return what they say of the best arm. Raises InputError."""
+    """Write `report` and its plots from the results in `file`, and return these. Raises InputError."""
     from edgespec_recipes.study.numbers import SCHEMA
     from edgespec_recipes.study.plot import plot_study
     from edgespec_recipes.study.report import Report
 
-    found = read_json(file)
+    found: dict[str, Any] = read_json(file)
     if found.get("schema") != SCHEMA:
         raise InputError(
             f"{file} has the schema {found.get('schema')!r}; {SCHEMA} is read: run the study again"
         )
     pictures = plot_study(found, report.parent, report.stem)
     write_text(report, Report(found).text(pictures))
-    best: dict[str, Any] = found["best"]
-    return best
+    return found

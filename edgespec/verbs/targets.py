@@ -11,8 +11,8 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.core.table import table
-from edgespec.core.texts import printable_json
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape
 
@@ -26,7 +26,7 @@ class Options:
         positional=True,
     )
     name: str = knob("", "with show: a target by any name; with path: a made target's alias", positional=True)
-    json: bool = knob(False, "print JSON")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -34,13 +34,15 @@ OPTIONS = Options
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
+    found: Any
     if options.action == "path":
-        print(_path(options.name))
+        found = str(_path(options.name))
+        print(found)
     elif options.action == "show":
-        print(printable_json(shown(options.name)) if options.json else _lines(shown(options.name)))
-    elif options.json:
-        print(printable_json([asdict(target) for target in TARGETS.values()]))
+        found = shown(options.name)
+        print(_lines(found))
     else:
+        found = [asdict(target) for target in TARGETS.values()]
         from edgespec_runtime.untrusted.gguf_config import READABLE
 
         rows = [
@@ -52,6 +54,7 @@ def run(given: dict[str, Any]) -> int:
         print(
             f"\nAny hub id, any local folder in Hugging Face layout and any GGUF file ({families}) works too."
         )
+    give(options.json, found)
     return 0
 
 

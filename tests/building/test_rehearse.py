@@ -17,10 +17,10 @@ from edgespec_recipes.offline_target.rehearsal_data import write_tokenizer
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.building import rehearse
+from edgespec.building.measured import run_measured
 from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, RehearsalOptions, needed_disk
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.files import read_json
-from edgespec.core.measured import run_measured
 
 pytestmark = pytest.mark.training
 

@@ -208,7 +208,7 @@ def _timed(
     """The file in each of its modes."""
     kept = _kept((target.engine, target.precision), verification) or {EXACT: 0.0}
     found = []
-    with progress(f"time {target.engine} {target.precision}", len(kept), "mode") as bar:
+    with progress(f"time {target.engine} {target.precision}", len(kept), "modes") as bar:
         for mode, share in kept.items():
             opened: list[Engine] = []
             try:

@@ -21,6 +21,7 @@ from edgespec.core.files import (
     write_text,
 )
 from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.progress import MIB, reading
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
 from edgespec.model_folder.head import is_head, shape_of_drafter
@@ -82,8 +83,11 @@ def write_bundle(
     if not files:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
     with whole_folder(out) as folder:
-        for path in dict.fromkeys(file.path for file in files):  # a head's folder stands for several
-            _place(path, folder / path.relative_to(export_folder))
+        places = {file.path: _size(file.path) for file in files}  # a head's folder stands for several
+        with reading("copy the exported files", sum(places.values())) as bar:
+            for path, size in places.items():
+                _place(path, folder / path.relative_to(export_folder))
+                bar.update(size / MIB)
         _write_tokenizer(folder / "tokenizer", target_folder)
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)

@@ -119,7 +119,7 @@ def export_pair(
     results: dict[str, Any] = read_json(notes_file) if notes_file.exists() else {}
     done = [file for file in files if file.path.exists()]
     mixed = {role: Mixed(folder, role, texts, options) for role, folder in sources.items()} if texts else {}
-    with progress("export", len(files), "file", done=len(done)) as bar:
+    with progress("export", len(files), "files", done=len(done)) as bar:
         for file in files:
             if file.path.exists():  # done before, or a head's folder that stands for several files
                 bar.update(file not in done)

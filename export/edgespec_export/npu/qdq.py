@@ -96,7 +96,7 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
     observed = {name: _Observed(folder / f"{name}.onnx", engine.settings) for name in engine.settings.blocks}
     used, tokens = 0, 0
     try:
-        with progress("calibrate", len(rows), "row") as bar:
+        with progress("calibrate", len(rows), "rows") as bar:
             for row in rows:
                 engine.rewind(0)
                 for piece in _pieces(list(row[: engine.context_length]), engine.settings.blocks):

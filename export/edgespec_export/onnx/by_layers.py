@@ -61,7 +61,7 @@ def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
         shutil.rmtree(stale, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.slices.") as scratch,
-        progress("export layers", shape.layers, "layer") as bar,
+        progress("export layers", shape.layers, "layers") as bar,
     ):
 
         def exported(first: int, *, whole: bool) -> Path:

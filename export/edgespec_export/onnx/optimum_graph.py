@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from edgespec.core.errors import CheckFailed, InputError, MissingExtra
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
+from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
 
 TASK = "text-generation-with-past"
@@ -31,6 +33,7 @@ class Options:
     )
     out: str = knob(help="folder to write", positional=True)
     new_tokens: int = knob(32, "tokens of greedy text held against torch", at_least=1)
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -52,6 +55,7 @@ def run(given: dict[str, Any]) -> int:
         f"{options.out}: largest logit difference to torch {checked.largest:.1e}, "
         f"greedy tokens {checked.same_tokens} of {checked.tokens} equal"
     )
+    give(options.json, {"folder": options.out, **asdict(checked)})
     return 0
 
 
@@ -75,7 +79,8 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
                 "optimum-onnx", "optimum", "Exporting with optimum (in an environment of its own)"
             ) from error
         logging.getLogger("optimum").setLevel(logging.ERROR)
-        with whole_folder(out) as folder:
+        with progress("export with optimum", 2, "steps") as bar, whole_folder(out) as folder:
+            bar.set_postfix_str("write the graph")
             main_export(
                 str(model),
                 folder,
@@ -86,6 +91,8 @@ def export_optimum(model: Path, out: Path, new_tokens: int = 32) -> Checked:
                 do_validation=False,  # check() does more: cached steps and greedy text
             )
             copy_tokenizer(model, folder)
+            bar.update(1)
+            bar.set_postfix_str("hold it against torch")
             return check(model, folder, new_tokens)
 
 

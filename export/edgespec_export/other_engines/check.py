@@ -18,10 +18,10 @@ from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.files import write_json
 from edgespec.core.manifest import Manifest, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.other_engines.engines import (
@@ -57,7 +57,7 @@ class Options:
     temperature: float = knob(
         0.0, "of both; above 0 texts are drawn and differ, and only the acceptance is compared", at_least=0.0
     )
-    json: str = knob("", "also write every prompt's counts to this file")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -153,8 +153,7 @@ def run(given: dict[str, Any]) -> int:
     for name in chosen(options, manifest):
         found.append(compare(name, bundle, manifest, options))
     print(table(HEADERS, [one.row() for one in found], left=3), flush=True)
-    if options.json:
-        write_json(Path(options.json), [asdict(one) for one in found])
+    give(options.json, [asdict(one) for one in found])
     parted = [one for one in found if not one.drawn and one.same < len(one.ours)]
     if parted:
         names = ", ".join(f"{one.name} ({len(one.ours) - one.same} of {len(one.ours)})" for one in parted)
@@ -215,7 +214,7 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
         pair.close()
     opened = opener(name, bundle, manifest, options, stops, context)
     answers = []
-    with opened() as other, progress(other.name, len(prompts), "prompt") as bar:
+    with opened() as other, progress(other.name, len(prompts), "prompts") as bar:
         for seed, prompt in enumerate(prompts):
             draw = Draw(options.temperature, seed)
             answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))

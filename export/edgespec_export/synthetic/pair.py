@@ -59,7 +59,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     _check_memory(what, [plan.kept for plan in plans.values()])
     _check_room(folder, what, [plans[role] for role in missing])
     with progress(
-        f"make {plain_name} {engine} {precision}", len(ROLES), "file", done=2 - len(missing)
+        f"make {plain_name} {engine} {precision}", len(ROLES), "files", done=2 - len(missing)
     ) as bar:
         for role in missing:
             bar.set_postfix_str(role)

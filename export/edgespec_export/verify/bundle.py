@@ -13,9 +13,10 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
-from edgespec.core.files import read_json, sha256_file, write_json
+from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
+from edgespec.core.output import give, json_knob
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.model_check import check_model
 from edgespec.recipe.schema import ExportOptions
@@ -48,7 +49,7 @@ class Options:
         60.0, "time for one exported pair; fewer prompts are decoded where it does not suffice", at_least=0.0
     )
     seed: int = knob(0, "seed of its sampling", at_least=0)
-    json: str = knob("", "write everything that was measured to this file")
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -239,9 +240,7 @@ def run(given: dict[str, Any]) -> int:
         print(f"\n{found['not_checked']}", flush=True)
     if found["skipped"]:
         print(f"\nNot checked, having no bounds here: {', '.join(found['skipped'])}.", flush=True)
-    if options.json:
-        write_json(Path(options.json), found)
-        print(f"wrote {options.json}", file=sys.stderr)
+    give(options.json, found)
     if found["broken"]:
         raise CheckFailed(f"{len(found['broken'])} bounds are broken: {'; '.join(found['broken'])}")
     return 0

@@ -174,7 +174,7 @@ def acceptance_by_cause(
     prompts = [list(prompt) for prompt in trials.prompts if prompt]
     if not prompts:
         return runs
-    with progress("acceptance", len(pairs), "pair") as bar:
+    with progress("acceptance", len(pairs), "pairs") as bar:
         texts: dict[
             str, Texts
         ] = {}  # what each engine's first pair wrote, for as many prompts as it did in time

@@ -117,7 +117,7 @@ def verify_files(
     checks: list[FileCheck] = []
     replies = []
     sources, parameters = {}, {}
-    with progress("verify", 2 * len(files) + 1, "check") as bar:
+    with progress("verify", 2 * len(files) + 1, "checks") as bar:
         for role, standard in standards:
             parameters[role] = standard.parameters
             if standard.source is not None:

@@ -151,7 +151,7 @@ def stdlib_corpus() -> Path:
 
 def _write(folder: Path) -> None:
     with (
-        progress("read the standard library", total=3, unit="pass") as bar,
+        progress("read the standard library", total=3, unit="passes") as bar,
         whole_folder(folder) as temporary,
     ):
         facts = library_facts()

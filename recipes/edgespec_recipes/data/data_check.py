@@ -34,7 +34,7 @@ def check_data(data: BuildData, strict: bool = False) -> dict[str, Any]:
 
 
 def _documents(source: str) -> int:
-    with progress(f"read {source}", None, "document") as bar:
+    with progress(f"read {source}", None, "documents") as bar:
         for _ in read_documents(source):
             bar.update(1)
         return int(bar.n)

@@ -110,7 +110,7 @@ def write_tokens(
         return
     if state.shards and state.shards[-1].tokens < SHARD_TOKENS:  # it ended where no more was wanted
         state = replace(state, shards=state.shards[:-1])
-    with progress("tokenise text", wanted, "token", state.tokens) as bar:
+    with progress("tokenise text", wanted, "tokens", state.tokens) as bar:
         sizes = _sizes(state.tokens, wanted)
         for piece, shard in _pieces(state.end, documents, sizes, np.dtype(state.dtype), bar.update):
             _write_shard(folder, len(state.shards), piece)

@@ -168,13 +168,14 @@ def evaluate(
     pairs = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
-    with progress("evaluate on held-out prompts", parts, "part") as bar:
+    with progress("evaluate on held-out prompts", parts, "parts") as bar:
 
         def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
-            found = finished_part(
-                out / "settings" / f"{name}.json", len(pairs.prompts), lambda: compute(*given)
-            )
-            bar.update(1)
+            file = out / "settings" / f"{name}.json"
+            bar.set_postfix_str(name)
+            go_on = bar.skip if file.exists() else bar.update
+            found = finished_part(file, len(pairs.prompts), lambda: compute(*given))
+            go_on(1)
             return found
 
         for sampling in SAMPLINGS:

@@ -47,8 +47,9 @@ def evaluate_files(
     try:
         prompts = held_out_prompts(tokenizer, options, target.engine.context_length)
         settings = []
-        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompt") as bar:
+        with progress("evaluate on held-out prompts", len(SAMPLINGS) * len(prompts), "prompts") as bar:
             for sampling in SAMPLINGS:
+                begun = bar.n
                 found = finished_part(
                     out / "settings" / f"{DRAFTER}-{sampling.key}.json",
                     len(prompts),
@@ -57,6 +58,7 @@ def evaluate_files(
                         for number, prompt in enumerate(prompts)
                     ],
                 )
+                bar.skip(begun + len(prompts) - bar.n)  # where it was measured before
                 for place, gamma in enumerate(options.draft_lengths):
                     settings.append(
                         {

@@ -278,12 +278,12 @@ def generate(
     mine = range(processes.rank(), len(shards), world)
     remade, written, seconds = [], 0, 0.0
     label = "target writes responses" + (f" (share 1 of {world})" if world > 1 else "")
-    with progress(label, sum(len(shards[number]) for number in mine), "response") as bar:
+    with progress(label, sum(len(shards[number]) for number in mine), "responses") as bar:
         for number in mine:
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.update(len(answers_to(shards[number], path, wanted)))
+                    bar.skip(len(answers_to(shards[number], path, wanted)))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)

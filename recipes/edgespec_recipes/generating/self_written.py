@@ -249,8 +249,12 @@ class _Job:
                         "write its own data: give files"
                     )
                 path, start = self.out / shard_name(shards + rank), time.monotonic()
-                if not _is_whole(path):
-                    made = self._shard(writer, shards + rank, bar)
+                made_before = _is_whole(path)
+                if not made_before:
+                    usual = (
+                        world * have / samples if samples else 0.0
+                    )  # what the samples that end now will give
+                    made = self._shard(writer, shards + rank, _Samples(bar, samples, usual, self.wanted))
                     write_shard(path, made)
                     written += sum(len(row["ids"]) for row in made)
                     seconds += time.monotonic() - start
@@ -266,7 +270,7 @@ class _Job:
                             known.add(_key(verdict.text))
                             texts.append(verdict.text)
                             have += self.amount(verdict.text)
-                            bar.update(min(have, self.wanted) - int(bar.n))
+                (bar.skip if made_before else bar.update)(min(have, self.wanted) - bar.n)
                 shards += world
         if not rank:
             write_jsonl(file, [self.row(text) for text in texts])
@@ -289,7 +293,7 @@ class _Job:
             raise InputError(
                 f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
             )
-        found = sampled(writer, number, beginnings, _Samples(bar, number * len(beginnings)))
+        found = sampled(writer, number, beginnings, bar)
         return [
             {"ids": [*(beginning if self.whole else []), *ids]}
             for beginning, ids in zip(beginnings, found, strict=True)
@@ -297,14 +301,18 @@ class _Job:
 
 
 class _Samples:
-    """The writer's bar: its samples are told beside the bar of what is kept."""
+    """The writer's bar within a shard: a sample moves the bar of what is kept by what samples gave so far.
 
-    def __init__(self, bar: Any, done: int) -> None:
-        self.bar, self.done, self.rate = bar, done, ""
+    What they really give is known at the shard's end, which puts the bar right.
+    """
+
+    def __init__(self, bar: Any, done: int, usual: float, wanted: int) -> None:
+        self.bar, self.done, self.usual, self.wanted, self.rate = bar, done, usual, wanted, ""
 
     def update(self, count: int) -> None:
         self.done += count
         self.bar.set_postfix_str(f"{self.done} samples, {self.rate}".rstrip(", "), refresh=False)
+        self.bar.update(min(count * self.usual, max(0, self.wanted - self.bar.n)))
 
     def set_postfix_str(self, text: str, **_: Any) -> None:
         self.rate = text

@@ -223,7 +223,7 @@ def store_targets(
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
         with progress(
-            "store the target's distributions", sum(len(parts[n]) for n in mine), "row", done
+            "store the target's distributions", sum(len(parts[n]) for n in mine), "rows", done
         ) as bar:
             for number in missing:
                 records = []

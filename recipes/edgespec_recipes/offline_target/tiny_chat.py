@@ -130,7 +130,7 @@ def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions)
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with progress("learn the vocabulary", total=1, unit="tokenizer") as bar:
+    with progress("learn the vocabulary", total=1, unit="tokenizers") as bar:
         tokenizer.train_from_iterator(texts, trainer)
         bar.update(1)
     write_text(folder / "tokenizer.json", tokenizer.to_str())
@@ -174,7 +174,7 @@ def training_rows(
     encoded = _Encoder(chats, tokenizer)
     epochs: list[dict[str, np.ndarray]] = []
     wanted = total - round(total * options.text_share)
-    with progress("prepare chats", total=wanted, unit="row") as bar:
+    with progress("prepare chats", total=wanted, unit="rows") as bar:
         while bar.n < wanted:
             times = np.floor(weights + generator.random(len(weights))).astype(int)
             order = generator.permutation(np.repeat(np.arange(len(asked)), times))

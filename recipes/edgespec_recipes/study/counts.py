@@ -64,7 +64,7 @@ def sample_texts(
     target.to("cuda" if torch.cuda.is_available() else "cpu")
     stops, context = _stops(target, tokenizer), shape_of(target).one_rope_length
     counts: dict[str, Any] = {}
-    with progress("the target answers held-out prompts", len(tasks) * len(samplings), "part") as bar:
+    with progress("the target answers held-out prompts", len(tasks) * len(samplings), "parts") as bar:
         for name, task in tasks.items():
             prompts = held_out_prompts(
                 tokenizer,
@@ -74,6 +74,7 @@ def sample_texts(
             counts[name] = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
             for sampling in samplings:
                 path, how = out / _file(name, sampling), Sampling(*parse_sampling(sampling))
+                go_on = bar.skip if path.exists() else bar.update
                 if not path.exists():
                     generator = torch.Generator(target.device).manual_seed(seed)
                     responses: list[list[int]] = []
@@ -90,7 +91,7 @@ def sample_texts(
                         )
                     write_json(path, {"prompts": prompts, "responses": responses})
                 counts[name][f"response_tokens_{how.key}"] = sum(map(len, read_json(path)["responses"]))
-                bar.update(1)
+                go_on(1)
     return counts
 
 
@@ -139,7 +140,7 @@ def _count_together(
     target = load_model(target_folder).to(device)
     models = {name: load_model(folder).to(device) for name, folder in left.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in left}
-    with progress(f"expected counts of {len(left)} drafters", len(texts), "text") as bar:
+    with progress(f"expected counts of {len(left)} drafters", len(texts), "texts") as bar:
         for text in texts:
             agreements = agreement(target, models, text.prompts, text.responses, text.warping)
             by_gamma = {

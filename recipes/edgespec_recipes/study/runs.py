@@ -36,6 +36,7 @@ from edgespec_runtime.engines.engine import default_threads
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_jsonl, write_text
 from edgespec.core.options import to_mapping
+from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration
 from edgespec.recipe.data_sources import BuildData
@@ -115,7 +116,7 @@ class Runs:
 
     def _settle(self, result: Path, reads: Reads, record: Path | None = None) -> None:
         if why := settle(result, reads, record):
-            print(f"! {result.relative_to(self.out).as_posix()}: {why}: running again", flush=True)
+            step(f"! {result.relative_to(self.out).as_posix()}: {why}: running again")
 
     def _model(self, folder: Path, *, weights: bool = True) -> Reads:
         purpose = "target" if folder == self.target else "model"
@@ -125,7 +126,7 @@ class Runs:
         """Data that cannot be read stop a study before its first training step."""
         data, base = self.study.data, self.study.recipe
         if data:
-            print("▸ every row of text, instructions and prompts can be read", flush=True)
+            step("▸ every row of text, instructions and prompts can be read")
             folder = self.out / "data" / digest(data, base.data)  # other arms may read other files
             options = {"strict": base.data.strict}
             self.stage(
@@ -150,7 +151,7 @@ class Runs:
         asked = {f"tasks.{name}.instructions": task.instructions for name, task in tasks.items()}
         plain = {name: to_mapping(task) for name, task in tasks.items()}
         options, samplings = base.evaluate, list(self.study.options.samplings)
-        print("▸ held-out texts of the target", flush=True)
+        step("▸ held-out texts of the target")
         self.stage(
             out / "held-out",
             {**named, **to_mapping(options), "tasks": plain, "samplings": samplings, "seed": base.seed},
@@ -158,7 +159,7 @@ class Runs:
             base,
             self._model(self.target) | sources.everything(BuildData(prompts=held_out)),
         )
-        print("▸ the target's responses to the seed instructions", flush=True)
+        step("▸ the target's responses to the seed instructions")
         answered = [task.instructions for task in tasks.values() if task.domain == "in"]
 
         def answer(place: Path) -> dict[str, Any]:
@@ -302,10 +303,9 @@ class Runs:
                 if self.trained and left
                 else ""
             )
-            print(
+            step(
                 f"{'✓' if done else '▸'} run {place + 1} of {len(runs)}: {name}, seed {seed}"
-                + (f" (about {rest} left)" if rest else ""),
-                flush=True,
+                + (f" (about {rest} left)" if rest else "")
             )
             self.drafter(name, seed)
             if (seed, name) == [run for run in runs if run[0] == seed][-1]:
@@ -329,7 +329,7 @@ class Runs:
             self._settle_counts(file, folder)
             if not file.exists():
                 model = folder / "model"
-                print(f"▸ check by real speculative decoding: {name}, seed {seed}", flush=True)
+                step(f"▸ check by real speculative decoding: {name}, seed {seed}")
                 rows = run_for_real(self.target, model, texts, self.study.recipe.evaluate, draft_length, seed)
                 write_json(file, rows)
             found.append(read_json(file))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,12 +17,13 @@ from typing import Any
 
 from edgespec import __version__
 from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.files import sha256_file, write_json
+from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
-from edgespec.core.table import duration
+from edgespec.core.table import count, duration
 from edgespec_runtime.bench.categories import Category, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue, that_fit
 from edgespec_runtime.bench.report import (
@@ -90,7 +90,7 @@ class Options(ReplyOptions, LoadOptions):
         at_least=0.0,
     )
     min_tau: float | None = knob(None, "exit with 1 where the highest τ of a fixed γ is less", at_least=0.0)
-    json: str = knob("", "write raw counts of every run, summaries and verdict to this file")
+    json: str = json_knob()
     plot: str = knob("", "draw τ and token rate for each draft length into this PNG file")
     markdown: bool = knob(False, "print Markdown tables")
 
@@ -138,7 +138,7 @@ def runs_of(
     if options.choose and isinstance(options.acceptance_rule(), Rule):
         longest = options.max_draft_length
         lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
-        chosen = Schedules(pair, lambda text: print(text, file=sys.stderr)).of(how[AUTO])
+        chosen = Schedules(pair, note).of(how[AUTO])
     start = perf_counter()
     planned, rounds, done = len(dialogues), 1, 0
     while done < planned * rounds:
@@ -271,9 +271,13 @@ def run(given: dict[str, Any]) -> int:
         asked = asked_of(pair, options, questions)
         runs: list[Run] = []
         start = perf_counter()
-        with progress("bench", len(asked.dialogues), "prompt") as bar:
+        with progress("bench", len(asked.dialogues), "prompts") as bar:
             for group, planned in runs_of(pair, asked.dialogues, options, asked.least):
                 runs += group
+                tokens, seconds = (
+                    sum(getattr(run.counts, of) for run in runs) for of in ("emitted", "total_seconds")
+                )
+                bar.set_postfix_str(f"{count(tokens / max(seconds, 1e-9))} tok/s", refresh=False)
                 bar.total = planned
                 bar.update(1)
         seconds = perf_counter() - start
@@ -284,16 +288,14 @@ def run(given: dict[str, Any]) -> int:
             rows = asked.by_category(runs, summaries)
             _print_suite(options, summaries, asked, rows, seconds)
         print(verdict(summaries))
-        if options.json:
-            found = report(pair, options, runs, summaries, asked, rows)
-            write_json(Path(options.json), about(pair, given) | found)
+        found = report(pair, options, runs, summaries, asked, rows)
+        give(options.json, about(pair, given) | found)
         if options.plot:
             from edgespec_runtime.bench.plot import plot_bench
 
             title = f"{pair.manifest.target.name} on {pair.engine} {pair.precision}"
             plot_bench(Path(options.plot), summaries, title)
-        for file in filter(None, (options.json, options.plot)):
-            print(f"wrote {file}", file=sys.stderr)
+            note(f"wrote {options.plot}")
         if missed := shortfalls(summaries, options.min_speedup, options.min_tau):
             raise CheckFailed(" ".join(missed))
         return 0

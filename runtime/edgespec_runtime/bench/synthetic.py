@@ -6,7 +6,6 @@ given acceptance rate α, since random weights agree on nothing. Knows no file f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
-from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, with_default
+from edgespec.core.output import give
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import cost_ratios
@@ -171,9 +170,7 @@ def run(given: dict[str, Any], build: Build) -> int:
         raise failures[0][1]
     for name, error in failures:
         print(f"{name} is left out: {error}")
-    if options.json:
-        write_json(Path(options.json), as_json(sections, {name: str(error) for name, error in failures}))
-        print(f"wrote {options.json}", file=sys.stderr)
+    give(options.json, as_json(sections, {name: str(error) for name, error in failures}))
     return 0
 
 
@@ -304,7 +301,7 @@ def _rounds(
     runs: list[Run] = []
     start = perf_counter()
     label = f"{pair.engine} {pair.precision} T={options.temperature:g}"
-    with progress(label, LEAST_ROUNDS, "round") as bar:
+    with progress(label, LEAST_ROUNDS, "rounds") as bar:
         turn = 0
         while turn < LEAST_ROUNDS or perf_counter() - start < options.seconds * (turn / (turn + 1)):
             order = shuffled(range(len(every)), turn)

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
-from edgespec.core.texts import printable_json
+from edgespec.core.output import give, json_knob, note
 from edgespec_runtime.chat.conversation import keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
@@ -33,9 +33,7 @@ class Options(DecodingOptions, LoadOptions):
     system: str = knob("", "system prompt")
     raw: bool = knob(False, "continue the prompt as it stands, without the chat template")
     draft: bool = knob(True, "speculate with the drafter")
-    json: bool = knob(
-        False, "print one JSON object with the reply, raw counts and metrics instead of streaming"
-    )
+    json: str = json_knob()
 
 
 OPTIONS = Options
@@ -72,16 +70,15 @@ def run(given: dict[str, Any]) -> int:
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
-        schedule = Schedules(pair, lambda text: print(text, file=sys.stderr, flush=True)).of(decoding)
+        schedule = Schedules(pair, note).of(decoding)
         counts, said, finish = RawCounts(), "", ""
         try:
             for piece in pieces(pair, prompt, decoding, counts, schedule):
                 said += piece.text
                 finish = piece.finish
-                if not options.json:
-                    print(piece.text, end="", flush=True)
+                print(piece.text, end="", flush=True)
         finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
-            if said and not options.json:
+            if said:
                 print(flush=True)
         if not options.json:
             return 0
@@ -96,7 +93,7 @@ def run(given: dict[str, Any]) -> int:
             "counts": dump(counts),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
-        print(printable_json(report))
+        give(options.json, report)
         return 0
     finally:
         pair.close()

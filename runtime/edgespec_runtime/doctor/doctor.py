@@ -5,15 +5,14 @@ The costs of the chosen engine and precision are kept for `chat`; other ways to 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, MissingExtra
-from edgespec.core.files import write_json
 from edgespec.core.options import from_mapping, knob
+from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -70,7 +69,7 @@ class Options(CalibrateOptions, LoadOptions):
         at_most=1.0,
     )
     fresh: bool = knob(False, "measure again, also what was kept from an earlier run")
-    json: str = knob("", "write all measurements and what follows from them to this file")
+    json: str = json_knob()
     markdown: bool = knob(False, "print Markdown tables")
 
 
@@ -81,9 +80,7 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     findings = examine(options)
     print(text(findings, markdown=options.markdown))
-    if options.json:
-        write_json(Path(options.json), as_json(findings))
-        print(f"wrote {options.json}", file=sys.stderr)
+    give(options.json, as_json(findings))
     return 0
 
 
@@ -93,20 +90,24 @@ def examine(options: Options) -> Findings:
     pair = open_pair(
         Path(options.bundle), options
     )  # before the progress: what is refused is refused in one line
-    with progress("doctor", 4, "part") as bar:
+    with progress("doctor", 4, "parts") as bar:
         try:
+            bar.set_postfix_str("passes of each length")
             bandwidth = read_bandwidth(pair.threads)
             how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
             costs, kept = costs_of(pair, how, notes.append, fresh=options.fresh)
             bar.update(1)
+            bar.set_postfix_str("block against single steps")
             prompts = _prompts(pair)
             notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
         finally:
             pair.close()
+        bar.set_postfix_str("other engines and precisions")
         others = _others(pair, chosen, options, prompts, notes)
         bar.update(1)
+        bar.set_postfix_str("other numbers of threads")
         counts = () if options.threads else tuple(_thread_counts(pair, options))
         bar.update(1)
     manifest = pair.manifest

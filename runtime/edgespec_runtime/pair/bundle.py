@@ -9,6 +9,7 @@ from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
+from edgespec.core.progress import MIB, reading
 from edgespec.recipe.precisions import precision_names
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
@@ -255,10 +256,13 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
             model = SubsetEngine(model, vocabulary)
         return CachedEngine(model)
 
-    target = load("target")
-    draft = None
-    if with_draft:
-        draft = _head(manifest, engine, precision, vocabulary, target) if is_head else load("drafter")
+    size = sum(path.stat().st_size for path in _files(manifest.model_path("target", engine, precision)))
+    with reading("load the models", size) as bar:  # the drafter is small beside it
+        target = load("target")
+        bar.update(size / MIB)
+        draft = None
+        if with_draft:
+            draft = _head(manifest, engine, precision, vocabulary, target) if is_head else load("drafter")
     return Pair(
         target=target,
         draft=draft,
@@ -270,6 +274,11 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         threads=threads,
         mode=options.mode,
     )
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or the files of a folder."""
+    return [path] if path.is_file() else list(filter(Path.is_file, path.iterdir()))
 
 
 def _head(

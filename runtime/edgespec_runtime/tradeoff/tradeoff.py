@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -20,6 +19,7 @@ from edgespec import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure
 from edgespec_runtime.bench.report import PLAIN, Run
@@ -90,7 +90,7 @@ class Options(Warp, LoadOptions):
         300.0, f"time to spend: as many prompts as fit in, at least {LEAST_PROMPTS}", at_least=0.0
     )
     title: str = knob("", "heading of the report (default: the prompts' name)")
-    json: str = knob("", "write raw counts and replies of every run, and summaries, to this file")
+    json: str = json_knob()
     plot: str = knob("", "draw quality against latency and rejection rate into this PNG file")
     markdown: str = knob("", "write the report to this Markdown file")
     render: tuple[str, ...] | None = knob(
@@ -221,7 +221,7 @@ def trials_of(
         answers.run(arm, encoded[0], (0, 0))
     trials: list[Trial] = []
     size = len(arms) * options.repeats
-    with progress("tradeoff", len(prompts) * size, "run") as bar:
+    with progress("tradeoff", len(prompts) * size, "runs") as bar:
         start = perf_counter()
         for index, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True)):
             runs = []
@@ -293,8 +293,8 @@ def run(given: dict[str, Any]) -> int:
     for study, summaries in found:
         print(text(study, summaries), end="\n\n", flush=True)
     if options.json and not options.render:
-        write_text(Path(options.json), compact_json(as_json(*found[0])))
-        print(f"wrote {options.json}", file=sys.stderr)
+        one = as_json(*found[0])
+        give(options.json, one, compact_json(one))
     _write(options, found)
     return 0
 
@@ -313,8 +313,8 @@ def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> No
                 )
             plot_tradeoff(picture, study, summaries)
             pictures[place] = os.path.relpath(picture, Path(options.markdown).parent)
-            print(f"wrote {picture}", file=sys.stderr)
+            note(f"wrote {picture}")
     if options.markdown:
         page = document([(*one, picture) for one, picture in zip(found, pictures, strict=True)])
         write_text(Path(options.markdown), page)
-        print(f"wrote {options.markdown}", file=sys.stderr)
+        note(f"wrote {options.markdown}")

@@ -34,18 +34,11 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
 from edgespec.core.options import to_mapping
+from edgespec.core.progress import Bar
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TOP_K = 8
 STOP = 2
-
-
-class Bar:
-    """A progress bar for nobody."""
-
-    def update(self, count: int) -> None: ...
-
-    def set_postfix_str(self, text: str, **_: Any) -> None: ...
 
 
 @pytest.fixture(scope="module")
@@ -172,8 +165,10 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
     requests = [
         Request(one.number, [], list(one.tokens), (0.0, 0.3, 0.7, 1.0)[one.number % 4]) for one in prompts
     ]
-    many = BatchWriter(how, folder / "target", tokenizer, options, 7).rows(0, requests, Bar())
-    one = FileWriter(FileTarget(how, folder / "target"), tokenizer, options, 7).rows(0, requests, Bar())
+    many = BatchWriter(how, folder / "target", tokenizer, options, 7).rows(0, requests, Bar("", None, "", 0))
+    one = FileWriter(FileTarget(how, folder / "target"), tokenizer, options, 7).rows(
+        0, requests, Bar("", None, "", 0)
+    )
     same = [ours["response_ids"] == theirs["response_ids"] for ours, theirs in zip(many, one, strict=True)]
     assert (
         sum(same) >= 4

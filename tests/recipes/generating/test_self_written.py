@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from transformers import PreTrainedTokenizerFast
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
+from edgespec.core.progress import Bar
 from edgespec.planning.estimate import estimate
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions, PretrainOptions, Recipe
 from edgespec.recipe.study_options import read_study
@@ -95,6 +97,30 @@ def typists(monkeypatch: pytest.MonkeyPatch) -> list[Typist]:
 
 def asked(folder: Path) -> list[str]:
     return [row["messages"][0]["content"] for row in read_jsonl(folder / INSTRUCTIONS)]
+
+
+def test_the_bar_goes_on_within_a_shard(
+    target: Path, typists: list[Typist], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the samples before gave; after each shard it stands at what is kept, and it ends at all of it."""
+    seen: list[tuple[float, str]] = []
+
+    class Seen(Bar):
+        def refresh(self) -> None:
+            seen.append((self.n, self.words()))
+
+    @contextmanager
+    def watched(label: str, total: float, unit: str) -> Iterator[Bar]:
+        yield Seen(label, total, unit, 0)
+
+    monkeypatch.setattr(self_written, "progress", watched)
+    write_instructions(tmp_path / "a", target, 20, OPTIONS, 3)
+    shards = len(typists[0].shards)
+    assert shards >= 4
+    values = [value for value, _ in seen]
+    assert len(set(values)) > 2 * shards
+    assert max(values) == values[-1] == 20
+    assert "6 samples" in seen[5][1]
 
 
 def test_the_users_turn_of_a_template(target: Path, tmp_path: Path) -> None:

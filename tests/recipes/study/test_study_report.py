@@ -309,7 +309,7 @@ def found() -> dict[str, Any]:
 def test_report_and_plots_come_from_the_json_alone(found: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(compact(found))
     assert json.loads(compact(found)) == json.loads(json.dumps(found))
-    best = write_report(tmp_path / "results.md", tmp_path / "results.json")
+    best = write_report(tmp_path / "results.md", tmp_path / "results.json")["best"]
     assert best["arm"] == "fkl"
     text = (tmp_path / "results.md").read_text()
     assert "never by hand" in text

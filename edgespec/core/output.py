@@ -1,0 +1,94 @@
+"""What a verb says: its result on standard output, as tables or as JSON, and notes on standard error.
+
+`--json` prints JSON instead of the tables; `--json FILE.json` writes it to that file beside them. `--quiet` turns notes and
+progress off. Results and errors stay.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from edgespec.core.files import write_json, write_text
+from edgespec.core.options import knob
+from edgespec.core.texts import printable_json
+
+STANDARD_OUTPUT = "-"
+
+
+@dataclass
+class _Now:
+    """How the running verb was asked to speak."""
+
+    quiet: bool = False
+    out: TextIO | None = None  # where JSON goes while the tables are not wanted
+
+
+_now = _Now()
+
+
+def json_knob() -> Any:
+    """The `--json` of every verb that prints a table: '' (tables), '-' (JSON instead) or a file (both)."""
+    return knob(
+        "", "print JSON instead of tables; with a FILE.json, write it there and print the tables too",
+        bare=(STANDARD_OUTPUT, ".json"),
+    )  # fmt: skip
+
+
+@contextmanager
+def speaking(json: str = "", *, quiet: bool = False) -> Iterator[None]:
+    """A verb runs in this: what it prints is dropped where JSON takes its place, and notes are where they are not wanted."""
+    global _now
+    before = _now
+    wanted = json == STANDARD_OUTPUT
+    with open(os.devnull, "w", encoding="utf-8") if wanted else nullcontext() as nowhere:
+        _now = _Now(quiet, sys.stdout if wanted else None)
+        try:
+            with redirect_stdout(nowhere) if nowhere else nullcontext():
+                yield
+        finally:
+            _now = before
+
+
+def give(json: str, found: Any, text: str = "") -> None:
+    """The verb's result as JSON, to where `json` says. `text`: its JSON in a form of the verb's own, for a file."""
+    if json == STANDARD_OUTPUT:
+        print(printable_json(found), file=_now.out, flush=True)
+    elif json:
+        if text:
+            write_text(Path(json), text)
+        else:
+            write_json(Path(json), found)
+        note(f"wrote {json}")
+
+
+@contextmanager
+def notes_only() -> Iterator[None]:
+    """What is printed inside is no result of this verb: it goes where notes go."""
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere if is_quiet() else sys.stderr),
+    ):
+        yield
+
+
+def is_quiet() -> bool:
+    """Whether neither notes nor progress are wanted; of several processes only the first one speaks."""
+    return _now.quiet or os.environ.get("RANK", "0") != "0"
+
+
+def step(text: str) -> None:
+    """A long verb begins a stage: a line among its tables, or where notes go when JSON replaces these."""
+    if not is_quiet():
+        print(text, file=sys.stderr if _now.out else sys.stdout, flush=True)
+
+
+def note(text: str) -> None:
+    """Tell the person who waits something that is no result."""
+    if not is_quiet():
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,82 @@
+"""Every environment variable that edgespec reads, in one table, and the user's own folders on each system."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HOME, CONFIG, QUIET, API_KEY = "EDGESPEC_HOME", "EDGESPEC_CONFIG", "EDGESPEC_QUIET", "EDGESPEC_API_KEY"
+OPTION = "EDGESPEC_VERB_OPTION"
+HIDDEN = "(set, not shown)"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable; `secret`: its value is never printed."""
+
+    what: str
+    secret: bool = False
+
+
+VARIABLES = {
+    HOME: Variable("folder of what is made once: targets, ready pairs, measured costs"),
+    CONFIG: Variable("the config file, instead of the one in the user's folder"),
+    QUIET: Variable("1: no notes and no progress, as --quiet"),
+    OPTION: Variable(
+        "an option's default, such as EDGESPEC_CHAT_TEMPERATURE or EDGESPEC_BUILD_DRAFTER_OUT; '-' and '.' become '_'"
+    ),
+    API_KEY: Variable("key that is sent to the server of --inference.url", secret=True),
+    "EDGESPEC_PARALLEL": Variable("build-drafter sets it for its own processes: ddp or fsdp"),
+    "XDG_CACHE_HOME": Variable("Linux: the user's cache folder, ~/.cache where it is not set"),
+    "XDG_CONFIG_HOME": Variable("Linux: the user's config folder, ~/.config where it is not set"),
+    "LOCALAPPDATA": Variable("Windows: the user's cache folder"),
+    "APPDATA": Variable("Windows: the user's config folder"),
+    "HF_TOKEN": Variable("token for push, pull and gated models of the hub", secret=True),
+    "HF_ENDPOINT": Variable("address of another hub"),
+    "HF_HUB_OFFLINE": Variable("1: nothing is asked of the hub"),
+    "HF_HOME": Variable("the hub's own cache and token"),
+    "HF_HUB_CACHE": Variable("the hub's cache of models"),
+    "NO_COLOR": Variable("anything: no colours"),
+    "TERM": Variable("dumb: no colours, and progress as lines"),
+    "RANK": Variable("torchrun sets it: this process's number"),
+    "WORLD_SIZE": Variable("torchrun sets it: number of processes"),
+    "LOCAL_RANK": Variable("torchrun sets it: this process's number on its machine"),
+    "LOCAL_WORLD_SIZE": Variable("torchrun sets it: number of processes on this machine"),
+    "ACCELERATE_USE_FSDP": Variable("accelerate launch sets it where its config is FSDP"),
+}
+
+
+def shown(name: str) -> str:
+    """A variable's value for people, '' where it is not set."""
+    value = os.environ.get(name, "")
+    return HIDDEN if value and VARIABLES[name].secret else value
+
+
+def cache_folder() -> Path:
+    """Where edgespec keeps what it makes once: $EDGESPEC_HOME, else the user's cache folder."""
+    if home := os.environ.get(HOME):
+        return Path(home).expanduser()
+    return _folder("XDG_CACHE_HOME", ".cache", "LOCALAPPDATA", "AppData/Local", "Library/Caches")
+
+
+def config_file() -> Path:
+    """The config file, there or not: $EDGESPEC_CONFIG, else config.yaml in the user's config folder."""
+    if file := os.environ.get(CONFIG):
+        return Path(file).expanduser()
+    return (
+        _folder("XDG_CONFIG_HOME", ".config", "APPDATA", "AppData/Roaming", "Library/Application Support")
+        / "config.yaml"
+    )
+
+
+def _folder(xdg: str, linux: str, variable: str, windows: str, mac: str) -> Path:
+    """edgespec's folder among the user's own: the variable's where the system has one, else the usual one below the home."""
+    earlier = Path.home() / linux / "edgespec"  # edgespec used Linux's names everywhere
+    if sys.platform == "win32":
+        name, usual = variable, windows
+    else:
+        name, usual = xdg, mac if sys.platform == "darwin" and not earlier.is_dir() else linux
+    base = os.environ.get(name)
+    return (Path(base).expanduser() if base else Path.home() / usual) / "edgespec"
