@@ -2,9 +2,9 @@
 
 The builder's nodes stay; their weights are replaced. In the file scales and shifts are float16, and a Cast widens them when the
 graph is loaded. offset4 adds to MatMulNBits what its zero points cannot say: the mean of each block's inputs times 32 of the
-block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too, and then expands the matrix at every call.)
-In the exact graph int8 is a float MatMul of widened bytes, as in an int8 folder. The embedding's rows come from blocks too, a
-tied one's from those of the output head, which are stored once (GatherBlockQuantized).
+block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too; whether that is faster was not measured.) In
+the exact graph int8 is a float MatMul of widened bytes, as in an int8 folder. The embedding's rows come from blocks too, a tied
+one's from those of the output head, which are stored once (GatherBlockQuantized).
 
 Knows the names that the model builder gives, and no model.
 """
