@@ -15,10 +15,10 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, knob, with_default
+from edgespec.shell.environment import API_KEY
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-KEY = "EDGESPEC_API_KEY"
 _ORIGIN = re.compile(r"\*|https?://[\w.\-\[\]:]+", re.ASCII)
 _KEY = re.compile(r"[!-~]*")  # what a header can carry
 
@@ -39,7 +39,7 @@ class Options(LoadOptions):
     )
     api_key: str = knob(
         "",
-        f"key that clients must send as a bearer token; other users can see the command line, so set {KEY} in the environment "
+        f"key that clients must send as a bearer token; other users can see the command line, so set {API_KEY} in the environment "
         "instead",
     )
     cors: tuple[str, ...] = knob(
@@ -60,7 +60,7 @@ OPTIONS = Options
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
-    key = options.api_key or os.environ.get(KEY, "")
+    key = options.api_key or os.environ.get(API_KEY, "")
     if not _KEY.fullmatch(key):
         raise InputError(
             "the API key has a character that a header cannot carry; give printable ASCII without spaces"
@@ -76,7 +76,7 @@ def run(given: dict[str, Any]) -> int:
         access = Access(listener.is_local, key, options.cors)
         server = Server(listener, service, options.waiting, access)
         if not (access.local or key):
-            print(f"anyone who reaches {options.host} can use this server; set {KEY}", file=sys.stderr)
+            print(f"anyone who reaches {options.host} can use this server; set {API_KEY}", file=sys.stderr)
         print(f"serving {service.name} at {server.url}/v1 ({pair.exactness()})", flush=True)
         print(f"open {server.url}/ in a browser to chat", flush=True)
         server.serve_forever()

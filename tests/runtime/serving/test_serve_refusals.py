@@ -295,7 +295,7 @@ def test_options_that_cannot_be(bundle: Path, given: dict[str, str], words: str)
 
 
 def test_the_key_may_come_from_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(serve.KEY, "from-outside")
+    monkeypatch.setenv(serve.API_KEY, "from-outside")
     with served(bundle) as address:
         assert ask(address, "/v1/models")[0] == 401
         assert ask(address, "/v1/models", None, Authorization="Bearer from-outside")[0] == 200
