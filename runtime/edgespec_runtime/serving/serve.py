@@ -39,8 +39,8 @@ class Options(LoadOptions):
     )
     api_key: str = knob(
         "",
-        f"key that clients must send as a bearer token; other users can see the command line, so set {API_KEY} in the environment "
-        "instead",
+        f"key that clients must send as a bearer token; other users can see the command line, so set {API_KEY} in the "
+        "environment instead",
     )
     cors: tuple[str, ...] = knob(
         (),
