@@ -58,7 +58,8 @@ def speaking(json: str = "", *, quiet: bool = False) -> Iterator[None]:
 def give(json: str, found: Any, text: str = "") -> None:
     """The verb's result as JSON, to where `json` says. `text`: its JSON in a form of the verb's own, for a file."""
     if json == STANDARD_OUTPUT:
-        print(printable_json(found), file=_now.out, flush=True)
+        out = _now.out or sys.stdout
+        print(printable_json(found, out), file=out, flush=True)
     elif json:
         if text:
             write_text(Path(json), text)

@@ -52,9 +52,9 @@ def check_json(line: str, value: Any, where: str, error: type[EdgespecError] = I
         check_text(value, where, error)
 
 
-def printable_json(value: Any) -> str:
-    """JSON for standard output: readable where that is UTF-8, escaped where it could not show every character."""
-    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+def printable_json(value: Any, stream: IO[str]) -> str:
+    """JSON for a stream: readable where that is UTF-8, escaped where it could not show every character."""
+    encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
     return json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
 
 

@@ -27,7 +27,9 @@ VARIABLES = {
     OPTION: Variable(
         "an option's default, such as EDGESPEC_CHAT_TEMPERATURE or EDGESPEC_BUILD_DRAFTER_OUT; '-' and '.' become '_'"
     ),
-    API_KEY: Variable("serve: the key that clients must send; a build: the key for --inference.url", secret=True),
+    API_KEY: Variable(
+        "serve: the key that clients must send; a build: the key for --inference.url", secret=True
+    ),
     "EDGESPEC_PARALLEL": Variable("build-drafter sets it for its own processes: ddp or fsdp"),
     "XDG_CACHE_HOME": Variable("Linux: the user's cache folder, ~/.cache where it is not set"),
     "XDG_CONFIG_HOME": Variable("Linux: the user's config folder, ~/.config where it is not set"),

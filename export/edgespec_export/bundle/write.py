@@ -234,8 +234,6 @@ def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 def _place(source: Path, destination: Path) -> None:
     """Copy a file, or every file of a folder."""
-    if not source.exists():
-        raise InputError(f"{source} is missing; run the export again")
     if source.is_dir():
         for child in sorted(source.iterdir()):
             _place(child, destination / child.name)
@@ -326,4 +324,7 @@ def _untimed(
 
 
 def _size(path: Path) -> int:
+    """Bytes of a file, or of a folder's files. Raises InputError where it is missing."""
+    if not path.exists():
+        raise InputError(f"{path} is missing; run the export again")
     return path.stat().st_size if path.is_file() else sum(child.stat().st_size for child in path.iterdir())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -163,8 +164,8 @@ def test_nan_in_one_process_stops_all(models: Path, together: Run) -> None:
 def test_nothing_is_said_twice(together: Run) -> None:
     assert "Warning" not in together.printed
     assert "Error" not in together.printed
-    for line in ("train: 100%", "distil, tvd++: 100%"):
-        assert together.printed.count(line) == 1
+    ended = re.findall(r"^(.+): 100 %", together.printed, re.MULTILINE)  # of steps of two seconds and more
+    assert len(ended) == len({*ended})
 
 
 def training(**more: Any) -> dict[str, Any]:
