@@ -164,8 +164,9 @@ def test_nan_in_one_process_stops_all(models: Path, together: Run) -> None:
 def test_nothing_is_said_twice(together: Run) -> None:
     assert "Warning" not in together.printed
     assert "Error" not in together.printed
-    ended = re.findall(r"^(.+): 100 %", together.printed, re.MULTILINE)  # of steps of two seconds and more
-    assert len(ended) == len({*ended})
+    ended = re.findall(r"^(.+): 100 %", together.printed, re.MULTILINE)  # of stages of two seconds and more
+    assert ended
+    assert max(ended.count(stage) for stage in ("train", "distil, tvd++")) <= 1
 
 
 def training(**more: Any) -> dict[str, Any]:
