@@ -283,7 +283,10 @@ def test_ordered_data_must_suffice(tmp_path: Path) -> None:
         run(tmp_path, ordered=True)
 
 
-def test_terminal_shows_our_bar_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_terminal_shows_our_bar_only(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.core.progress.SHOWN_AFTER", 0.0)  # short steps too
     run(tmp_path)
     out, err = capfd.readouterr()
     assert out == ""
