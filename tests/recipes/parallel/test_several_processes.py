@@ -164,9 +164,16 @@ def test_nan_in_one_process_stops_all(models: Path, together: Run) -> None:
 def test_nothing_is_said_twice(together: Run) -> None:
     assert "Warning" not in together.printed
     assert "Error" not in together.printed
-    ended = re.findall(r"^(.+): 100 %", together.printed, re.MULTILINE)  # of stages of two seconds and more
-    assert ended
-    assert max(ended.count(stage) for stage in ("train", "distil, tvd++")) <= 1
+    ended = re.findall(
+        r"^(.+): 100 %", together.printed, re.MULTILINE
+    )  # shorter stages than two seconds say nothing
+    for told, most in (
+        (ended.count("train"), 1),
+        (ended.count("distil, tvd++"), 1),
+        (ended.count("distil, fkl"), 2),
+    ):
+        assert told <= most
+    assert together.printed.count("There were missing keys") <= 1
 
 
 def training(**more: Any) -> dict[str, Any]:
