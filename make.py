@@ -177,7 +177,7 @@ def in_short(bench: dict[str, Any]) -> str:
         f"draft tokens. {bench['verdict']} Replies with the target's own tokens, at every draft length: {same} of {prompts}."
     )
     if same < prompts:
-        text += " The others part where two tokens are nearly as likely: fast mode rounds. --mode exact keeps every token."
+        text += " Fast mode rounds: it changed the others where two tokens are nearly equally likely. --mode exact keeps all."
     return text
 
 
