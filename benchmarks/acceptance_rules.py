@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgespec_runtime.bench.bench import measure
-from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
@@ -83,6 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
                     temperature=given.temperature,
                     seed=index,
                     rule=rule,
+                    drafter=MODEL,
                     draft_length=length,
                     max_new_tokens=given.new,
                 )

@@ -24,7 +24,7 @@ import numpy as np
 from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, StaticEngine
 from edgespec_runtime.text.prompts import read_chats
@@ -77,7 +77,12 @@ def replies(
     for index, prompt in enumerate(prompts):
         counts, reply = RawCounts(), []
         options = DecodingOptions(
-            max_new_tokens=new, temperature=how, seed=index, rule="lossless", draft_length=GAMMA
+            max_new_tokens=new,
+            temperature=how,
+            seed=index,
+            rule="lossless",
+            drafter=MODEL,
+            draft_length=GAMMA,
         )
         for block in decode(target, draft, prompt, options, stop, counts):
             reply += block.tokens

@@ -245,7 +245,7 @@ class Build(ExportStages):
         self.stage(
             SELF_PROMPTS,
             f"the target writes {wanted:,} held-out prompts",
-            {"instructions": wanted},
+            {"instructions": wanted, **self._openings()},
             lambda place: write_instructions(
                 place, target, wanted, recipe.generate, recipe.seed, recipe.inference, purpose=SELF_PROMPTS
             ),
@@ -254,6 +254,11 @@ class Build(ExportStages):
         )
         file = self.out / SELF_PROMPTS / INSTRUCTIONS
         self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=str(file)))
+
+    def _openings(self) -> dict[str, Any]:
+        """What the target's own instructions begin with, as options of a stage; nothing where they begin freely."""
+        openings = self.recipe.generate.self_openings
+        return {"openings": list(openings)} if openings else {}
 
     def _written(self, target: Path, recipe: Recipe, writer: Reads, own: set[str]) -> None:
         """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
@@ -305,7 +310,7 @@ class Build(ExportStages):
             self.stage(
                 SELF_INSTRUCTIONS,
                 f"the target writes {count:,} instructions",
-                {"instructions": count},
+                {"instructions": count, **self._openings()},
                 lambda place: write_instructions(
                     place, target, count, self.recipe.generate, seed, self.recipe.inference
                 ),

@@ -159,6 +159,9 @@ class GenerateOptions:
         "instructions that the target writes, where they are its own (default: one for each prompt)",
         at_least=1,
     )
+    self_openings: tuple[str, ...] = knob(
+        (), "first words of the instructions that the target writes, used in turn (default: it begins freely)"
+    )
     temperatures: tuple[float, ...] = knob(
         (0.0, 0.3, 0.7, 1.0), "sampling temperatures, used in turn", at_least=0.0
     )

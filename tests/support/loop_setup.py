@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed
 from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import LogitsOf, ToyEngine
 
@@ -55,5 +56,6 @@ class Chosen(Fixed):
     def begin(self) -> None:
         self._lengths = itertools.cycle((0, 2, 1, 3))
 
-    def draft_length(self, context: int, room: int) -> int:
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
+        super().draft_length(context, room, origins)
         return min(next(self._lengths), room)

@@ -27,6 +27,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
+from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
 
 ACCURACY_LEVEL = 1  # float activations
@@ -69,7 +70,8 @@ def export_onnx(
 ) -> dict[str, Any]:
     """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
 
-    int4 and int8 also get model-fast.onnx, with accuracy level 4 in every matrix and no weights of its own. With `hidden_states`
+    int4 and int8 also get model-fast.onnx, with accuracy level 4 in every matrix and no weights of its own; that of int8 gives a
+    block the logits of single steps (one_more_row.py). With `hidden_states`
     the graphs give, beside the logits, what the output layer reads: the features of a drafter that is a head.
 
     What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
@@ -100,6 +102,7 @@ def export_onnx(
         if precision in FAST:
             write_fast_graph(folder)
         if precision == "int8":
+            attend_one_more_row(folder / FAST_GRAPH)
             widen_int8(folder)
         if precision == "fp16":
             store_halves(folder)

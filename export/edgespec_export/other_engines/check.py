@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.core.errors import CheckFailed, InputError
@@ -254,6 +254,7 @@ def reply_of(pair: Pair, prompt: Prompt, limit: int, rule: str, draw: Draw) -> O
         temperature=draw.temperature,
         seed=draw.seed,
         rule=rule,
+        drafter=MODEL,
         draft_length=DRAFT_LENGTH,
         max_new_tokens=limit,
     )

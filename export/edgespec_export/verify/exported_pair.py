@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.session import CachedEngine
@@ -230,6 +230,7 @@ def _run_pair(
                 seed=trials.seed + index,
                 draft_length=trials.draft_length,
                 rule=LOSSLESS,
+                drafter=MODEL,
             )
             counts, reply = _decoded(*models, prompt, how, trials.stop_ids)
             text = reply if texts is None else texts[temperature][index]

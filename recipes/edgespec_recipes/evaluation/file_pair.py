@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
@@ -98,6 +98,7 @@ def _of_prompt(
         max_new_tokens=options.max_new_tokens,
         seed=seed,
         rule=LOSSLESS,
+        drafter=MODEL,
     )
 
     def decoded(draft_length: int) -> tuple[RawCounts, list[int]]:

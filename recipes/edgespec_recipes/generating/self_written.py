@@ -1,8 +1,9 @@
 """The target writes the data itself: instructions to answer, and running text to pretrain on. No data set is needed.
 
 Instructions: the chat template up to the user's turn. The target goes on in the user's place, at temperature 1 and top-p 0.95,
-until the turn ends (Xu et al. 2024, "Magpie"). Running text: documents that begin with one ordinary token, drawn uniformly (Liu
-et al. 2023, "LLM-QAT"). Both are filtered by rules that know no language, and nothing is kept twice.
+until the turn ends (Xu et al. 2024, "Magpie"). `generate.self_openings` gives first words, so that each kind of request has the
+share that is wanted. Running text: documents that begin with one ordinary token, drawn uniformly (Liu et al. 2023, "LLM-QAT").
+Both are filtered by rules that know no language, and nothing is kept twice.
 
 Samples lie in shards that resume, as responses do: shard n depends on the seed and on n alone, so the same seed gives the same
 text for any number of processes. How a shard is sampled is datagen's `Writer`; here it is called in one place.
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
@@ -146,10 +147,20 @@ def write_instructions(
     turn = user_turn(tokenizer)
     how = _sampling(options, INSTRUCTION_TOKENS)
     writer = writer_of(target_folder, tokenizer, how, _seed(seed, purpose), inference or InferenceOptions())
+    openings = [
+        tokenizer(opening, add_special_tokens=False, verbose=False)["input_ids"]
+        for opening in options.self_openings or ("",)
+    ]
+
+    def beginnings(number: int) -> list[Beginning]:
+        first = number * how.shard_size
+        drawn = [openings[place % len(openings)] for place in range(first, first + how.shard_size)]
+        return [Beginning([*turn.before, *opening], len(opening)) for opening in drawn]
+
     job = _Job(
         out=out,
         label="target writes instructions",
-        beginnings=lambda number: [turn.before] * how.shard_size,
+        beginnings=beginnings,
         judge=lambda ids: judge_instruction(tokenizer, turn, ids),
         row=lambda text: {"messages": [{"role": "user", "content": text}]},
         amount=lambda text: 1,
@@ -178,9 +189,10 @@ def write_text(
         begin if begin and begin[0] == tokenizer.bos_token_id else []
     )  # only where the tokenizer itself puts it there
 
-    def beginnings(number: int) -> list[list[int]]:
+    def beginnings(number: int) -> list[Beginning]:
         drawn = random.Random(f"{own} {number}")
-        return [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
+        ids = [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
+        return [Beginning(each, len(each)) for each in ids]
 
     def tokens(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -193,7 +205,6 @@ def write_text(
         row=lambda text: {"text": text},
         amount=tokens,
         wanted=wanted,
-        whole=True,
     )
     return job.run(writer, out / TEXT)
 
@@ -217,21 +228,24 @@ def sampled(writer: Writer, number: int, beginnings: Sequence[list[int]], bar: A
     return [row["response_ids"] for row in writer.rows(number, requests, bar)]
 
 
+class Beginning(NamedTuple):
+    """What a sample goes on from: token ids, of which the last `kept` belong to the text."""
+
+    ids: list[int]
+    kept: int
+
+
 @dataclass(frozen=True)
 class _Job:
-    """One kind of text: how samples begin, what is kept of them, how much of it is wanted.
-
-    `amount`: what a kept text counts; `whole`: its beginning belongs to a text.
-    """
+    """One kind of text: how samples begin, what is kept of them, how much of it is wanted. `amount`: what a kept text counts."""
 
     out: Path
     label: str
-    beginnings: Callable[[int], list[list[int]]]
+    beginnings: Callable[[int], list[Beginning]]
     judge: Callable[[Sequence[int]], Verdict]
     row: Callable[[str], dict[str, Any]]
     amount: Callable[[str], int]
     wanted: int
-    whole: bool = False
 
     def run(self, writer: Writer, file: Path) -> dict[str, Any]:
         """Sample shard after shard until enough is kept, and write the file; skip what lies there."""
@@ -288,14 +302,14 @@ class _Job:
 
     def _shard(self, writer: Writer, number: int, bar: Any) -> list[dict[str, Any]]:
         beginnings = self.beginnings(number)
-        longest = max(map(len, beginnings))
+        longest = max(len(beginning.ids) for beginning in beginnings)
         if longest >= writer.context_length:
             raise InputError(
                 f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
             )
-        found = sampled(writer, number, beginnings, bar)
+        found = sampled(writer, number, [beginning.ids for beginning in beginnings], bar)
         return [
-            {"ids": [*(beginning if self.whole else []), *ids]}
+            {"ids": [*beginning.ids[len(beginning.ids) - beginning.kept :], *ids]}
             for beginning, ids in zip(beginnings, found, strict=True)
         ]
 

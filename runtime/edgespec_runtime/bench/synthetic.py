@@ -28,8 +28,8 @@ from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.kept_costs import BUSY, keep_synthetic
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, ReplyOptions, plain
-from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome, Schedule
 from edgespec_runtime.decoding.speed import TimedEngine, shuffled
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import Engine, default_threads
@@ -120,14 +120,17 @@ class Replay:
 
     def __init__(self, rates: Sequence[float], schedule: Schedule) -> None:
         self._rates, self._schedule, self._position = tuple(rates), schedule, 0
+        self.origin = FROM_MODEL
         self.rule = TokenRule(accept=self._accept, residual=LOSSLESS.residual)
 
     def begin(self) -> None:
         self._schedule.begin()
 
-    def draft_length(self, context: int, room: int) -> int:
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self._position = 0  # asked once, at the beginning of every block
-        return self._schedule.draft_length(context, room)
+        length = self._schedule.draft_length(context, room, origins)
+        self.origin = self._schedule.origin
+        return length
 
     def pass_length(self, count: int, context: int) -> int:
         return self._schedule.pass_length(count, context)
@@ -280,7 +283,7 @@ def _rounds(
         0, pair.shapes["target"].vocab_size, options.prompt_tokens
     ).tolist()
     shared = {one.name: getattr(options, one.name) for one in fields(ReplyOptions)}
-    how = DecodingOptions(**shared)
+    how = replace(DecodingOptions(**shared), drafter=MODEL)  # random tokens: there is nothing to copy
     schedules = {arm: _schedule(arm, costs, options.max_draft_length) for arm in arms}
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:

@@ -127,7 +127,7 @@ def _greet(chat: Chat) -> None:
     drafter = "no drafter model"
     if pair.draft is not None:
         drafter = f"drafter c = {pair.cost_ratios['parameters']:.2%}"
-    if options.draft and options.drafter != MODEL:
+    if options.draft and options.drafter not in (None, MODEL):
         drafter += f", {options.drafter}"
     name = pair.manifest.target.name
     chat.view.note(f"{harmless(name)}: {pair.engine} {pair.precision}, {drafter}. /help tells the commands.")

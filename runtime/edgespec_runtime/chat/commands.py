@@ -89,12 +89,10 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _draft(chat: Chat, argument: str) -> None:
-    if argument in ("on", MODEL):
-        chat.change(draft="on", drafter=MODEL)
-    elif argument in (LOOKUP, HYBRID):
+    if argument in (MODEL, LOOKUP, HYBRID):
         chat.change(drafter=argument, draft="on")
-    elif argument == "off":
-        chat.change(draft="off")
+    elif argument in ("on", "off"):
+        chat.change(draft=argument)
     elif argument:
         raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
     chat.view.note(chat.state())
@@ -211,7 +209,7 @@ def _knobs(argument: str) -> list[str]:
     return [f"{name} {choice}" for choice in choices_of(name)]
 
 
-DRAFTS = ("on", "off", LOOKUP, HYBRID)
+DRAFTS = ("on", "off", MODEL, LOOKUP, HYBRID)
 COMMANDS = (
     Command(("/help", "/?"), "", "this list", _help),
     Command(("/system",), "TEXT", "set the system prompt; without TEXT remove it", _system),

@@ -184,7 +184,7 @@ class Chat:
 
     def _off(self, options: Options, schedule: Schedule) -> Off | str:
         """Why there are no drafts now; '' where there are."""
-        if options.drafter == NOBODY:
+        if options.who == NOBODY:
             return "drafts are off" if self.pair.draft is not None else "no drafter was loaded"
         return schedule.off or "" if isinstance(schedule, Adaptive) else ""
 
@@ -193,4 +193,4 @@ class Chat:
         options = self.options
         if not options.draft:
             return "no drafts"
-        return f"drafter {options.drafter}, γ {shown(options.draft_length)}, rule {options.rule_name}"
+        return f"drafter {options.who}, γ {shown(options.draft_length)}, rule {options.rule_name}"

@@ -1,26 +1,31 @@
-"""A draft length γ for every block, chosen from measured costs and from what was accepted so far.
+"""A draft length γ for every block, and who drafts it, chosen from measured costs and from what was accepted so far.
 
     γ* = argmax over γ >= 0 of  (1 + Σ_j Π_{i <= j} a_i) / (γ · d + v(γ + 1))      tokens a second; γ = 0 is plain decoding
 
 a_i: acceptance rate at position i of a draft (acceptance_rates.py); d, v(n): seconds of a drafter step and of a target pass of n
 tokens, now (current_costs.py). This is Leviathan et al. 2023, Theorem 3.8, with measured costs and rates by position.
 
-Where γ* = 0 we decode plainly for a while, then try some drafts, then decode plainly for twice as long, and so on: without drafts
-nothing would be learnt about them. The same happens where speculation has lost too much of the session's time (`Guard`).
+Every origin of drafts, the model and copies, has its own a_i and its own γ*; d is 0 for copies. Of those that can draft a block,
+the one whose γ* gives more tokens a second does.
+
+Where γ* = 0 the origin rests for a while, then some of its drafts are tried, then it rests for twice as long, and so on: without
+drafts nothing would be learnt about them. The same happens where speculation has lost too much of the session's time (`Guard`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from edgespec_runtime.chooser.acceptance_rates import AcceptanceRates
 from edgespec_runtime.chooser.current_costs import CurrentCosts
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.chooser.why_off import Off, why_off
-from edgespec_runtime.decoding.schedule import Outcome
+from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
 
 EVERY = 8  # blocks for which a length stays: choosing takes microseconds, and a few blocks change the estimates little
 REFRESH = 64  # blocks with a draft after which one plain step is made: it shows what drafts are compared with
-REST = 32  # plain steps before drafts are tried again, the first time; then twice as many, and so on
-LONGEST_REST = 1024  # plain steps before drafts are tried again, at most: a long chat goes on trying
+REST = 32  # blocks without drafts of an origin before they are tried again, the first time; then twice as many, and so on
+LONGEST_REST = 1024  # the same, at most: a long chat goes on trying
 LOSS = 0.02  # share of the session's time that speculation may lose: less than a person notices
 FEW = 2.0  # plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
 
@@ -46,42 +51,69 @@ class Guard:
         return self.lost / self.spent if self.spent else 0.0
 
 
+class _Origin:
+    """What is known of one origin's drafts, and what was chosen for them.
+
+    Attributes:
+        length: γ of its present blocks. pace: tokens a second that these are expected to give.
+        left: blocks for which both stay. rest: how many there are where its next choice is to make no drafts.
+    """
+
+    def __init__(self, first_guess: float, most: int) -> None:
+        self.rates = AcceptanceRates(first_guess, most)
+        self.length, self.pace, self.left, self.rest = 0, 0.0, 0, REST
+        self.off: Off | None = None
+
+    def tokens(self) -> list[float]:
+        """Expected tokens of a block for γ = 0, 1, ... the longest."""
+        tokens, reached = [1.0], 1.0
+        for accepted in self.rates.estimate():
+            reached *= accepted
+            tokens.append(tokens[-1] + reached)
+        return tokens
+
+
 class Adaptive:
     """Schedule of a session: what it learns in one reply serves in the next.
 
     Args:
         costs: measured on this device for this pair.
-        acceptance_rate: first guess, as the bundle's evaluation measured it.
+        acceptance_rate: first guess, as the bundle's evaluation measured it; of copies too, until some were made.
         most: longest draft.
         mixes: the rule mixes p and q, so the drafter computes one step more in every block, also where γ = 0.
 
     Attributes:
-        off: why the present blocks have no drafts; None where they have some.
+        origin: who drafts the next block.
+        off: why the present blocks have no drafts of the model, or no copies where there is no model; None where they have some.
     """
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
-        self._most = min(most, costs.longest - 1)
-        self._rates = AcceptanceRates(acceptance_rate, self._most)
+        most = min(most, costs.longest - 1)
+        self._of = {origin: _Origin(acceptance_rate, most) for origin in ORIGINS}
         self._costs = CurrentCosts(costs, mixes)
         self._guard = Guard()
-        self._length = 0  # γ of the present blocks
-        self._left = 0  # blocks for which it stays
-        self._rest = REST
         self._asked = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
+        self.origin = FROM_MODEL
         self.off: Off | None = None
 
     def begin(self) -> None:
         pass  # a new reply changes nothing
 
-    def draft_length(self, context: int, room: int) -> int:
-        if not self._left:
-            self._choose(context)
-        if self._since_plain >= REFRESH:
-            self._asked = 0
-        else:
-            self._left -= 1
-            self._asked = min(self._length, max(0, room))
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
+        best: _Origin | None = None
+        for origin in origins:
+            one = self._of[origin]
+            if not one.left:
+                self._choose(one, context, copies=origin != FROM_MODEL)
+            if one.length and (best is None or one.pace > best.pace):
+                best, self.origin = one, origin
+            self.off = one.off
+        self._asked = 0
+        if self._since_plain < REFRESH:
+            for one in (self._of[origin] for origin in origins):
+                one.left -= one is best or not one.length
+            self._asked = min(best.length, max(0, room)) if best else 0
         return self._asked
 
     def pass_length(self, count: int, context: int) -> int:
@@ -94,34 +126,28 @@ class Adaptive:
         self._guard.add(seconds, plainly)
         self._since_plain = self._since_plain + 1 if outcome.drafted else 0
         if outcome.drafted:
-            self._rates.learn(min(outcome.drafted, outcome.emitted), outcome.accepted)
+            offered = min(outcome.drafted, outcome.emitted)
+            self._of[outcome.origin].rates.learn(offered, outcome.accepted)
 
     def step_seconds(self, context: int) -> float:
         """What a plain step takes now."""
         return self._costs.block(self._costs.row(context), 0)
 
-    def _choose(self, context: int) -> None:
-        """The length of the next blocks."""
-        rested = self._length == 0 and self._rest > REST
-        tokens = self._tokens()
-        row = self._costs.row(context)
-        rates = [expected / self._costs.block(row, length) for length, expected in enumerate(tokens)]
-        best = max(range(1, len(rates)), key=rates.__getitem__, default=0)
-        gains = best > 0 and rates[best] > rates[0]
-        pays = gains and not self._guard.stops(1.0 / rates[0])
+    def _choose(self, one: _Origin, context: int, *, copies: bool) -> None:
+        """The length of an origin's next blocks."""
+        rested = one.length == 0 and one.rest > REST
+        tokens, row = one.tokens(), self._costs.row(context)
+        paces = [
+            expected / self._costs.block(row, length, copies=copies) for length, expected in enumerate(tokens)
+        ]
+        best = max(range(1, len(paces)), key=paces.__getitem__, default=0)
+        gains = best > 0 and paces[best] > paces[0]
+        pays = gains and not self._guard.stops(1.0 / paces[0])
         if pays or (rested and best):
             if pays and not rested:
-                self._rest = REST
-            self._length, self._left, self.off = best, EVERY, None
+                one.rest = REST
+            one.length, one.pace, one.left, one.off = best, paces[best], EVERY, None
         else:
-            self._length, self._left = 0, self._rest
-            self._rest = min(2 * self._rest, LONGEST_REST)
-            self.off = why_off(rates, tokens, self._guard.share if gains else 0.0)
-
-    def _tokens(self) -> list[float]:
-        """Expected tokens of a block for γ = 0, 1, ... `most`."""
-        tokens, reached = [1.0], 1.0
-        for accepted in self._rates.estimate():
-            reached *= accepted
-            tokens.append(tokens[-1] + reached)
-        return tokens
+            one.length, one.left = 0, one.rest
+            one.rest = min(2 * one.rest, LONGEST_REST)
+            one.off = why_off(paces, tokens, self._guard.share if gains else 0.0)

@@ -7,7 +7,7 @@ nothing of acceptance.
 from __future__ import annotations
 
 from edgespec_runtime.chooser.pass_costs import BUCKET, Costs, Row
-from edgespec_runtime.decoding.schedule import Outcome
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Outcome
 
 WEIGHT = 0.1  # of the newest block in a factor: some ten blocks move it, one does not
 CLIP = 2.0  # times what was expected: a block that took longer was held up by another program and tells nothing more
@@ -48,9 +48,9 @@ class CurrentCosts:
             self._rows[bucket] = self._costs.row(bucket * BUCKET + BUCKET // 2)
         return self._rows[bucket]
 
-    def block(self, row: Row, length: int) -> float:
-        """Expected seconds of a block with a draft of `length` tokens; 0: of a plain step."""
-        drafting, size = (length + self._mixes) * row.draft, row.size[length]
+    def block(self, row: Row, length: int, *, copies: bool = False) -> float:
+        """Expected seconds of a block with a draft of `length` tokens; 0: of a plain step. Copies cost no drafter steps."""
+        drafting, size = (0 if copies else length + self._mixes) * row.draft, row.size[length]
         return drafting * self._drafting.value + row.verify[size] * self._factor(size).value
 
     def learn(self, outcome: Outcome) -> float:
@@ -58,7 +58,7 @@ class CurrentCosts:
         row = self.row(outcome.context)
         drafting, size = outcome.draft_seconds, outcome.size
         table = (outcome.drafted + self._mixes) * row.draft
-        if table:
+        if table and outcome.origin == FROM_MODEL:
             drafting = self._drafting.learn(drafting, table)
         self._passes[size] = self._factor(size)
         # a pass, and the sampling and the loop's work around it

@@ -34,12 +34,12 @@ class Schedules:
 
     def of(self, options: DecodingOptions) -> Schedule:
         rule = options.acceptance_rule()
-        if options.draft_length is not None or options.drafter == NOBODY or not isinstance(rule, Rule):
+        if options.draft_length is not None or options.who == NOBODY or not isinstance(rule, Rule):
             return Fixed(
                 options.draft_length or 0
             )  # rules that are no `Rule` have a loop and draft lengths of their own
         mixes = at_temperature(rule, options.temperature).mixes
-        how = (options.drafter, options.max_draft_length, options.temperature, mixes)
+        how = (options.who, options.max_draft_length, options.temperature, mixes)
         made = self._made.pop(how, None)
         if made is None:
             expected = expected_rate(self._pair.manifest.metrics, options.temperature)

@@ -48,12 +48,12 @@ class BlockClock:
         self._seconds[part] += perf_counter() - start
         return result
 
-    def end(self, context: int, drafted: int, accepted: int, emitted: int, size: int) -> None:
+    def end(self, context: int, drafted: int, accepted: int, emitted: int, size: int, origin: int) -> None:
         """A block is over, sampling and the loop's work included; the arguments are those of `Outcome`."""
         choose, draft, verify, reread = self._seconds
         seconds = perf_counter() - self._start - reread - choose
         self._schedule.observe(
-            Outcome(context, drafted, accepted, emitted, size, draft, verify, seconds, choose)
+            Outcome(context, drafted, accepted, emitted, size, draft, verify, seconds, choose, origin)
         )
         self._counts.draft_seconds += draft
         self._counts.verify_seconds += verify + reread

@@ -1,7 +1,8 @@
 """Who proposes the tokens of a block. A drafter never looks at the target; what it proposes carries the q it was drawn from.
 
 A drafter answers one question: what may follow this text? `propose` asks it position by position. So its answer depends on the
-text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one law for every draft length.
+text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one law for every draft length. Where a
+drafter has two origins, a copy and a model, the schedule says for each block which of them answers.
 
 Whether a draft goes on may depend on the tokens so far and on q, never on the token that was drawn from q: dropping a token after
 seeing it would make the kept ones follow q given that they were kept, and the rule, told q, would no longer be lossless.
@@ -18,8 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core.errors import InputError
-from edgespec_runtime.decoding.lookup import NgramIndex
-from edgespec_runtime.decoding.options import HYBRID, LOOKUP, NOBODY, SHIFT, SINKS, ReplyOptions
+from edgespec_runtime.decoding.lookup import SHORTEST, NgramIndex
+from edgespec_runtime.decoding.options import (
+    HYBRID,
+    LOOKUP,
+    LOSSLESS_RULES,
+    MODEL,
+    NOBODY,
+    SHIFT,
+    SINKS,
+    ReplyOptions,
+)
+from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
 from edgespec_runtime.engines.session import CachedEngine, Window
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
@@ -38,11 +49,17 @@ class Guess(NamedTuple):
 
 
 class Drafter(Protocol):
+    def restart(self, ids: Sequence[int]) -> None:
+        """A new text begins with `ids`. Computes nothing."""
+
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         """Read all of a new prompt but its last token; yields the size of each pass, so a caller may stop in between."""
 
-    def begin(self, ids: Sequence[int]) -> int:
-        """A block begins behind `ids`; at how many positions from there on it can be asked (0: at none)."""
+    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Who can draft behind `ids` (schedule.ORIGINS), copies first. Computes nothing."""
+
+    def begin(self, ids: Sequence[int], origin: int) -> int:
+        """A block begins behind `ids`, of one of their origins; at how many positions from there it can be asked (0: at none)."""
 
     def guess(self, ids: Sequence[int]) -> Guess | None:
         """What may follow `ids`; None where it has nothing to say. Asked in order: `ids` grows by one token at a time."""
@@ -51,13 +68,21 @@ class Drafter(Protocol):
         """Forget whatever follows the first `length` tokens."""
 
 
-def propose(drafter: Drafter, ids: list[int], room: int, how: Warp, source: TokenSource, rule: Rule) -> Draft:
-    """Draft at most `room` tokens that may follow `ids`, fewer where the drafter has no more to say.
+def propose(
+    drafter: Drafter,
+    ids: list[int],
+    room: int,
+    how: Warp,
+    source: TokenSource,
+    rule: Rule,
+    origin: int = FROM_MODEL,
+) -> Draft:
+    """Draft at most `room` tokens of one origin that may follow `ids`, fewer where the drafter has no more to say.
 
     `ids` is as it was afterwards. For a rule that `mixes` the draft also has q behind its last token; then `room` may be 0.
     """
     draft, length = Draft(), len(ids)
-    room = min(room, drafter.begin(ids) - rule.mixes)
+    room = min(room, drafter.begin(ids, origin) - rule.mixes)
     try:
         for drafted in range(room + rule.mixes):
             guess = drafter.guess(ids)
@@ -89,12 +114,12 @@ _SURE = np.ones(1, dtype=np.float32)
 
 def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | None:
     """Who drafts under these options; None for plain decoding. Raises InputError for a hybrid drafter without a model."""
-    if options.drafter == NOBODY:
+    if options.who == NOBODY:
         return None
-    if options.drafter == LOOKUP:
+    if options.who == LOOKUP:
         return LookupDrafter(options.lookup_ngram)
     if model is None:
-        if options.drafter == HYBRID:
+        if options.drafter == HYBRID:  # asked for, not by default
             raise InputError(
                 "the hybrid drafter has no drafter model; load it, or choose the drafter 'lookup'"
             )
@@ -104,8 +129,10 @@ def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | N
         if isinstance(model.engine, FeatureEngine)
         else ModelDrafter(model, options.p_min, window_of(model, options))
     )
-    return (
-        HybridDrafter(LookupDrafter(options.lookup_ngram), drafter) if options.drafter == HYBRID else drafter
+    if options.who == MODEL:
+        return drafter
+    return HybridDrafter(
+        LookupDrafter(options.lookup_ngram), drafter, by_text=options.rule_name not in LOSSLESS_RULES
     )
 
 
@@ -130,6 +157,12 @@ class ModelDrafter:
         self._capacity = model.engine.context_length
         self._dropped = 0  # tokens of the text, behind the window's first ones, that the cache leaves out
 
+    def restart(self, ids: Sequence[int]) -> None:
+        pass  # the cache goes on from what both texts have in common
+
+    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
+        return (FROM_MODEL,)
+
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         self._dropped = 0
         if len(prompt) > self._capacity and self._window is not None:
@@ -137,7 +170,7 @@ class ModelDrafter:
         shown = self._shown(prompt[:-1])
         yield from self._model.prefill_steps(shown if len(shown) < self._capacity else ())
 
-    def begin(self, ids: Sequence[int]) -> int:
+    def begin(self, ids: Sequence[int], origin: int = FROM_MODEL) -> int:
         """A full context shifts here, and only here: within a block it could shift at a token that is then rejected."""
         if len(ids) - self._dropped > self._capacity and self._window is not None:
             self._dropped = self._window.surplus(len(ids))
@@ -186,39 +219,66 @@ class LookupDrafter:
         self._longest = longest
         self._index = NgramIndex(longest)
 
-    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
+    def restart(self, ids: Sequence[int]) -> None:
         self._index = NgramIndex(self._longest)
-        self._index.extend(prompt[:-1])
+        self._index.extend(ids)
+
+    def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
         return iter(())
 
-    def begin(self, ids: Sequence[int]) -> int:
+    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
+        self._index.cut(
+            len(ids) - 1
+        )  # the last token is the target's own, in the place of a copy that it rejected
+        match = self._match(ids)
+        if match is None:
+            return ()
+        return (LONG_COPY,) if match[1] > SHORTEST else (SHORT_COPY,)
+
+    def begin(self, ids: Sequence[int], origin: int = LONG_COPY) -> int:
         return sys.maxsize
 
     def guess(self, ids: Sequence[int]) -> Guess | None:
+        match = self._match(ids)
+        return None if match is None else Guess(copied=match[0])
+
+    def _match(self, ids: Sequence[int]) -> tuple[int, int] | None:
         self._index.extend(ids[len(self._index.tokens) :])
-        token = self._index.next_token()
-        return None if token is None else Guess(copied=token)
+        return self._index.match()
 
     def settle(self, length: int) -> None:
         self._index.cut(length)
 
 
 class HybridDrafter:
-    """Prompt lookup where it finds something, else the model, which then reads first what it has not seen meanwhile."""
+    """Prompt lookup or the model, which reads first what was copied meanwhile.
 
-    def __init__(self, lookup: LookupDrafter, model: ModelDrafter) -> None:
-        self._lookup, self._model = lookup, model
+    A block is drafted by one of the two. Under a rule that changes the output's law, who answers must depend on the text alone
+    (`by_text`): at every position lookup where it finds something, else the model.
+    """
+
+    def __init__(self, lookup: LookupDrafter, model: ModelDrafter, *, by_text: bool = False) -> None:
+        self._lookup, self._model, self._by_text = lookup, model, by_text
+        self._asked: LookupDrafter | ModelDrafter = model
+
+    def restart(self, ids: Sequence[int]) -> None:
+        self._lookup.restart(ids)
+        self._model.restart(ids)
 
     def prefill_steps(self, prompt: Sequence[int]) -> Iterator[int]:
-        yield from self._lookup.prefill_steps(prompt)
-        yield from self._model.prefill_steps(prompt)
+        return self._model.prefill_steps(prompt)
 
-    def begin(self, ids: Sequence[int]) -> int:
-        """A text that lookup can continue is copied from to the end of the block, and the model is left alone."""
-        return self._lookup.begin(ids) if self._lookup.guess(ids) else self._model.begin(ids)
+    def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
+        origins = (*self._lookup.origins(ids), *self._model.origins(ids))
+        return origins[:1] if self._by_text else origins
+
+    def begin(self, ids: Sequence[int], origin: int = FROM_MODEL) -> int:
+        self._asked = self._model if origin == FROM_MODEL else self._lookup
+        return self._asked.begin(ids)
 
     def guess(self, ids: Sequence[int]) -> Guess | None:
-        return self._lookup.guess(ids) or self._model.guess(ids)
+        copied = self._lookup.guess(ids) if self._by_text else None
+        return copied or self._asked.guess(ids)
 
     def settle(self, length: int) -> None:
         self._lookup.settle(length)

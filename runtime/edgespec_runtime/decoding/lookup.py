@@ -48,8 +48,8 @@ class NgramIndex:
                     else:
                         self._following[ngram] = before
 
-    def next_token(self) -> int | None:
-        """The token that followed the longest n-gram which the text ends with and held before; None where there is none.
+    def match(self) -> tuple[int, int] | None:
+        """(the token that followed the longest n-gram which the text ends with and held before, its n); None where there is none.
 
         Where there is one, there is one again once it is appended: a text that repeats itself is continued in step.
         """
@@ -57,5 +57,5 @@ class NgramIndex:
         for size in self._sizes:
             place = self._following.get(tuple(self.tokens[-size:])) if size <= end else None
             if place is not None:
-                return self.tokens[place]
+                return self.tokens[place], size
         return None

@@ -25,7 +25,7 @@ from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, REREAD, VERIFY,
 from edgespec_runtime.decoding.cascade_loops import Reply, decode_by
 from edgespec_runtime.decoding.drafters import Drafter, drafter_of, propose, window_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.decoding.schedule import Fixed, Schedule
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Schedule
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
@@ -84,12 +84,14 @@ def decode(
             if text.is_full():
                 source.shift(clock.timed(REREAD, text.make_room))
             context = len(text.ids)
-            length = clock.timed(CHOOSE, schedule.draft_length, context, text.room())
-            proposed = NOTHING
+            length = clock.timed(CHOOSE, text.choose, schedule)
+            proposed, origin = NOTHING, schedule.origin
             if drafter is not None and (length or rule.mixes):
-                if text.unread:
+                if text.unread and origin == FROM_MODEL:
                     clock.prefill(text.prefill_drafter)
-                proposed = clock.timed(DRAFT, propose, drafter, text.ids, length, draft_how, source, rule)
+                proposed = clock.timed(
+                    DRAFT, propose, drafter, text.ids, length, draft_how, source, rule, origin
+                )
             drafted = len(proposed.tokens)
             rows = clock.timed(
                 VERIFY, text.verify, proposed.tokens, schedule.pass_length(1 + drafted, context)
@@ -99,7 +101,7 @@ def decode(
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
             text.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
-            clock.end(context, drafted, accepted, len(new), len(rows))
+            clock.end(context, drafted, accepted, len(new), len(rows), origin)
             yield Block(tuple(new), accepted, finish)
     finally:
         text.settle()
@@ -118,6 +120,8 @@ class _Text:
     ) -> None:
         self._target, self._drafter, self.ids = target, drafter, list(prompt)
         self.unread = [] if drafter is None else list(prompt)
+        if drafter is not None:
+            drafter.restart(prompt)
         self._window, self._limit = window_of(target, options), target.engine.context_length
         self._longest = target.engine.block_length - 1  # draft
         self._end = len(prompt) + options.max_new_tokens
@@ -148,11 +152,17 @@ class _Text:
             del self.ids[self._window.keep : self._window.keep + dropped]
             self._end -= dropped
             if self._drafter is not None:
+                self._drafter.restart(self.ids)
                 read, self.unread = not self.unread, list(self.ids)
                 if read:  # it had read what is dropped
                     self.prefill_drafter()
         self.prefill()
         return dropped
+
+    def choose(self, schedule: Schedule) -> int:
+        """γ of the next block, from whoever can draft it."""
+        origins = () if self._drafter is None else self._drafter.origins(self.ids)
+        return schedule.draft_length(len(self.ids), self.room(), origins)
 
     def room(self) -> int:
         """Most tokens of the next draft."""

@@ -13,6 +13,11 @@ from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
+LOSSLESS_RULES = (
+    LOSSLESS,
+    BLOCK,
+    REPRODUCIBLE,
+)  # rules of which copies join the model unasked: the text stays distributed as it is
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
 STOP, SHIFT = "stop", "shift"
 UNMEASURED = 3  # γ where nobody chose one and no costs are at hand: the direct-alignment paper's
@@ -36,9 +41,10 @@ class ReplyOptions(Warp):
         f"temperature, {REPRODUCIBLE!r} with a seed and else {BLOCK!r}, which are lossless too)",
         names=lambda: RULES,
     )
-    drafter: str = knob(
-        MODEL,
-        "who drafts: the drafter model, prompt lookup (what followed the same tokens earlier), or hybrid: lookup, else the model",
+    drafter: str | None = knob(
+        None,
+        "who drafts: the drafter model, prompt lookup (what followed the same tokens earlier), or hybrid: whichever of the two "
+        f"promises more (default: hybrid under the rules {', '.join(LOSSLESS_RULES)}, else the model)",
         choices=(MODEL, LOOKUP, HYBRID),
     )
     lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1)
@@ -80,6 +86,13 @@ class ReplyOptions(Warp):
             return LOSSLESS
         return BLOCK if self.seed is None else REPRODUCIBLE
 
+    @property
+    def who(self) -> str:
+        """Who drafts: as asked for, or the default of the rule."""
+        if self.drafter is not None:
+            return self.drafter
+        return HYBRID if self.rule_name in LOSSLESS_RULES else MODEL
+
     def acceptance_rule(self) -> Rule | LoopRule:
         """Raises InputError for an unknown rule, with its parameters."""
         return rule_of(self.rule_name)
@@ -87,7 +100,7 @@ class ReplyOptions(Warp):
     @property
     def needs_model(self) -> bool:
         """Whether a drafter model takes part."""
-        return self.drafter in (MODEL, HYBRID)
+        return self.who in (MODEL, HYBRID)
 
 
 Options = TypeVar("Options", bound=ReplyOptions)

@@ -1,8 +1,12 @@
-"""How many tokens the drafter proposes for the next block. Knows costs and what was accepted; no engines, no tokens."""
+"""Who drafts the next block, and how many tokens. Knows costs and what was accepted; no engines, no tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+# Where a draft comes from. Copies cost nothing, and one after a long match is accepted more often than one after a short match.
+FROM_MODEL, SHORT_COPY, LONG_COPY = ORIGINS = range(3)
 
 
 class Outcome(NamedTuple):
@@ -17,14 +21,24 @@ class Outcome(NamedTuple):
     verify_seconds: float
     seconds: float  # both, and sampling and the loop
     choosing_seconds: float = 0.0  # before them: of asking for its draft length
+    origin: int = FROM_MODEL
 
 
 class Schedule(Protocol):
+    """Attributes:
+    origin: who drafts the next block, one of those last offered; means nothing where its draft length is 0.
+    """
+
+    origin: int
+
     def begin(self) -> None:
         """Called before every reply."""
 
-    def draft_length(self, context: int, room: int) -> int:
-        """γ of the next block, from 0 (a plain step) to `room`; `context`: tokens so far."""
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
+        """γ of the next block, from 0 (a plain step) to `room`; sets `origin`.
+
+        `context`: tokens so far; `origins`: who can draft now, copies first; nobody where it is empty.
+        """
 
     def pass_length(self, count: int, context: int) -> int:
         """Tokens of a target pass that has `count` to verify: more where a longer pass is cheaper."""
@@ -34,16 +48,18 @@ class Schedule(Protocol):
 
 
 class Fixed:
-    """Always the same draft length."""
+    """Always the same draft length; copied where something can be copied."""
 
     def __init__(self, draft_length: int) -> None:
         self._length = draft_length
+        self.origin = FROM_MODEL
 
     def begin(self) -> None:
         pass
 
-    def draft_length(self, context: int, room: int) -> int:
-        return max(0, min(self._length, room))
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
+        self.origin = origins[0] if origins else FROM_MODEL
+        return max(0, min(self._length, room)) if origins else 0
 
     def pass_length(self, count: int, context: int) -> int:
         return count

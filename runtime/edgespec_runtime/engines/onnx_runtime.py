@@ -23,6 +23,8 @@ from edgespec_runtime.untrusted.onnx_graph import check_onnx
 ROPE_BORDER = (
     "edgespec.rope_border"  # metadata of the graph: most tokens of a text with the short RoPE factors
 )
+SPARE_TOKENS = "edgespec.spare_tokens"  # metadata of the graph: places behind the text that a pass writes to
+MOST_SPARE = 16
 HIDDEN_STATES = "hidden_states"  # an output of a graph whose drafter is a head
 MOST_WIDTH = 2**17  # of hidden states, which size memory
 BLOCK_LENGTH = 128  # prefill pieces: large enough for full speed, small enough for the logits buffer (16 MB at 32,000 tokens)
@@ -59,10 +61,7 @@ class OnnxRuntimeEngine:
             raise BundleError(f"{folder} has no model file {filename!r}; export the model again")
         check_onnx(folder / filename)
         self.name = f"onnxruntime {folder.name}"
-        self.context_length = min(context_length or own_context, own_context)
-        self.block_length = min(BLOCK_LENGTH, self.context_length)
         self.n_past = 0
-
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads or default_threads()
         options.inter_op_num_threads = 1
@@ -71,8 +70,14 @@ class OnnxRuntimeEngine:
             self._session = ort.InferenceSession(
                 str(folder / filename), options, providers=["CPUExecutionProvider"]
             )
-            self.rope_border = self._rope_border()
-            self._bind(settings)
+            spare = self._told(SPARE_TOKENS) or 0
+            if spare >= min(MOST_SPARE, own_context):
+                raise ValueError(f"its {SPARE_TOKENS} is {spare}; a few are wanted")
+            self.context_length = min(context_length or own_context, own_context - spare)
+            self.block_length = min(BLOCK_LENGTH, self.context_length)
+            border = self._told(ROPE_BORDER)
+            self.rope_border = border if border is not None and border < self.context_length else None
+            self._bind(settings, spare)
         # ONNX Runtime has an exception class for every status, with no base of their own
         except Exception as error:
             raise BundleError(
@@ -80,17 +85,17 @@ class OnnxRuntimeEngine:
                 "give a shorter --context where memory is short, else export the model again"
             ) from error
 
-    def _rope_border(self) -> int | None:
-        """Most tokens of a text with the short RoPE factors; None where no text of this context has others."""
-        told = self._session.get_modelmeta().custom_metadata_map.get(ROPE_BORDER)
+    def _told(self, name: str) -> int | None:
+        """A number of tokens in the graph's metadata; None where it has none of that name."""
+        told = self._session.get_modelmeta().custom_metadata_map.get(name)
         if told is None:
             return None
         if not (told.isascii() and told.isdigit() and len(told) <= 8 and int(told) > 0):
-            raise ValueError(f"its {ROPE_BORDER} is {told[:80]!r}, and a number of tokens is wanted")
-        return int(told) if int(told) < self.context_length else None
+            raise ValueError(f"its {name} is {told[:80]!r}, and a number of tokens is wanted")
+        return int(told)
 
-    def _bind(self, settings: OnnxSettings) -> None:
-        """Bind every tensor of the graph to memory of this object."""
+    def _bind(self, settings: OnnxSettings, spare: int) -> None:
+        """Bind every tensor of the graph to memory of this object. `spare`: places of the cache behind the text."""
         self._binding = self._session.io_binding()
 
         self._ids = np.zeros(self.block_length, dtype=np.int64)
@@ -103,7 +108,7 @@ class OnnxRuntimeEngine:
         self._addresses = tuple(each.ctypes.data for each in (self._ids, self._mask, self._logits))
         self._bound = 0  # tokens of the pass that the ids and the logits are bound for
         self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
-        kv_shape = (1, settings.kv_heads, self.context_length, settings.head_size)
+        kv_shape = (1, settings.kv_heads, self.context_length + spare, settings.head_size)
         kinds = {value.name: value.type for value in self._session.get_inputs()}
         shapes = {
             value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()

@@ -23,7 +23,7 @@ from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure
 from edgespec_runtime.bench.report import PLAIN, Run
-from edgespec_runtime.decoding.options import DecodingOptions, ReplyOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.doctor.quality import common_prefix, exact_match, final_number, rouge_2
 from edgespec_runtime.engines.device import engine_version, free_share, this_device
@@ -170,6 +170,7 @@ class Answers:
             seed=options.seed + place[0] * options.repeats + place[1],
             draft_length=options.draft_length,
             rule="lossless" if arm in ENDS else arm.name,
+            drafter=MODEL,
         )
         if arm in ENDS:
             return measure(self._alone if arm == SMALL else self._pair, ids, plain(how), PLAIN, place)

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,11 @@ class Typist:
     def __init__(self, tokenizer: Any, seed: int) -> None:
         self.tokenizer, self.seed = tokenizer, seed
         self.shards: list[int] = []
+        self.beginnings: list[list[int]] = []
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         self.shards.append(number)
+        self.beginnings += [list(request.prompt_ids) for request in requests]
         drawn = random.Random(f"{self.seed} {number}")
         rows, before = [], ""
         for place, request in enumerate(requests):
@@ -97,6 +100,24 @@ def typists(monkeypatch: pytest.MonkeyPatch) -> list[Typist]:
 
 def asked(folder: Path) -> list[str]:
     return [row["messages"][0]["content"] for row in read_jsonl(folder / INSTRUCTIONS)]
+
+
+def test_openings_are_used_in_turn_and_kept(target: Path, typists: list[Typist], tmp_path: Path) -> None:
+    """Every sample goes on from the turn and its opening; the text holds the opening once, and shards go on with the turn."""
+    openings = ("red:", "blue stone", "")
+    options = replace(OPTIONS, self_openings=openings, shard_size=4)
+    write_instructions(tmp_path / "a", target, 20, options, 3)
+    tokenizer = load_tokenizer(target)
+    turn = user_turn(tokenizer)
+    expected = [turn.before + tokenizer.encode(opening, add_special_tokens=False) for opening in openings]
+    asked_of = typists[0].beginnings
+    assert asked_of == [expected[place % 3] for place in range(len(asked_of))]
+    texts = asked(tmp_path / "a")
+    begun = [
+        sum(text.replace(" ", "").startswith(o.replace(" ", "")) for text in texts) for o in openings[:2]
+    ]
+    assert all(count >= 4 for count in begun)
+    assert not any(text.count("red:") > 1 for text in texts)
 
 
 def test_the_bar_goes_on_within_a_shard(

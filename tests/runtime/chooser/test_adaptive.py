@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from edgespec_runtime.chooser.adaptive import EVERY, FEW, LONGEST_REST, LOSS, REFRESH, REST, Adaptive, Guard
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
+from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY, Fixed, Outcome, Schedule
 from simulated_machine import DEAR, FLAT, MEASURED, SAW, STEEP, TINY, Machine, Padded, costs_of, seconds_of
 
 CONTEXT, ROOM = 100, 1000
@@ -113,6 +113,66 @@ def test_drafts_that_pay_again_are_made_again_and_the_rests_are_short_again() ->
     assert sum(length > 0 for length in good[-100:]) >= 98
     bad = plain_runs([step(schedule, costs, nothing) for _ in range(200)])
     assert REST in bad
+
+
+def copying(
+    schedule: Adaptive,
+    costs: Costs,
+    origins: tuple[int, ...],
+    rates: dict[int, float],
+    draws: np.random.Generator,
+) -> tuple[int, int]:
+    """One block of whoever is chosen among `origins`; each accepts at its own rate. Returns (its origin, its draft length)."""
+    length = schedule.draft_length(CONTEXT, ROOM, origins)
+    origin, size = schedule.origin, schedule.pass_length(length + 1, CONTEXT)
+    passed = draws.random(length) < rates.get(origin, 0.0)
+    kept = length if passed.all() else int(passed.argmin())
+    drafting = length * costs.draft(CONTEXT) * (origin == FROM_MODEL)
+    passing = costs.verify(size, CONTEXT)
+    outcome = Outcome(CONTEXT, length, kept, kept + 1, size, drafting, passing, drafting + passing)
+    schedule.observe(outcome._replace(origin=origin))
+    return origin, length
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({FROM_MODEL: 0.6, LONG_COPY: 0.9}, LONG_COPY),  # it stays more often, and costs nothing
+        ({FROM_MODEL: 0.6, LONG_COPY: 0.6}, LONG_COPY),  # it costs nothing
+        ({FROM_MODEL: 0.9, LONG_COPY: 0.1}, FROM_MODEL),
+    ],
+)
+def test_who_drafts_is_who_gives_more_tokens_a_second(rates: dict[int, float], expected: int) -> None:
+    costs, draws = costs_of(FLAT, 0.1), np.random.default_rng(0)
+    schedule = Adaptive(costs, 0.5)
+    made = [copying(schedule, costs, (LONG_COPY, FROM_MODEL), rates, draws) for _ in range(400)]
+    late = [origin for origin, length in made[200:] if length]
+    assert late.count(expected) > 0.8 * len(late) > 100
+
+
+def test_what_copies_do_says_nothing_of_the_model_nor_of_other_copies() -> None:
+    """Copies that are always rejected: they rest, the model drafts as long as before, and copies after long matches too."""
+    costs, draws = costs_of(FLAT, 0.1), np.random.default_rng(0)
+    rates = {FROM_MODEL: 0.7, SHORT_COPY: 0.0, LONG_COPY: 0.9}
+    schedule, alone = Adaptive(costs, 0.5), Adaptive(costs, 0.5)
+    for block in range(600):
+        offered = (SHORT_COPY, FROM_MODEL) if block % 2 else (LONG_COPY, FROM_MODEL)
+        copying(schedule, costs, offered, rates, draws)
+        copying(alone, costs, (FROM_MODEL,), rates, draws)
+    made = [copying(schedule, costs, (SHORT_COPY, FROM_MODEL), rates, draws) for _ in range(60)]
+    model = [length for origin, length in made if origin == FROM_MODEL and length]
+    assert len(model) > 40
+    assert abs(np.median(model) - alone.draft_length(CONTEXT, ROOM)) <= 1
+    assert schedule.draft_length(CONTEXT, ROOM, (LONG_COPY, FROM_MODEL)) > np.median(model)
+    assert schedule.origin == LONG_COPY
+
+
+def test_where_nobody_can_draft_a_plain_step_is_made() -> None:
+    costs = costs_of(FLAT, 0.1)
+    schedule = Adaptive(costs, 0.9)
+    step(schedule, costs, nothing)
+    assert schedule.draft_length(CONTEXT, ROOM, ()) == 0 == Fixed(4).draft_length(CONTEXT, ROOM, ())
+    assert schedule.draft_length(CONTEXT, ROOM, (SHORT_COPY,)) > 0
 
 
 def test_the_guard_stops_what_loses_too_much_of_the_session() -> None:

@@ -12,7 +12,7 @@ from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
 from edgespec_runtime.chooser.kept_costs import load_costs, store_costs
 from edgespec_runtime.chooser.pair_schedule import MOST_KEPT, Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
@@ -61,7 +61,7 @@ def test_rules_that_mix_have_schedules_of_their_own(pair: Pair, monkeypatch: pyt
         for rule in ("lossless", "block", LENIENT)
     }
     assert warm["block"] is warm["lossless"] is not warm[LENIENT]
-    assert schedules.of(DecodingOptions(rule=LENIENT)) is schedules.of(DecodingOptions())
+    assert schedules.of(DecodingOptions(rule=LENIENT)) is schedules.of(DecodingOptions(drafter=MODEL))
     assert isinstance(schedules.of(DecodingOptions(temperature=1.0, rule="token-cascade:a=0.5")), Fixed)
 
 

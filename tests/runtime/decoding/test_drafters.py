@@ -23,6 +23,7 @@ from edgespec_runtime.decoding.drafters import (
 from edgespec_runtime.decoding.lookup import NgramIndex
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
+from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import Uniforms, Warp
@@ -48,7 +49,7 @@ def draft(drafter: Drafter, ids: list[int], room: int = 4, rule: str = "lossless
     """A greedy draft by itself."""
     by = rule_of(rule)
     assert isinstance(by, Rule)
-    return propose(drafter, ids, room, Warp(), Uniforms(0), by)
+    return propose(drafter, ids, room, Warp(), Uniforms(0), by, next(iter(drafter.origins(ids)), FROM_MODEL))
 
 
 def searched(text: Sequence[int], longest: int) -> int | None:
@@ -75,8 +76,8 @@ def test_the_index_finds_what_a_search_finds_at_every_token(longest: int, letter
         text += piece
         index.extend(piece)
         assert index.tokens == text
-        found = index.next_token()
-        assert found == searched(text, longest)
+        found = index.match()
+        assert (found and found[0]) == searched(text, longest)
         hits += found is not None
     assert hits > 30
     index.cut(0)
@@ -96,7 +97,7 @@ def test_a_token_costs_the_same_however_long_the_text_is() -> None:
     index.extend(np.random.default_rng(0).integers(50, size=5000).tolist())
     before = len(index._before)
     index.extend([1, 2, 3])
-    index.next_token()
+    index.match()
     assert len(index._before) == before + 3 * 2
 
 
@@ -290,6 +291,35 @@ def test_hybrid_asks_the_model_where_lookup_finds_nothing() -> None:
     assert model.tokens == [1, 2, 3]
     assert draft(drafter, [1, 2, 3, 1, 2], 2).tokens == [3, 1]
     assert model.tokens == [1, 2, 3]
+
+
+def test_origins_say_who_can_draft_and_a_block_is_of_one_of_them() -> None:
+    model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
+    drafter = HybridDrafter(LookupDrafter(3), ModelDrafter(model))
+    drafter.restart([9, 1, 2, 3])
+    assert drafter.origins([9, 1, 2, 3]) == (FROM_MODEL,)
+    assert drafter.origins([9, 1, 2, 3, 1, 2]) == (SHORT_COPY, FROM_MODEL)
+    assert drafter.origins([9, 1, 2, 3, 1, 2, 3]) == (LONG_COPY, FROM_MODEL)
+    how = (Warp(), Uniforms(0), rule_of("lossless"))
+    copied = propose(drafter, [9, 1, 2, 3, 1, 2, 3], 2, *how, LONG_COPY)  # type: ignore[arg-type]
+    assert (copied.tokens, copied.copied) == ([1, 2], 2)
+    assert drafter.origins([9, 1, 2, 3, 1, 2, 3, 1, 5]) == (
+        FROM_MODEL,
+    )  # the copy was rejected, and is forgotten
+    computed = propose(drafter, [9, 1, 2, 3, 1, 2, 3], 2, *how, FROM_MODEL)  # type: ignore[arg-type]
+    assert (computed.tokens, computed.copied) == ([4, 5], 0)
+
+
+def test_under_a_rule_that_changes_the_law_the_text_alone_decides_who_answers() -> None:
+    model = CachedEngine(ToyEngine(successor_model(V, lambda token: token + 1), V))
+    drafter = drafter_of(DecodingOptions(drafter=HYBRID, rule="lenient-lin"), model)
+    assert isinstance(drafter, HybridDrafter)
+    assert drafter.origins([1, 2, 3, 1, 2]) == (SHORT_COPY,)
+    assert drafter.origins([7, 1, 2, 3, 8]) == (FROM_MODEL,)
+    chosen = drafter_of(DecodingOptions(), model)
+    assert isinstance(chosen, HybridDrafter)
+    assert chosen.origins([1, 2, 3, 1, 2]) == (SHORT_COPY, FROM_MODEL)
+    assert type(drafter_of(DecodingOptions(rule="lenient-lin"), model)) is ModelDrafter
 
 
 # Who drafts

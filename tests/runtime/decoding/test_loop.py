@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.decoding.schedule import Fixed, Outcome
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import warp
 from loop_setup import Setup, V
@@ -106,9 +107,8 @@ def test_a_drafter_with_a_shorter_context_stops_drafting_and_the_reply_goes_on()
     setup.draft = CachedEngine(ToyEngine(DRAFTS["always"], V, context_length=10))
     assert setup.run([0], draft_length=4) == list(range(1, 21))
     assert max(setup.draft.engine.seen) <= 10  # type: ignore[attr-defined]
-    assert setup.run([0] * 12, draft_length=4) == list(
-        range(1, 21)
-    )  # a prompt longer than the drafter's context
+    longer = setup.run([0] * 12, draft_length=4, drafter=MODEL)  # a prompt longer than the drafter's context
+    assert longer == list(range(1, 21))
     assert setup.counts.drafted == 0
 
 
@@ -177,9 +177,9 @@ class Steps(Fixed):
         super().__init__(length)
         self._plain = plain
 
-    def draft_length(self, context: int, room: int) -> int:
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self._plain -= 1
-        return 0 if self._plain >= 0 else super().draft_length(context, room)
+        return 0 if self._plain >= 0 else super().draft_length(context, room, origins)
 
 
 @pytest.mark.parametrize("plain", [0, 1, 7, 20])
@@ -211,9 +211,9 @@ class Told(Steps):
         super().__init__(plain, length)
         self.outcomes: list[Outcome] = []
 
-    def draft_length(self, context: int, room: int) -> int:
+    def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         time.sleep(self.SECONDS)
-        return super().draft_length(context, room)
+        return super().draft_length(context, room, origins)
 
     def observe(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)

@@ -137,6 +137,10 @@ class AtKeptCosts:
             schedule.pass_length,
         )
 
+    @property
+    def origin(self) -> int:
+        return self._schedule.origin
+
     def observe(self, outcome: Outcome) -> None:
         drafting = outcome.drafted * CHEAP_DRAFTS.draft(32)
         verifying = CHEAP_DRAFTS.verify(outcome.size, 32)

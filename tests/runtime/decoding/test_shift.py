@@ -157,10 +157,10 @@ def test_memory_does_not_grow_with_the_reply(monkeypatch: pytest.MonkeyPatch) ->
     index = NgramIndex(3)
 
     class Watched(LookupDrafter):
-        def settle(self, length: int) -> None:
+        def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
             nonlocal index
             index = self._index
-            super().settle(length)
+            return super().origins(ids)
 
     monkeypatch.setattr(loop, "drafter_of", lambda options, model: Watched(3))
     setup = Setup(successor_model(V, lambda token: 7 * token + 3), None, V, context_length=24, block_length=8)
