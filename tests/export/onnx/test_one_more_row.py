@@ -129,7 +129,7 @@ def test_graphs_in_which_the_row_has_no_place_stay_as_they_are(
     model = onnx.load(folders["llama"] / "model.onnx", load_external_data=False)
     if reason == "a bias":
         for node in (node for node in model.graph.node if node.op_type == "GroupQueryAttention"):
-            node.input.extend([""] * (10 - len(node.input)) + ["attention_mask"])
+            node.input[:] = [*(*node.input, *[""] * 10)[:10], "attention_mask"]
     else:
         model.metadata_props.add(key=ROPE_BORDER, value="32")
     file = tmp_path / "model.onnx"
