@@ -1,0 +1,191 @@
+"""One pair in all its files: plain, best fixed and chosen drafts, beside what llama.cpp and transformers do with the same target.
+
+    python benchmarks/pair_table.py BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
+                                    [--new 128] [--draft-lengths 1,2] [--transformers FOLDER] [--json FILE.json]
+
+    edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q8_0,q4_k_m --out build/all     # such a bundle
+
+Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
+Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
+llama-cpp-python's prompt lookup; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second
+count from the first token on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest
+fixed drafts at each position. The second table has the chosen drafts by kind of question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from against_llamacpp import Run, Timer, native_loop, ours, python_binding
+from edgespec_runtime.bench.suite import Question, in_turn, read_suite
+from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.engines.engine import default_threads
+from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
+
+from edgespec.core.files import write_json
+from edgespec.core.manifest import read_manifest
+from edgespec.core.metrics import RawCounts, bootstrap, median
+from edgespec.core.output import note
+from edgespec.core.progress import progress
+from edgespec.core.table import interval, table
+
+PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
+TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
+LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
+
+Rates = dict[str, list[float]]  # by rival, one for each question
+
+
+def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
+    """transformers' generate on the float weights of a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    class Counted(BaseStreamer):
+        def __init__(self) -> None:
+            self.timer, self.prompt = Timer(), True
+
+        def put(self, value: torch.Tensor) -> None:
+            if not self.prompt:
+                self.timer.add(value.numel())
+            self.prompt = False
+
+        def end(self) -> None:
+            pass
+
+    def run(prompt: Sequence[int], temperature: float) -> tuple[float, RawCounts | None]:
+        counted = Counted()
+        settings = {"max_new_tokens": new, "min_new_tokens": new, "streamer": counted, "pad_token_id": 0}
+        settings |= (
+            {"do_sample": True, "temperature": temperature, "top_k": 0}
+            if temperature
+            else {"do_sample": False}
+        )
+        settings |= {"prompt_lookup_num_tokens": LOOKED_UP} if lookup else {}
+        model.generate(torch.tensor([list(prompt)]), **settings)
+        return counted.timer.rate, None
+
+    return run
+
+
+def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
+    lengths = [int(word) for word in given.draft_lengths.split(",")]
+    found: dict[str, Run] = {PLAIN: ours(pair, given.new, speculates=False)}
+    found |= {f"γ = {length}": ours(pair, given.new, draft_length=length) for length in lengths}
+    found[CHOSEN] = ours(pair, given.new, schedules=Schedules(pair, note))
+    if pair.engine == LLAMACPP:
+        file = pair.manifest.model_path("target", LLAMACPP, pair.precision)
+        same = (file, given.context, given.threads, given.new, bool(pair.flash_attention))
+        found[LOOP] = native_loop(*same)
+        found[LOOKUP] = python_binding(*same, lookup=True)
+    return found
+
+
+def answered(
+    rivals: dict[str, Run], prompts: Sequence[Sequence[int]], temperature: float, label: str
+) -> tuple[Rates, dict[str, RawCounts]]:
+    """Tokens a second of every rival at every prompt, and the raw counts of those that have some."""
+    rates: Rates = {name: [] for name in rivals}
+    counts: dict[str, RawCounts] = defaultdict(RawCounts)
+    for run in rivals.values():
+        run(prompts[0], temperature)  # first calls allocate, and measure costs
+    with progress(label, len(prompts), "question") as bar:
+        for index, prompt in enumerate(prompts):
+            for name in shuffled(list(rivals), index):
+                rate, counted = rivals[name](prompt, temperature)
+                rates[name].append(rate)
+                if counted is not None:
+                    counts[name].add(counted)
+            bar.update(1)
+    return rates, counts
+
+
+def against(rates: Rates, name: str, of: Sequence[int]) -> str:
+    """x plain decoding on these questions."""
+    return interval(*bootstrap([rates[name][each] / rates[PLAIN][each] for each in of], median))
+
+
+def rows_of(
+    file: str, temperature: float, rates: Rates, counts: dict[str, RawCounts]
+) -> list[tuple[str, ...]]:
+    everywhere = range(len(rates[PLAIN]))
+    rows = []
+    for name, found in rates.items():
+        gain = "1" if name == PLAIN else against(rates, name, everywhere)
+        tau, alpha = "", ""
+        if counts[name].drafted:
+            tau = f"{counts[name].block_efficiency:.2f}"
+            kept = zip(counts[name].accepted, counts[name].tested, strict=True)
+            alpha = " ".join(f"{stayed / seen:.2f}" for stayed, seen in kept) if name != CHOSEN else ""
+        rows.append((file, f"{temperature:g}", name, f"{median(found):.1f}", gain, tau, alpha))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--files", default="", help="ENGINE:PRECISION,... (default: all of the bundle)")
+    parser.add_argument("--temperatures", default="0,0.7,1")
+    parser.add_argument("--each", type=int, default=20, help="questions of each kind")
+    parser.add_argument("--new", type=int, default=128, help="tokens of a reply")
+    parser.add_argument("--draft-lengths", default="1,2")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    questions = in_turn(read_suite("built-in"))
+    kinds = sorted({question.category for question in questions})
+    questions = questions[: given.each * len(kinds)]
+    target = read_manifest(given.bundle).target
+    files = [word for word in given.files.split(",") if word]
+    files = files or [f"{engine}:{precision}" for engine, each in target.files.items() for precision in each]
+    rows, by_kind, report = [], [], {}
+    for file in files:
+        engine, precision = file.split(":")
+        pair = open_pair(
+            given.bundle, LoadOptions(engine, precision, context=given.context, threads=given.threads)
+        )
+        prompts = [pair.tokenizer.encode_chat(chat_of(question)) for question in questions]
+        rivals = rivals_of(pair, given)
+        for temperature in map(float, given.temperatures.split(",")):
+            rates, counts = answered(rivals, prompts, temperature, f"{file}, T = {temperature:g}")
+            rows += rows_of(f"{file} {pair.mode}", temperature, rates, counts)
+            of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
+            by_kind.append((file, f"{temperature:g}", *(against(rates, CHOSEN, of[kind]) for kind in kinds)))
+            report[f"{file} T={temperature:g}"] = rates
+        pair.close()
+    if given.transformers:
+        rivals = {
+            PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
+            TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
+        }
+        for temperature in map(float, given.temperatures.split(",")):
+            rates, counts = answered(rivals, prompts, temperature, f"{TORCH}, T = {temperature:g}")
+            rows += rows_of(f"{TORCH} float32", temperature, rates, counts)
+            report[f"{TORCH} T={temperature:g}"] = rates
+    if given.json:
+        write_json(given.json, report)
+    print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
+    print(table(("file", "T", "rival", "tok/s", "x plain", "τ", "α by position"), rows, left=3))
+    print(table(("γ chosen, x plain", "T", *kinds), by_kind))
+    return 0
+
+
+def chat_of(question: Question) -> list[dict[str, str]]:
+    return [*question.before, {"role": "user", "content": question.turns[0]}]  # type: ignore[list-item]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
