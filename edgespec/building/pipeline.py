@@ -22,6 +22,7 @@ from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.schema import (
+    ROUNDED,
     SELF,
     SELF_INSTRUCTIONS,
     SELF_PROMPTS,
@@ -183,8 +184,9 @@ class Build(ExportStages):
             together=True,
         )
         self._written(target, recipe, writer, own)
+        teacher, rounding = self._teacher(target)
         inputs = DistillInputs(
-            target=target,
+            target=teacher,
             drafter=out / "pretrain" / "model",
             responses=out / "generate",
             text=recipe.pretrain.text,
@@ -199,12 +201,12 @@ class Build(ExportStages):
                 f"the target's {recipe.distill.stored_top_k} most probable tokens at every position",
                 {"stored_top_k": recipe.distill.stored_top_k, "context": recipe.distill.context},
                 lambda place: store_responses(place, inputs, recipe.distill),
-                reads=writer | sources.stages(out, "generate"),
+                reads=writer | sources.stages(out, "generate", *rounding),
                 together=True,
                 damaged=stored.damaged_shards,
             )
         fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
-        made = ("pretrain", "generate", *(["store"] if inputs.store else []))
+        made = ("pretrain", "generate", *rounding, *(["store"] if inputs.store else []))
         reads = writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed)
         if inputs.reference:
             options = reference_options(recipe)
@@ -226,6 +228,22 @@ class Build(ExportStages):
             together=True,
         )
         return inputs.drafter, out / "distill" / "model"
+
+    def _teacher(self, target: Path) -> tuple[Path, list[str]]:
+        """The model that the drafter is distilled against, and the stage that made it, where one did."""
+        precision = self.recipe.distill.against
+        if not precision:
+            return target, []
+        from edgespec_export.verify.rounded import write_rounded
+
+        self.stage(
+            ROUNDED,
+            f"the target as its {precision} file rounds it",
+            {"precision": precision},
+            lambda place: write_rounded(target, place / "model", precision),
+            reads=self._model("target", target),
+        )
+        return self.out / ROUNDED / "model", [ROUNDED]
 
     def _own_prompts(self, target: Path) -> None:
         """Held-out prompts that the target writes, with a seed of their own; from here on the recipe names their file."""

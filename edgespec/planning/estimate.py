@@ -16,6 +16,7 @@ from edgespec.planning import costs
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
     INSTRUCTION_TOKENS,
+    ROUNDED,
     SAMPLINGS,
     SELF,
     SELF_INSTRUCTIONS,
@@ -321,6 +322,11 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     if recipe.pretrain.steps and not head:
         stages.append(_pretrain(recipe, drafter))
     stages.append(_with_states(recipe, answers, target) if head else answers)
+    if distill.against:
+        weights = (
+            costs.FLOAT * target.parameters
+        )  # the exporter holds them once, and the folder has them once more
+        stages.append(StageCost(ROUNDED, 0, 0.0, weights, weights))
     if distill.target_side == "stored" and not head:
         stages.append(_store(recipe, target))
     if distill.select_fraction < 1 and reference.steps:

@@ -22,7 +22,14 @@ from edgespec.planning.estimate import (
     writings,
 )
 from edgespec.planning.hardware import Hardware
-from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe, TrainingOptions
+from edgespec.recipe.schema import (
+    ROUNDED,
+    SELF_INSTRUCTIONS,
+    SELF_PROMPTS,
+    SELF_TEXT,
+    Recipe,
+    TrainingOptions,
+)
 
 TOGETHER = (
     "tune",
@@ -37,7 +44,7 @@ TOGETHER = (
 )
 """Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
-ON_HOST = ("export", "pack")
+ON_HOST = (ROUNDED, "export", "pack")
 """Stages that take the machine's memory and not an accelerator's."""
 SAMPLINGS = 2
 """Ways of sampling that the evaluation measures (evaluation_report.SAMPLINGS)."""

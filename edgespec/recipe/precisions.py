@@ -13,6 +13,10 @@ PRECISIONS = {
 """What files are written in, by format."""
 MIXED = {"onnx": "mixed", "gguf": "q_mixed"}
 """The precisions whose tensors have bits of their own, chosen on text the target wrote."""
+WHOLE_PRECISIONS = tuple(
+    name for kind in ("onnx", "gguf") for name in PRECISIONS[kind] if name != MIXED[kind]
+)
+"""Those of ONNX and GGUF that round every matrix alike."""
 READ_BY = {"onnx": "onnxruntime", "gguf": "llama.cpp", "npu": "static, openvino"}
 """The engines that run a format's files."""
 

@@ -116,6 +116,11 @@ def _check_inference(inference: InferenceOptions, distill: DistillOptions, *, ow
             )
     if inference.source == "torch" or not distill.steps:
         return
+    if distill.against:
+        raise InputError(
+            f"distill.against is {distill.against!r} and inference.source is {inference.source!r}, which gives its own "
+            "distributions; for those of a GGUF file, name it with --inference.file and leave distill.against out"
+        )
     asked = {"text_fraction": 0.0, "fixed_fraction": 0.0, "student_fraction": 0.0}
     wanted = [name for name, value in asked.items() if getattr(distill, name) != value]
     if distill.labels == "soft" and (wanted or distill.target_side != "stored"):

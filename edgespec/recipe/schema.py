@@ -7,13 +7,14 @@ from typing import Any
 
 from edgespec.core.options import knob, section, with_default
 from edgespec.recipe.device_table import device_entries
-from edgespec.recipe.precisions import PRECISIONS, precision_names
+from edgespec.recipe.precisions import PRECISIONS, WHOLE_PRECISIONS, precision_names
 
 PYTHON_STDLIB = "python-stdlib"
 SELF = "self"
 """The source that the target writes itself."""
 SELF_TEXT, SELF_INSTRUCTIONS, SELF_PROMPTS = "self-text", "self-instructions", "self-prompts"
 """The stages that write it."""
+ROUNDED = "rounded-target"  # the stage that gives the target the weights of one of its files
 DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
 INSTRUCTION_TOKENS = 128
@@ -256,6 +257,11 @@ class DistillOptions(TrainingOptions):
         "live",
         "the target's distributions: computed live, or read from a stored top-k-plus-remainder cache",
         choices=("live", "stored"),
+    )
+    against: str = knob(
+        "",
+        "distil against the target as this file of it rounds its weights: an ONNX or GGUF precision (default: as it is)",
+        choices=("", *WHOLE_PRECISIONS),
     )
     stored_top_k: int = knob(64, "tokens stored for a position; the rest share the remainder", at_least=1)
     select_fraction: float = knob(
