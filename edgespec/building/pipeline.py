@@ -21,15 +21,8 @@ from edgespec.model_folder.config import read_config
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import (
-    ROUNDED,
-    SELF,
-    SELF_INSTRUCTIONS,
-    SELF_PROMPTS,
-    SELF_TEXT,
-    Recipe,
-    reference_options,
-)
+from edgespec.recipe.reference import reference_options
+from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import data_of

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from edgespec.building.pipeline import Build
 from edgespec.recipe.drafter import DrafterShape
-from edgespec.recipe.schema import SELF_TEXT, reference_options
+from edgespec.recipe.reference import reference_options
+from edgespec.recipe.schema import SELF_TEXT
 from edgespec.stages import sources as sources
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
+from edgespec.recipe.reference import reference_options
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
     INSTRUCTION_TOKENS,
@@ -26,7 +27,6 @@ from edgespec.recipe.schema import (
     InferenceOptions,
     Recipe,
     TrainingOptions,
-    reference_options,
 )
 from edgespec.recipe.shipped import made_target
 from edgespec.recipe.targets import TINY_CHAT, shape_of_target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.options import knob, section, with_default
@@ -384,22 +384,3 @@ class Recipe:
         EvaluateOptions, "acceptance and block efficiency in torch on held-out prompts"
     )
     export: ExportOptions = section(ExportOptions, "files for the device")
-
-
-def reference_options(recipe: Recipe) -> DistillOptions:
-    """How AdaSPEC's reference is distilled: forward KL on the data of the distillation itself, on all tokens.
-
-    Knobs that this does not read have their defaults, so that recipes which differ in them alone have one reference.
-    """
-    own = {name: getattr(recipe.reference, name) for name in TrainingOptions.__dataclass_fields__}
-    unread = (
-        "jsd_beta",
-        "tvdpp_estimator",
-        "tvdpp_scope",
-        "scale_learning_rate",
-        "select_fraction",
-        "labels",
-    )
-    plain = DistillOptions(divergence="fkl")
-    own |= {name: getattr(plain, name) for name in unread}
-    return replace(recipe.distill, **own, divergence="fkl", watch_steps=0, keep_steps=0)

@@ -42,7 +42,8 @@ from edgespec.core.table import duration
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.schema import Recipe, reference_options
+from edgespec.recipe.reference import reference_options
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.study_options import Arm, Study, TaskOptions
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads, settle
