@@ -91,8 +91,10 @@ def _set(chat: Chat, argument: str) -> None:
 def _draft(chat: Chat, argument: str) -> None:
     if argument in (MODEL, LOOKUP, HYBRID):
         chat.change(drafter=argument, draft="on")
-    elif argument in ("on", "off"):
-        chat.change(draft=argument)
+    elif argument == "on":
+        chat.change(drafter="auto", draft="on")
+    elif argument == "off":
+        chat.change(draft="off")
     elif argument:
         raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
     chat.view.note(chat.state())

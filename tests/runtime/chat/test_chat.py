@@ -16,6 +16,7 @@ from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN
 from edgespec_runtime.chooser.pair_schedule import Schedules
+from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from repository import PYTHONPATH, REPOSITORY
@@ -187,7 +188,7 @@ def test_a_reply_says_why_there_are_no_drafts(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
-    chat = new_chat(pair, draft_length=None, max_new_tokens=30)
+    chat = new_chat(pair, draft_length=None, max_new_tokens=30, drafter=MODEL)
     chat.reply("Hello")
     shown = capsys.readouterr().err
     needed, has = re.search(  # type: ignore[union-attr]

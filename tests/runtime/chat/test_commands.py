@@ -79,14 +79,15 @@ def test_set_checks_as_the_command_line_does(pair: Pair) -> None:
 def test_who_drafts_how_much_and_by_which_rule(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     chat = new_chat(pair)
     for line, (draft, drafter, length, rule) in {
-        "/draft off": (False, "model", 3, None),
+        "/draft off": (False, None, 3, None),
         "/draft lookup": (True, "lookup", 3, None),
-        "/draft on": (True, "model", 3, None),
-        "/gamma auto": (True, "model", None, None),
-        "/gamma 2": (True, "model", 2, None),
-        "/rule block": (True, "model", 2, "block"),
-        "/rule auto": (True, "model", 2, None),
-        "/rule": (True, "model", 2, None),
+        "/draft model": (True, "model", 3, None),
+        "/draft on": (True, None, 3, None),
+        "/gamma auto": (True, None, None, None),
+        "/gamma 2": (True, None, 2, None),
+        "/rule block": (True, None, 2, "block"),
+        "/rule auto": (True, None, 2, None),
+        "/rule": (True, None, 2, None),
     }.items():
         handle(chat, line)
         options = chat.options
@@ -99,7 +100,8 @@ def test_who_drafts_how_much_and_by_which_rule(pair: Pair, capsys: pytest.Captur
     shown = capsys.readouterr().err
     assert "no drafts" in shown
     assert "drafter lookup, γ 3, rule lossless" in shown
-    assert "drafter model, γ auto" in shown
+    assert "drafter model, γ 3, rule lossless" in shown
+    assert "drafter hybrid, γ auto" in shown
     assert "there are: auto, " in shown
     handle(chat, "/draft off")
     handle(chat, "Hello")

@@ -25,7 +25,17 @@ def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--json", "--max-new-tokens", "30", "--draft-length", "4", "--system", "Be brief."]
+    flags = [
+        "--json",
+        "--max-new-tokens",
+        "30",
+        "--draft-length",
+        "4",
+        "--system",
+        "Be brief.",
+        "--drafter",
+        "model",
+    ]
     assert main(["generate", str(bundle), "Hello there", *flags]) == 0
     report = json.loads(capfd.readouterr().out)
     counts = RawCounts(**report["counts"])

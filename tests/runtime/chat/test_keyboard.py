@@ -121,7 +121,9 @@ def test_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert completed("/") == [command.names[0] for command in COMMANDS]
     assert completed("/re") == ["/regenerate"]
     assert completed("/set temp") == ["/set temperature"]
-    assert completed("/set drafter ") == [f"/set drafter {name}" for name in ("model", "lookup", "hybrid")]
+    assert completed("/set drafter ") == [
+        f"/set drafter {name}" for name in ("model", "lookup", "hybrid", "auto")
+    ]
     assert completed("/set colour o") == ["/set colour on", "/set colour off"]
     assert completed("/rule bl") == ["/rule block"]
     assert completed("/gamma ") == ["/gamma auto"]

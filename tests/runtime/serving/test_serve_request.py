@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from edgespec_runtime.decoding.options import MODEL, NOBODY
+from edgespec_runtime.decoding.options import HYBRID, NOBODY
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
 from edgespec_runtime.serving.request import (
     NEUTRAL,
@@ -97,7 +97,7 @@ def test_speculation_is_chosen_by_request() -> None:
     ):
         for request in both({"draft_length": asked, "speculative": True}):
             how = request.options(9, 9, served)
-            assert (how.drafter, how.draft_length) == (MODEL, length)
+            assert (how.who, how.draft_length) == (HYBRID, length)
     seeded = read_chat({"seed": 4, "rule": "block"}, MODEL_NAME).options(9, 9, None)
     assert (seeded.seed, seeded.rule_name) == (4, "block")
     for request in both({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
