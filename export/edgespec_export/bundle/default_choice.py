@@ -23,6 +23,7 @@ from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.answers.report import red
 from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, draft_table
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import open_models
 from edgespec_export.verify.file_check import has_engine
@@ -160,8 +161,13 @@ def default_report(manifest: Manifest, *, colour: bool = False) -> str:
     """The files that were timed and the default with its reason, in red where it is a changed model."""
     default = manifest.default
     text = f"default: {default['engine']} {default['precision']}: {default['reason']}"
-    found = choice_table(manifest.metrics.get(TIMED_FILES, []))
-    return (f"{found}\n\n" if found else "") + red(text, colour and f"({ANOTHER_MODEL})" in text)
+    tables = (
+        draft_table(manifest.metrics.get(DRAFT_SIDE, [])),
+        choice_table(manifest.metrics.get(TIMED_FILES, [])),
+    )
+    return "".join(f"{found}\n\n" for found in tables if found) + red(
+        text, colour and f"({ANOTHER_MODEL})" in text
+    )
 
 
 def _rates(one: Timed) -> str:

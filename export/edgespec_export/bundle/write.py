@@ -37,6 +37,7 @@ from edgespec_export.bundle.default_choice import (
     choose_default,
     first_faithful,
 )
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, as_rows, choose_drafters
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
@@ -82,8 +83,11 @@ def write_bundle(
     files = exported_files(export_folder, options, own, head=head)
     if not files:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
+    parameters = {role: shape.parameters for role, shape in shapes.items()}
+    exported = files  # all of them travel: other engines pair files of one precision
+    files, drafters = choose_drafters(exported, subset, parameters, verification)
     with whole_folder(out) as folder:
-        places = {file.path: _size(file.path) for file in files}  # a head's folder stands for several
+        places = {file.path: _size(file.path) for file in exported}  # a head's folder stands for several
         with reading("copy the exported files", sum(places.values())) as bar:
             for path, size in places.items():
                 _place(path, folder / path.relative_to(export_folder))
@@ -124,7 +128,7 @@ def write_bundle(
         choice = _untimed(options, small, preferred, files, verification) or choose_default(
             [file for file in files if preferred is None or file.engine == preferred.engine],
             subset,
-            {role: shape.parameters for role, shape in shapes.items()},
+            parameters,
             verification,
             metrics,
             preferred,
@@ -165,7 +169,9 @@ def write_bundle(
             drafter=models["drafter"],
             default=default,
             cost_ratio=ratios,
-            metrics={**metrics, TIMED_FILES: choice.rows()} if choice.timed else metrics,
+            metrics=metrics
+            | ({TIMED_FILES: choice.rows()} if choice.timed else {})
+            | ({DRAFT_SIDE: as_rows(drafters)} if drafters else {}),
             provenance={
                 **provenance,
                 **_bits(export_folder),

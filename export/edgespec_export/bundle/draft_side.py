@@ -1,0 +1,148 @@
+"""Which of the drafter's files goes with each file of the target: the one that promises the most tokens a second, measured here.
+
+A rounded drafter is smaller, and accepted less often. A drafter of a few million weights is hardly faster for it, so its float
+file may win beside a rounded target. α is the mean of Σ min(p, q) over one text for all pairs, greedy, as verify measured it
+(DistillSpec Eq. 3). Seconds of a drafter step and of the target's passes are measured side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length
+from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.vocabulary import Vocabulary
+
+from edgespec.core.progress import progress
+from edgespec.core.table import table
+from edgespec_export.formats.export import ExportedFile
+from edgespec_export.verify.exported_pair import from_json, open_models
+from edgespec_export.verify.file_check import has_engine
+
+DRAFT_SIDE = "draft_side"  # among the manifest's metrics: the pairs that were measured
+LONGEST = 5  # tokens of a pass that is timed: γ = 4 behind it
+TIMED = CalibrateOptions(seconds=1.0, contexts=(256,))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A target's file with a drafter's file: acceptance rate, seconds of a drafter step, tokens a second at the best γ."""
+
+    engine: str
+    precision: str
+    drafter: str
+    alpha: float
+    step: float
+    rate: float
+    chosen: bool = False
+
+
+def choose_drafters(
+    files: Sequence[ExportedFile],
+    subset: Vocabulary | None,
+    parameters: Mapping[str, int],
+    verification: Mapping[str, Any],
+) -> tuple[list[ExportedFile], list[Candidate]]:
+    """The files with the best drafter beside each of the target's, and what was measured; files alone where there is no choice.
+
+    `verification`: verify.json's content, whose acceptance says which pairs can be compared.
+    """
+    rates = _overlaps(verification.get("acceptance", ()))
+    at = {(file.engine, file.role, file.precision): file for file in files}
+    found: list[Candidate] = []
+    chosen: dict[tuple[str, str], str] = {}
+    targets = [file for file in files if file.role == "target" and has_engine(file)]
+    several = {
+        file: [name for engine, target, name in rates if (engine, target) == (file.engine, file.precision)]
+        for file in targets
+    }
+    several = {file: names for file, names in several.items() if len(names) > 1 and file.precision in names}
+    with progress("time drafters", len(several), "files of the target") as bar:
+        for file, names in several.items():
+            own = sorted(
+                names, key=lambda name: name != file.precision
+            )  # the target's own precision first: it wins a tie
+            candidates = [
+                _measured(
+                    file,
+                    at[file.engine, "drafter", name],
+                    rates[file.engine, file.precision, name],
+                    subset,
+                    parameters,
+                )
+                for name in own
+            ]
+            best = max(candidates, key=lambda one: one.rate)
+            found += [replace(one, chosen=one is best) for one in candidates]
+            chosen[file.engine, file.precision] = best.drafter
+            bar.update(1)
+    return [_beside(file, chosen, at) for file in files], found
+
+
+def draft_table(rows: Sequence[Mapping[str, Any]], *, markdown: bool = False) -> str:
+    """What was measured; '' for nothing. The rows may be a stranger's: what is no such row is left out."""
+    cells = []
+    for row in rows:
+        try:
+            numbers = (
+                f"{float(row['alpha']):.3f}",
+                f"{1e3 * float(row['step']):.2f}",
+                f"{float(row['rate']):.1f}",
+            )
+            names = (f"{row['engine']} {row['precision']}", str(row["drafter"]))
+            cells.append((*names, *numbers, "taken" if row["chosen"] is True else ""))
+        except (KeyError, TypeError, ValueError):
+            continue
+    headers = ("target", "drafter", "α greedy", "ms a step", "best γ tok/s", "")
+    return table(headers, cells, markdown=markdown, left=2) if cells else ""
+
+
+def as_rows(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+    return [asdict(one) for one in candidates]
+
+
+def _overlaps(acceptance: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
+    """{(engine, target's precision, drafter's): greedy α}; ONNX Runtime and llama.cpp, whose files may be paired freely."""
+    found = {}
+    for run in from_json(acceptance):
+        positions = sum(trial.positions for trial in run.trials)
+        if run.temperature == 0.0 and run.engine != "static" and positions:
+            overlap = sum(trial.overlap for trial in run.trials)
+            found[run.engine, run.target, run.drafter] = overlap / positions
+    return found
+
+
+def _measured(
+    target: ExportedFile,
+    drafter: ExportedFile,
+    alpha: float,
+    subset: Vocabulary | None,
+    parameters: Mapping[str, int],
+) -> Candidate:
+    opened: list[Engine] = []
+    fast = target.fast_graph is not None  # as it will run, where it is large
+    try:
+        costs: Costs = calibrate(
+            *open_models(target, drafter, parameters, subset, opened, fast=fast), TIMED, LONGEST
+        )
+    finally:
+        for model in opened:
+            model.close()
+    context = costs.contexts[0]
+    _, gain = best_draft_length(costs, alpha, context)
+    rate = gain / costs.verify(1, context)
+    return Candidate(target.engine, target.precision, drafter.held, alpha, costs.draft(context), rate)
+
+
+def _beside(
+    file: ExportedFile, chosen: Mapping[tuple[str, str], str], at: Mapping[tuple[str, str, str], ExportedFile]
+) -> ExportedFile:
+    """A drafter's file, or the one that was chosen in its place, under the name of the target's."""
+    name = chosen.get((file.engine, file.precision), file.precision)
+    if file.role == "target" or name == file.precision:
+        return file
+    other = at[file.engine, "drafter", name]
+    return replace(other, precision=file.precision, stored=other.held)
