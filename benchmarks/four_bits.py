@@ -26,6 +26,7 @@ from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
 from edgespec_runtime.text.tokenizer import ChatTokenizer
+from ort_quantizers import KINDS, write_quantized
 
 from edgespec.building.find_target import find_target
 from edgespec.core.files import read_jsonl
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--rows", required=True, type=Path)
     parser.add_argument("--bits", nargs="*", type=float, default=[4.9, 5.2, 5.5])
     parser.add_argument("--gguf", nargs="*", type=float, default=[5.0, 5.5, 6.0])
+    parser.add_argument("--ort", nargs="*", default=KINDS, help="onnxruntime's own quantizers")
     parser.add_argument("--positions", type=int, default=1000)
     parser.add_argument("--out", type=Path, default=Path("build/four-bits"))
     given = parser.parse_args()
@@ -137,6 +139,12 @@ def main() -> None:
             f"ONNX {precision}",
             given.out / f"onnx-{precision}",
             lambda path, precision=precision: export_onnx(folder, path, precision),
+        )
+    for kind in given.ort:
+        make(
+            f"onnxruntime {kind}",
+            given.out / f"ort-{kind}",
+            lambda path, kind=kind: write_quantized(folder, path, kind),
         )
     for kind, budgets in (("onnx", given.bits), ("gguf", given.gguf)):
         for bits in budgets:

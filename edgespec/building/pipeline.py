@@ -170,7 +170,7 @@ class Build(ExportStages):
             f"next-token training on plain text, first weights: {recipe.drafter.init}",
             self.recipe.pretrain,
             lambda place: pretrain(place, target, shape, recipe.drafter, recipe.pretrain, seed),
-            reads=self._model("target", target, weights=recipe.drafter.init == "subclone")
+            reads=self._model("target", target, weights=recipe.drafter.init in ("subclone", "components"))
             | self._checkpoint()
             | sources.text("pretrain.text", self.recipe.pretrain.text)
             | sources.stages(out, *own & {SELF_TEXT}),

@@ -95,8 +95,9 @@ class DrafterOptions:
     )
     init: str = knob(
         "random",
-        "first weights: random, cut out of the target (weight subcloning), or a local checkpoint",
-        choices=("random", "subclone", "checkpoint"),
+        "first weights: random, cut out of the target (weight subcloning), random but for token tables out of the target's "
+        "(principal components), or a local checkpoint",
+        choices=("random", "subclone", "components", "checkpoint"),
     )
     checkpoint: str = knob(
         "", "model folder to start from, with the target's tokenizer, where init is checkpoint"

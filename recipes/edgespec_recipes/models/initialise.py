@@ -1,4 +1,4 @@
-"""The drafter before any training: random weights, weights cut out of the target, or a checkpoint; all tokens or a subset.
+"""The drafter before any training: random weights, weights or tables of the target, a checkpoint; all tokens or a subset.
 
 Knows the recipe's `drafter` options. How weights are cut is subcloning.py's, how a vocabulary is chosen vocabulary.py's.
 """
@@ -18,6 +18,7 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
+from edgespec_recipes.models.component_tables import start_from_components
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 from edgespec_recipes.models.subcloning import subclone
@@ -88,6 +89,8 @@ def initial_drafter(
         if options.init == "subclone":
             target = load_model(target_folder).to(processes.device())
             model.load_state_dict(subclone(target, whole, text))
+        elif options.init == "components":
+            start_from_components(model, load_model(target_folder), token_counts(text, full))
     if options.vocabulary is not None and not is_restricted(model):
         counts = token_counts(text, full)
         chosen = choose_vocabulary(counts, special_tokens(tokenizer, target_folder), options.vocabulary)

@@ -194,7 +194,7 @@ class Runs:
                 place, self.target, self.shape(arm), recipe.drafter, recipe.pretrain, seed
             ),
             replace(recipe, seed=seed),
-            self._model(self.target, weights=recipe.drafter.init == "subclone")
+            self._model(self.target, weights=recipe.drafter.init in ("subclone", "components"))
             | (self._model(Path(recipe.drafter.checkpoint)) if recipe.drafter.checkpoint else Reads())
             | sources.text("pretrain.text", recipe.pretrain.text),
         )
