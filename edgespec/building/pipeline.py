@@ -214,7 +214,7 @@ class Build(ExportStages):
             reads |= sources.stages(out, "reference")
         self.stage(
             "distill",
-            f"white-box distillation, {recipe.distill.divergence}",
+            f"white-box distillation, {recipe.distill.losses}",
             recipe.distill,
             lambda place: distill(place, inputs, recipe.distill, seed),
             reads=reads,

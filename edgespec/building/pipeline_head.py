@@ -50,7 +50,7 @@ class HeadBuild(Build):
             reference = out / "reference" / "model"
         self.stage(
             "distill",
-            f"a head learns from the target's hidden states, {options.divergence}",
+            f"a head learns from the target's hidden states, {options.losses}",
             options,
             lambda place: distill_head(place, target, written, recipe.drafter, options, seed, reference),
             reads=reads,

@@ -234,7 +234,9 @@ def _distill(
     student = rest * options.student_fraction
     live = 1.0 if options.target_side == "live" else 1.0 - (rest - student)
     soft, selects = options.labels == "soft", options.select_fraction < 1
-    looks = soft and (selects or (options.divergence == "tvd++" and options.tvdpp_scope != "token"))
+    looks = soft and (
+        selects or ("tvd++" in (options.divergence, options.finish) and options.tvdpp_scope != "token")
+    )
     share = options.batch_size // processes * context  # of one process, a step
     later = max(0, share - at_once) * looks  # tokens of it that are looked at ahead
     flops = looks * costs.head_flops(drafter, tokens)

@@ -17,6 +17,7 @@ def reference_options(recipe: Recipe) -> DistillOptions:
         "jsd_beta",
         "tvdpp_estimator",
         "tvdpp_scope",
+        "finish",
         "scale_learning_rate",
         "select_fraction",
         "labels",

@@ -214,6 +214,11 @@ class DistillOptions(TrainingOptions):
         "loss between target p and draft q: forward KL, reverse KL, Jensen-Shannon, total variation distance, TVD++, or LK",
         choices=DIVERGENCES,
     )
+    finish: str = knob(
+        "",
+        "another divergence for the last fifth of the steps (default: the same)",
+        choices=("", *DIVERGENCES),
+    )
     jsd_beta: float = knob(0.5, "weight of p in the mixture of jsd", at_least=1e-3, at_most=0.999)
     tvdpp_estimator: str = knob(
         "exact", "how tvd++ takes its expectation under q", choices=("exact", "sampled", "uniform")
@@ -281,6 +286,11 @@ class DistillOptions(TrainingOptions):
     keep_steps: int = knob(
         0, "steps between drafters kept as models of their own; 0 keeps the last", at_least=0
     )
+
+    @property
+    def losses(self) -> str:
+        """The divergence, and the one that finishes, in words."""
+        return f"{self.divergence}, then {self.finish}" if self.finish else self.divergence
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
         out,
         replace(options, learning_rate=options.learning_rate * scale),
         seed=seed,
-        label=f"distil, {options.divergence}",
+        label=f"distil, {options.losses}",
         ordered=True,
         watch=(lambda model: objective.acceptance(model, watched)) if watched else None,
         watch_steps=options.watch_steps,
@@ -207,7 +207,7 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     return {
         **counts,
         **packing.record(),
-        "divergence": options.divergence,
+        "divergence": options.losses,
         "shares": {
             name: round(parts[kind], 4)
             for kind, name in enumerate(("text", "fixed", "student", "target"))

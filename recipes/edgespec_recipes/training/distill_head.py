@@ -83,6 +83,7 @@ class _HeadObjective(Objective):
     def __init__(self, steps: int, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.steps = steps
+        self.finish_at *= steps  # every own step has slots
 
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         return super().__call__(model, [unrolled(batch, self.steps) for batch in batches])
@@ -157,7 +158,7 @@ def distill_head(
         out,
         replace(options, learning_rate=options.learning_rate * scale),
         seed=seed,
-        label=f"distil a head, {options.divergence}",
+        label=f"distil a head, {options.losses}",
         ordered=True,
         watch=(lambda model: objective.acceptance(model, batches)) if batches else None,
         watch_steps=options.watch_steps,
@@ -170,7 +171,7 @@ def distill_head(
     covered = rows.counts[head.vocabulary.ids].sum() / rows.counts.sum()
     return {
         **counts,
-        "divergence": options.divergence,
+        "divergence": options.losses,
         "alpha_before": round(before["alpha"], 4) if before else None,
         "response_rows": len(rows),
         "written_tokens": int(rows.counts.sum()),

@@ -13,8 +13,9 @@ The drafter's logits exist a chunk at a time only (head_loss.py). Knows nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,7 @@ from edgespec_recipes.losses.whole_batch import Survey, Terms, settle
 from edgespec_recipes.parallel.sharding import whole
 
 Batch = dict[str, Tensor]
+FINISH = 0.2  # share of the steps that another divergence may finish: those at a small learning rate
 RowsFor = Callable[[Tensor | None], TargetRows]
 """The token ids that the drafter knows (None: all) -> the target's rows at the compared positions, in order."""
 
@@ -57,12 +59,17 @@ class _Part:
         return self.target(getattr(head, "ids", None))
 
 
+def finish_at(steps: int) -> int:
+    """The step from which on `distill.finish` is learnt."""
+    return math.ceil((1 - FINISH) * steps)
+
+
 class Objective:
     """Loss function of trainer.train.
 
     Args:
         target: the model whose distributions are learnt, on the training device, without gradient; None where all are stored.
-        options: divergence, labels, selection, mean, how the drafter writes.
+        options: divergence and what finishes, labels, selection, mean, how the drafter writes.
         stops: token ids that end a response.
         seed: of the drafter's own responses and of the tokens that TVD++ draws.
         store: the target's distributions on the response rows, where they were stored.
@@ -81,10 +88,11 @@ class Objective:
     ) -> None:
         self.target, self.reference, self.store = target, reference, store
         self.hard = options.labels == "hard"
-        self.divergence = divergence(options)
+        self.divergence = self.main = divergence(options)
+        self.last = divergence(replace(options, divergence=options.finish or options.divergence))
+        self.finish_at = finish_at(options.steps) * options.batch_size  # the slot from which on `last` counts
         self.fraction = options.select_fraction if reference is not None else 1.0
         self.selects = self.fraction < 1
-        self.looks = self.selects or self.divergence.scope != "token"  # at logits, before the first gradient
         self.mean, self.seed = options.mean, seed
         assert target is not None or store is not None
         size = target.config.vocab_size if target is not None else store.vocab_size  # type: ignore[union-attr]
@@ -94,8 +102,14 @@ class Objective:
             write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed
         )
 
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at all logits of a step before the first gradient."""
+        return self.selects or self.divergence.scope != "token"
+
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
+        self.divergence = self.last if int(batches[0]["slot"][0]) >= self.finish_at else self.main
         if self.writes:
             draft = whole(model)
             batches = [self.write(draft, batch) for batch in batches]

@@ -180,3 +180,26 @@ def test_acceptance_of_a_drafter_with_a_part_of_the_vocabulary() -> None:
         p, q = (torch.softmax(logits_of(model, batch).double(), -1) for model in (small_llama(0), draft))
     assert float(p[:, known].sum(-1).mean()) < 0.6
     assert found["alpha"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-5)
+
+
+def test_another_divergence_finishes() -> None:
+    """The last fifth of the steps, told by the slots of a batch: so a resumed run is the same, and any number of processes is."""
+    both = {"steps": 10, "batch_size": 4}
+    options = {
+        "fkl": DistillOptions(divergence="fkl", **both),
+        "tvd++": DistillOptions(divergence="tvd++", **both),
+        "": DistillOptions(divergence="fkl", finish="tvd++", **both),
+    }
+    made = {name: objective(each) for name, each in options.items()}
+    assert options[""].losses == "fkl, then tvd++"
+    for step in (0, 7, 8, 9, 3):  # in any order
+        batch = responses()
+        batch["slot"] += 4 * step
+        found = {}
+        for name, each in made.items():
+            draft = small_llama(1)
+            loss_of(each, draft, batch).backward()
+            found[name] = gradient(draft)
+        same = "fkl" if step < 8 else "tvd++"
+        assert torch.equal(found[""], found[same])
+        assert not torch.allclose(found[""], found["tvd++" if same == "fkl" else "fkl"])
