@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.start_head import covering, start_head
-from edgespec_recipes.training.distill_head import unrolled
+from edgespec_recipes.training.distill_head import _HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
 
 from edgespec.core.errors import InputError
-from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
 KEPT = 200
 
@@ -88,3 +90,12 @@ def test_rows_of_own_steps_have_slots_of_their_own() -> None:
     assert several["input_ids"].tolist() == 3 * batch["input_ids"].tolist()
     assert several["slot"].tolist() == [15, 27, 16, 28, 17, 29]
     assert several["features"] is batch["features"]
+
+
+def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
+    options = DistillOptions(steps=10, batch_size=4, divergence="fkl", finish="tvd++")
+    store: Any = SimpleNamespace(vocab_size=8)
+    made = _HeadObjective(3, None, options, stops=[2], seed=0, store=store)
+    for slot, finishes in ((0, False), (31, False), (32, True), (39, True)):
+        batch = {"slot": torch.tensor([slot]), "features": torch.zeros(1, 2, 4)}
+        assert {bool(own >= made.finish_at) for own in unrolled(batch, 3)["slot"]} == {finishes}
