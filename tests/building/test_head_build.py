@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,11 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.generating.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import load_head
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions, plain
+from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from pair_law import fit, law_of_pairs
 from small_build import write_data
 from tiny_models import make_model_folder
 
@@ -28,6 +32,8 @@ from edgespec.verbs import ready
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
 PROMPT, NEW = [5, 9, 13, 5, 9], 40
+COLD = 0.3  # temperature at which the random target has few likely tokens
+ERROR_RATE = 1e-4  # of one test with the seeds below
 
 
 def command(data: Path) -> str:
@@ -96,6 +102,49 @@ def test_a_greedy_reply_is_the_targets(built: Path, engine: str, precision: str,
     assert together == alone
     assert counts.drafted > 0
     pair.close()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("onnxruntime", "fp32", ""), ("onnxruntime", "int8", FAST), ("llama.cpp", "q8_0", "")],
+    ids=lambda way: " ".join(way).strip(),
+)
+def pair(request: pytest.FixtureRequest, built: Path) -> Iterator[Pair]:
+    engine, precision, mode = request.param
+    loaded = open_pair(
+        built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1, mode=mode)
+    )
+    yield loaded
+    loaded.close()
+
+
+@pytest.mark.parametrize("drafter", [MODEL, HYBRID])
+def test_fifty_greedy_replies_of_128_tokens_are_the_targets(pair: Pair, drafter: str) -> None:
+    generator, counts = np.random.default_rng(0), RawCounts()
+    for _ in range(50):
+        prompt = generator.integers(4, 512, generator.integers(3, 20)).tolist()
+        how = DecodingOptions(max_new_tokens=128, draft_length=2, drafter=drafter)
+        alone, together = (
+            [t for block in decode(pair.target, pair.draft, prompt, each, (), counts) for t in block.tokens]
+            for each in (plain(how), how)
+        )
+        assert together == alone
+        assert len(alone) == 128
+    assert 0.02 < counts.acceptance_rate < 0.98  # the drafter disagrees, and is heard
+
+
+def test_samples_follow_the_target_alone(pair: Pair) -> None:
+    expected = law_of_pairs(pair.target, PROMPT, 12, COLD)
+    seen, counts = Counter[tuple[int, int]](), RawCounts()
+    for seed in range(2500):
+        how = DecodingOptions(
+            temperature=COLD, draft_length=2, max_new_tokens=3, seed=seed, drafter=MODEL, rule="lossless"
+        )
+        blocks = decode(pair.target, pair.draft, PROMPT, how, (), counts)
+        first, second, *_ = (token for block in blocks for token in block.tokens)
+        seen[first, second] += 1
+    assert 0.02 < counts.acceptance_rate < 0.98
+    assert fit(seen, expected) > ERROR_RATE
 
 
 @pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
