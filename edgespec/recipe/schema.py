@@ -100,7 +100,7 @@ class DrafterOptions:
         choices=("random", "subclone", "components", "checkpoint"),
     )
     checkpoint: str = knob(
-        "", "model folder to start from, with the target's tokenizer, where init is checkpoint"
+        "", "model folder or head to start from, made for the target, where init is checkpoint"
     )
 
 

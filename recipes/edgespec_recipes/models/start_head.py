@@ -9,6 +9,7 @@ stream are zero.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,23 @@ def start_head(
     embedding = target.get_input_embeddings().weight.detach().float()
     head.fc.weight.data.copy_(best_guess(head, embedding, seen))
     return head
+
+
+@torch.no_grad()
+def with_vocabulary(
+    head: FeatureHead, table: Tensor, counts: np.ndarray, special: Iterable[int], size: int
+) -> FeatureHead:
+    """A trained head that drafts over other tokens: rows that it has stay as trained, new ones are those of the target's `table`.
+
+    table: [V, H], the target's output rows. counts, special: as for `start_head`; size: of the vocabulary.
+    """
+    vocabulary = choose_vocabulary(counts, special, size)
+    made = FeatureHead(replace(head.shape, draft_vocab_size=size), vocabulary)
+    weights = head.state_dict()
+    rows = table.detach().float().clone()
+    rows[head.lm_head.ids] = weights["lm_head.weight"]
+    made.load_state_dict({**weights, "lm_head.weight": rows[made.lm_head.ids]})
+    return made
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from edgespec_recipes.data.mixing import TARGET, Mixture, shares
 from edgespec_recipes.generating.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
-from edgespec_recipes.models.start_head import start_head
+from edgespec_recipes.models.start_head import start_head, with_vocabulary
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
@@ -184,9 +184,13 @@ def distill_head(
 
 def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer: Any) -> FeatureHead:
     """The head that training starts from: one that was trained before, or from the target's weights."""
-    if drafter.init == "checkpoint":
-        return load_head(Path(drafter.checkpoint))
     special = special_tokens(tokenizer, target)
+    if drafter.init == "checkpoint":
+        head = load_head(Path(drafter.checkpoint))
+        if drafter.vocabulary in (None, head.shape.draft_vocab_size):
+            return head
+        table = load_model(target).get_output_embeddings().weight
+        return with_vocabulary(head, table, rows.counts, special, drafter.vocabulary)
     return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.models.loading import load_model
-from edgespec_recipes.models.start_head import covering, start_head
+from edgespec_recipes.models.start_head import covering, start_head, with_vocabulary
 from edgespec_recipes.training.distill_head import _HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
@@ -99,3 +99,29 @@ def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
     for slot, finishes in ((0, False), (31, False), (32, True), (39, True)):
         batch = {"slot": torch.tensor([slot]), "features": torch.zeros(1, 2, 4)}
         assert {bool(own >= made.finish_at) for own in unrolled(batch, 3)["slot"]} == {finishes}
+
+
+def test_a_trained_head_over_other_tokens(target: torch.nn.Module) -> None:
+    """Tokens of both vocabularies have the logits that they had; new ones have the target's rows; all else stays."""
+    vocab = target.config.vocab_size
+    counts = np.arange(vocab)
+    trained = start_head(
+        target, DrafterOptions(kind="head", vocabulary=KEPT), counts, [1, 2], seen_of(target)
+    )
+    with torch.no_grad():
+        trained.lm_head.weight += 0.1 * torch.randn_like(trained.lm_head.weight)
+    table = target.get_output_embeddings().weight
+    made = with_vocabulary(
+        trained, table, counts[::-1].copy() + 1000 * (counts > vocab - 50), [1, 2], KEPT // 2
+    )
+    ids, before = made.vocabulary.ids.tolist(), trained.vocabulary.ids.tolist()
+    both, new = sorted(set(ids) & set(before)), sorted(set(ids) - set(before))
+    assert len(ids) == KEPT // 2
+    assert len(both) >= 50
+    assert len(new) >= 20
+    rows = {token: made.lm_head.weight[place] for place, token in enumerate(ids)}
+    old = {token: trained.lm_head.weight[place] for place, token in enumerate(before)}
+    assert all(torch.equal(rows[token], old[token]) for token in both)
+    assert all(torch.equal(rows[token], table[token].float()) for token in new)
+    others = {name: value for name, value in trained.state_dict().items() if "lm_head" not in name}
+    assert all(torch.equal(made.state_dict()[name], value) for name, value in others.items())
