@@ -47,6 +47,7 @@ TOP_P = 0.95
 FEWEST_TOKENS = 4  # of a text that is kept
 NGRAM, DISTINCT = 4, 0.5  # least share of different 4-grams: below it a text goes round in circles
 USABLE = 0.1  # share of samples below which a target counts as one that cannot write
+NEARLY = 0.99  # of what is wanted: what a bar shows at most within a shard
 TRIED = 2  # shards before that is judged
 
 
@@ -326,7 +327,8 @@ class _Samples:
     def update(self, count: int) -> None:
         self.done += count
         self.bar.set_postfix_str(f"{self.done} samples, {self.rate}".rstrip(", "), refresh=False)
-        self.bar.update(min(count * self.usual, max(0, self.wanted - self.bar.n)))
+        most = NEARLY * self.wanted - self.bar.n  # it is done when the shard is, whatever samples gave before
+        self.bar.update(min(count * self.usual, max(0, most)))
 
     def set_postfix_str(self, text: str, **_: Any) -> None:
         self.rate = text
