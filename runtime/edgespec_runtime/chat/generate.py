@@ -70,7 +70,8 @@ def run(given: dict[str, Any]) -> int:
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
-        schedule = Schedules(pair, note).of(decoding)
+        schedules = Schedules(pair, note)
+        schedule = schedules.of(decoding)
         counts, said, finish = RawCounts(), "", ""
         try:
             for piece in pieces(pair, prompt, decoding, counts, schedule):
@@ -91,6 +92,7 @@ def run(given: dict[str, Any]) -> int:
             "exactness": dataclasses.asdict(pair.measured_exactness()),
             "options": to_mapping(options),
             "counts": dump(counts),
+            "off": schedules.off(decoding),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
         give(options.json, report)

@@ -129,7 +129,7 @@ class Service:
             choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
             if request.ids:
                 choice |= {"token_ids": reply, "prompt_token_ids": ids}
-            yield envelope.around(kind, choice, usage=asked.reply.usage())
+            yield envelope.around(kind, choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
             return self._parts(asked, watch, envelope, kind, lambda text: {"text": text})
@@ -149,7 +149,7 @@ class Service:
             text, _, finish, _ = self._answer(asked, watch)
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, "finish_reason": finish}
-            yield envelope.around("chat.completion", choice, usage=asked.reply.usage())
+            yield envelope.around("chat.completion", choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
             first = {"delta": {"role": "assistant", "content": ""}}
@@ -219,6 +219,9 @@ class Service:
         text = self.pair.tokenizer.decode([*asked.prompt, *reply] if request.echo else reply)
         return text, reply, REASONS[finish], scores
 
+    def _usage(self, asked: _Asked) -> Json:
+        return asked.reply.usage(self.schedules.off(asked.how))
+
     def _parts(
         self,
         asked: _Asked,
@@ -235,7 +238,7 @@ class Service:
         request, tokens = asked.request, 0
 
         def part(inside: Json, finish: str | None = None) -> Json:
-            usage = asked.reply.usage() if request.running_usage else None
+            usage = self._usage(asked) if request.running_usage else None
             return envelope.around(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
 
         with self._turn(asked, watch) as said:
@@ -250,7 +253,7 @@ class Service:
                     yield part({**words(piece.text), "speculation": mark}, finish)
                     tokens = 0
         if request.usage:
-            yield envelope.around(kind, usage=asked.reply.usage())
+            yield envelope.around(kind, usage=self._usage(asked))
 
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.
