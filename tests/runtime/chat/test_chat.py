@@ -218,6 +218,21 @@ def test_a_pipe_gets_replies_and_nothing_else(
     assert b"Traceback" not in done.stderr
 
 
+def test_quiet_leaves_the_replies_and_what_was_asked_for(bundle: Path) -> None:
+    """Errors stay too; confirmations and the figures of a reply do not."""
+    lines = b"\n".join([b"Hello", b"/gamma 2", b"/set temperature -1", b"/gamma", b"/stats"])
+    loud, quiet = (
+        chat_process(bundle, lines, "--max-new-tokens", "12", *flags) for flags in ((), ("--quiet",))
+    )
+    assert loud.returncode == quiet.returncode == 2
+    assert quiet.stdout == loud.stdout != b""
+    assert b"tok/s \xc2\xb7" in loud.stderr
+    first, second, third, *_ = quiet.stderr.decode().splitlines()
+    assert first.startswith("temperature is -1")
+    assert "drafter model, γ 2, rule" in second
+    assert third.startswith("replies 1, tokens 12")
+
+
 def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path) -> None:
     """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
     lines = [b"word " * 400, b"/set temperature -1", b"caf\xe9", b"Hello", b"/quit", b"never"]
