@@ -50,7 +50,12 @@ def read_prompt() -> str:
 
 
 def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
-    """Prompt ids through the chat template, or of the text alone."""
+    """Prompt ids through the chat template, or of the text alone. Raises InputError for a text far beyond the context."""
+    limit = pair.target.engine.context_length
+    if tokens := pair.tokenizer.far_beyond(limit, [text, system]):
+        raise InputError(
+            f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
+        )
     if raw:
         return pair.tokenizer.encode(text)
     messages = [{"role": "system", "content": system}] if system else []

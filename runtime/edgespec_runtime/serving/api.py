@@ -36,8 +36,6 @@ from edgespec_runtime.serving.request import (
 )
 
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
-LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
-PIECE = 16 * 1024  # characters
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
 
@@ -159,19 +157,11 @@ class Service:
         return Work(request.stream, parts if request.stream else whole)
 
     def _check_size(self, field: str, *texts: str) -> None:
-        """Refuse a text of more than twice the context by its beginning: the tokenizer takes seconds for a megabyte, and nothing
-        else of this process runs meanwhile."""
-        context, tokens = self.context_length, 0
-        if sum(map(len, texts)) <= LIKELY * context:
-            return
-        for text in texts:
-            for at in range(0, len(text), PIECE):
-                tokens += len(self.pair.tokenizer.encode(text[at : at + PIECE]))
-                if tokens > 2 * context:
-                    words = (
-                        f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
-                    )
-                    raise Refused(400, words, field, "context_length_exceeded")
+        """Refuse a text far beyond the context by its beginning: nothing else of this process runs while it is encoded."""
+        context = self.context_length
+        if tokens := self.pair.tokenizer.far_beyond(context, texts):
+            words = f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
+            raise Refused(400, words, field, "context_length_exceeded")
 
     def _asked(self, request: Request, field: str, prompt: list[int], usual: int) -> _Asked:
         """`field`: what the prompt is called. Raises InputError or Refused for a prompt that cannot be answered."""
