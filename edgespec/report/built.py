@@ -152,14 +152,15 @@ def _trained(run: Run, stage: str) -> Cell:
     seeds = sorted({seed for phase in phases if (seed := phase.whole("seed")) is not None})
     ends = [("loss", last.number("loss_last")), ("α", last.number("alpha_last"))]
     end = " and ".join(f"{name} {value:.2f}" for name, value in ends if value is not None)
+    read, taken = f"{count(tokens)} tokens" if tokens else "", f"{steps:,.0f} steps{parts}" if steps else ""
     notes = [
-        f"{steps:,.0f} steps{parts}" if steps else "",
+        taken if read else "",
         duration(seconds) if seconds else "",
         f"divergence {divergence}" if (divergence := last.text("divergence")) else "",
         f"{end} at the end" if end else "",
         f"seed {', '.join(map(str, seeds))}" if seeds else "",
     ]
-    return Cell(f"{count(tokens)} tokens" if tokens else ABSENT, ", ".join(filter(None, notes)))
+    return Cell(read or taken or ABSENT, ", ".join(filter(None, notes)))
 
 
 def _written(run: Run) -> Cell:
