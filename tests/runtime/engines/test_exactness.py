@@ -299,8 +299,9 @@ def test_a_caution_is_said_where_a_pair_is_not_exact() -> None:
     assert odd.caution().startswith(
         "Exact mode without its promise: rounding may flip a near tie (1 of 10 positions when packed; not exact: a block"
     )
-    floats = Way(EXACT, "llama.cpp", "f16", flash_attention=True, float_weights=True)
-    assert "not promised: llama.cpp sums a block of float weights" in exactness_of(floats, {}).caution()
+    for kernel in (True, False):
+        floats = Way(EXACT, "llama.cpp", "f16", flash_attention=kernel, float_weights=True)
+        assert "not promised: llama.cpp sums a block of float weights" in exactness_of(floats, {}).caution()
     same = Way(FAST, "onnxruntime", "fp32")  # one kernel for both modes
     assert exactness_of(same, {}).caution() == ""
 
