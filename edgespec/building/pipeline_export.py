@@ -26,6 +26,7 @@ from edgespec.recipe.schema import GenerateOptions, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads, settle
 from edgespec.stages.stage import Body, Processes, run_stage
+from edgespec.stages.training_facts import training_of
 
 # Replies that a target writes where its build has none: some 4,000 tokens, of which half are held out.
 CALIBRATION_REPLIES, CALIBRATION_TOKENS = 64, 64
@@ -205,6 +206,7 @@ class ExportStages:
                     "command": (out / "command.txt").read_text(encoding="utf-8").strip(),
                     "seed": recipe.seed,
                     "seconds": dict(self.times),
+                    **({"training": training} if (training := self._training()) else {}),
                 },
             )
 
@@ -216,6 +218,10 @@ class ExportStages:
         """What was measured in torch, raw counts and all."""
         measured: dict[str, Any] = read_json(self.out / "evaluate" / "evaluation.json")
         return measured
+
+    def _training(self) -> dict[str, Any]:
+        """What the drafter was trained on, as far as it is known."""
+        return training_of(self.out, self.recipe.seed)
 
     def _measured(self) -> Reads:
         """Where `_evaluation` is read from."""

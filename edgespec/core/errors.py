@@ -12,7 +12,6 @@ Pure code raises these; only `edgespec.cli.main` prints them and returns the exi
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 DONE, CHECK_FAILED, UNUSABLE, DEFECT, INTERRUPTED = 0, 1, 2, 70, 130
@@ -62,6 +61,8 @@ class MissingExtra(EdgespecError):
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
     """'; did you mean X?' for the closest known names, or the only one that ends so ('lin' of 'lenient-lin'); else the list of
     known names, or that there are none."""
+    import difflib  # only now: --help does not wait for it
+
     names = sorted(known)
     ending = [name for name in names if name.endswith(f"-{seen}")]
     near = {name: difflib.SequenceMatcher(None, name, seen).ratio() for name in names}

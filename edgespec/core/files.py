@@ -104,8 +104,10 @@ def parse_json(
             )
         else:
             value = json.loads(text)
-    except (ValueError, RecursionError) as seen:  # a number of 5,000 digits is a ValueError
+    except ValueError as seen:  # so is a number of 5,000 digits
         raise error(f"{where} is not valid JSON: {seen}") from seen
+    except RecursionError as seen:
+        raise error(_too_deep(where)) from seen
     level, depth = [value], 0
     while level := [
         child
@@ -115,8 +117,12 @@ def parse_json(
     ]:
         depth += 1
         if depth > MAX_JSON_DEPTH:
-            raise error(f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter")
+            raise error(_too_deep(where))
     return value
+
+
+def _too_deep(where: Path | str) -> str:
+    return f"{where} nests deeper than {MAX_JSON_DEPTH} levels; write it flatter"
 
 
 def kind_of(mode: int) -> str:

@@ -15,7 +15,7 @@ is checked by those who read them.
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
       cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
       metrics           evaluation and verification, in short
-      provenance        {recipe, command, versions, seed, edgespec}
+      provenance        {recipe, command, versions, seed, edgespec}; perhaps training: what the drafter was trained on
       files             {path: {sha256, bytes}} of every file but manifest.json itself
 """
 

@@ -15,7 +15,7 @@ from threading import Lock, Timer
 from typing import Any
 
 from edgespec.core.output import is_quiet
-from edgespec.core.table import duration
+from edgespec.core.table import count, duration
 
 SHOWN_AFTER = 2.0  # seconds that a step may take without a word in a log
 MIB = 2**20
@@ -29,7 +29,7 @@ class Bar:
 
     def __init__(self, label: str, total: float | None, unit: str, done: float) -> None:
         self.label, self.total, self.unit, self.n = label, total, unit, done
-        self._first, self._start, self._said = done, time.monotonic(), ""
+        self._first, self._start, self._said, self._tokens = done, time.monotonic(), "", 0
 
     def update(self, count: float = 1) -> None:
         """Go on by `count`."""
@@ -46,6 +46,10 @@ class Bar:
         self._said = text
         if refresh:
             self.refresh()
+
+    def add_tokens(self, tokens: int) -> None:
+        """So many more were written or read: their rate since the step began stands behind its other words."""
+        self._tokens += tokens
 
     def refresh(self) -> None:
         """Show what has changed."""
@@ -69,7 +73,8 @@ class Bar:
                 parts.append(f"{duration(self.seconds * (self.total - self.n) / made)} left")
         else:
             parts[:0] = [f"{self.n:,.0f} {self.unit}"]
-        return ", ".join([*parts, *([self._said] if self._said else [])])
+        rate = f"{count(self._tokens / max(1e-9, self.seconds))} tok/s" if self._tokens else ""
+        return ", ".join(filter(None, [*parts, self._said, rate]))
 
 
 class _Lines(Bar):

@@ -6,7 +6,6 @@ such text without a word and fails where it is written or tokenised, which may b
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -54,6 +53,8 @@ def check_json(line: str, value: Any, where: str, error: type[EdgespecError] = I
 
 def printable_json(value: Any, stream: IO[str]) -> str:
     """JSON for a stream: readable where that is UTF-8, escaped where it could not show every character."""
+    import json  # only now: --help does not wait for it
+
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
     return json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
 

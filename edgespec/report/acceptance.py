@@ -8,10 +8,21 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, Interval, clean
-from edgespec.report.figures import MUTED, RUNS, drawn, legend
+from edgespec.report.figures import MUTED, RUNS, bars_of, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import Setting, bench_of, by_position, settings_of
-from edgespec.report.parts import Cell, Column, Columns, Figure, Reply, Section, Table, between, number
+from edgespec.report.parts import (
+    Cell,
+    Column,
+    Columns,
+    Figure,
+    Reply,
+    Section,
+    Table,
+    between,
+    number,
+    of_run,
+)
 from edgespec.report.sources import BENCH, EVALUATION
 
 DASHES = ("-", "--", ":", "-.")  # one for each sampling of a run
@@ -124,12 +135,8 @@ def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
         for place, row in enumerate(rows):
             shift = 0.06 * (place - (len(rows) - 1) / 2)  # so that intervals stand beside each other
             xs = [1 + at + shift for at in range(len(row.positions))]
-            values = [value for value, _, _ in row.positions]
-            errors = [
-                [max(0.0, value - low) for value, low, _ in row.positions],
-                [max(0.0, high - value) for value, _, high in row.positions],
-            ]
-            colour, name = RUNS[row.number], row.name if runs == 1 else f"{chr(65 + row.number)}: {row.name}"
+            values, errors = bars_of(row.positions)
+            colour, name = RUNS[row.number], of_run(row.name, row.number, runs)
             axes.errorbar(
                 xs, values, yerr=errors, color=colour, elinewidth=1.0, marker=MARKS[row.style % len(MARKS)],
                 linestyle=DASHES[row.style % len(DASHES)], label=name,
@@ -147,7 +154,11 @@ def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
 
 
 def replies_section(runs: Sequence[Run]) -> Section:
-    section = Section("replies", "Sample replies")
+    section = Section(
+        "replies",
+        "Sample replies",
+        "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself.",
+    )
     columns = []
     for run in runs:
         found = run.fields(BENCH)
@@ -155,16 +166,11 @@ def replies_section(runs: Sequence[Run]) -> Section:
         replies = [_reply(one) for one in samples]
         if replies:
             columns.append(Column(run.number, replies))
-    if columns:
-        section.lead = "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself."
-        section.parts.append(Columns(columns))
-    else:
-        section.missing.append(
-            (
-                "replies with accepted tokens marked",
-                "edgespec bench BUNDLE --json bench.json, of this version or later",
-            )
-        )
+    section.beside(
+        columns,
+        "replies with accepted tokens marked",
+        "edgespec bench BUNDLE --json bench.json, of this version or later",
+    )
     return section
 
 

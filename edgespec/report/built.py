@@ -12,7 +12,9 @@ from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
 from edgespec.report.parts import ABSENT, Cell, Section, Table
 from edgespec.report.sources import STAGES
+from edgespec.stages.training_facts import DISTILL, PRETRAIN, facts_of
 
+MOST_PHASES = 64  # of a training
 Fact = tuple[str, Callable[[Run], Cell]]
 
 
@@ -44,7 +46,7 @@ def built_section(runs: Sequence[Run]) -> Section:
         )
     else:
         section.missing.append(("times of the stages", "edgespec report BUILD, the folder that --out named"))
-    if all(run.build is None for run in known):
+    if not any(training_of(run).values for run in known):
         section.missing.append(
             ("tokens written and trained on", "edgespec report BUILD, the folder that --out named")
         )
@@ -80,11 +82,13 @@ def _time(seconds: float | None, longest: float) -> Cell:
     return Cell(duration(seconds), bar=seconds / longest if longest else None, strong=not longest)
 
 
-def _counts(run: Run, stage: str) -> Fields:
-    """What a stage of the build counted; empty where there is none."""
-    if run.build is None or stage not in run.build.stages:
-        return Fields({}, "")
-    return run.build.stages[stage].object("counts")
+def training_of(run: Run) -> Fields:
+    """What the drafter was trained on, as a build's stages say or its bundle keeps; empty where nobody knows."""
+    if run.build is not None:
+        stages = {name: stage.values for name, stage in run.build.stages.items()}
+        if found := facts_of(stages, recipe_of(run).whole("seed")):
+            return Fields(found, str(run.build.path))
+    return provenance_of(run).object("training") if run.manifest is not None else Fields({}, "")
 
 
 def _target(run: Run) -> Cell:
@@ -131,25 +135,41 @@ def _recipe(run: Run) -> Cell:
 
 
 def _trained(run: Run, stage: str) -> Cell:
-    """What the drafter read in a stage that was run: tokens, else steps. A bundle of two given models has no such stage."""
-    if stage not in seconds_of(run):
-        return Cell(ABSENT)
-    asked, counted = recipe_of(run).object(stage), _counts(run, stage)
-    steps, divergence = asked.whole("steps"), asked.text("divergence")
-    tokens, loss = counted.number("tokens"), counted.number("loss_last")
-    words = f"{count(tokens)} tokens" if tokens else f"{steps:,} steps" if steps else ABSENT
-    notes = [f"{steps:,} steps" if tokens and steps else "", f"divergence {divergence}" if divergence else ""]
-    notes += ["" if loss is None else f"loss {loss:.2f} at the end"]
-    return Cell(words, ", ".join(filter(None, notes)))
+    """What the drafter read in a stage, and how far it came; of a bundle that does not keep that, the steps of its recipe."""
+    phases = [
+        phase
+        for phase in training_of(run).objects("phases", MOST_PHASES)
+        if (phase.text("stage") or DISTILL) == stage
+    ]
+    if not phases:
+        asked = recipe_of(run).object(stage).whole("steps") if stage in seconds_of(run) else None
+        return Cell(f"{asked:,} steps" if asked else ABSENT)
+    tokens, steps, seconds = (
+        sum(phase.number(key) or 0.0 for phase in phases) for key in ("tokens", "steps", "seconds")
+    )
+    last = phases[-1]
+    parts = f" in {len(phases)} parts" if len(phases) > 1 else ""
+    seeds = sorted({seed for phase in phases if (seed := phase.whole("seed")) is not None})
+    ends = [("loss", last.number("loss_last")), ("α", last.number("alpha_last"))]
+    end = " and ".join(f"{name} {value:.2f}" for name, value in ends if value is not None)
+    read, taken = f"{count(tokens)} tokens" if tokens else "", f"{steps:,.0f} steps{parts}" if steps else ""
+    notes = [
+        taken if read else "",
+        duration(seconds) if seconds else "",
+        f"divergence {divergence}" if (divergence := last.text("divergence")) else "",
+        f"{end} at the end" if end else "",
+        f"seed {', '.join(map(str, seeds))}" if seeds else "",
+    ]
+    return Cell(read or taken or ABSENT, ", ".join(filter(None, notes)))
 
 
 def _written(run: Run) -> Cell:
-    if "generate" not in seconds_of(run):
-        return Cell(ABSENT)
-    found, asked = _counts(run, "generate"), recipe_of(run).object("generate").whole("prompts")
-    tokens, replies = found.number("response_tokens"), found.whole("responses") or asked
-    words = f"{count(tokens)} tokens" if tokens else f"{replies:,} replies" if replies else ABSENT
-    return Cell(words, f"{replies:,} replies" if tokens and replies else "")
+    written = training_of(run).object("written")
+    tokens, replies = written.number("tokens"), written.whole("texts")
+    if not tokens:
+        asked = recipe_of(run).object("generate").whole("prompts") if "generate" in seconds_of(run) else None
+        return Cell(f"{asked:,} replies" if asked else ABSENT)
+    return Cell(f"{count(tokens)} tokens", f"{replies:,} replies" if replies else "")
 
 
 def _default(run: Run) -> Cell:
@@ -182,9 +202,9 @@ FACTS: tuple[Fact, ...] = (
     ("drafter", _drafter),
     ("its size", _drafter_size),
     ("recipe", _recipe),
-    ("pretrained on", lambda run: _trained(run, "pretrain")),
+    ("pretrained on", lambda run: _trained(run, PRETRAIN)),
     ("the target wrote", _written),
-    ("distilled on", lambda run: _trained(run, "distill")),
+    ("distilled on", lambda run: _trained(run, DISTILL)),
     ("runs unless told otherwise", _default),
     ("made for", _device),
     ("bundle", _pair),

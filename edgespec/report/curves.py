@@ -13,7 +13,6 @@ from edgespec.report.parts import (
     ABSENT,
     Cell,
     Column,
-    Columns,
     Figure,
     Section,
     Table,
@@ -64,10 +63,7 @@ def curves_section(runs: Sequence[Run]) -> Section:
         for place, metric in enumerate(metrics):
             parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
         columns.append(Column(run.number, parts))
-    if columns:
-        section.parts.append(Columns(columns))
-    else:
-        section.missing.append(("trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json"))
+    section.beside(columns, "trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json")
     return section
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, clean
-from edgespec.report.figures import MUTED, RUNS, drawn, label, legend
+from edgespec.report.figures import MUTED, RUNS, drawn, label, lying
 from edgespec.report.gather import Run
 from edgespec.report.measured import bench_of
 from edgespec.report.parts import (
@@ -20,6 +20,7 @@ from edgespec.report.parts import (
     Words,
     between,
     number,
+    of_run,
     rate,
     rate_digits,
 )
@@ -86,7 +87,7 @@ def _measured(runs: Sequence[Run]) -> Table | None:
         rows.append(
             [
                 Cell(
-                    name if len(runs) == 1 else f"{run.letter}: {name}",
+                    of_run(name, run.number, len(runs)),
                     f"{threads} threads" if threads else "",
                 ),
                 rate(plain.token_rate if plain else None),
@@ -154,19 +155,14 @@ def _way(way: Fields, alpha: float | None) -> tuple[str, float, float | None, li
 def _figure(bars: Sequence[tuple[int, str, float, float | None]], runs: int) -> Figure:
     def draw(axes: Any) -> None:
         places = range(len(bars))
-        names = [label(name if runs == 1 else f"{chr(65 + run)}: {name}") for run, name, _, _ in bars]
+        names = [label(of_run(name, run, runs)) for run, name, _, _ in bars]
         for place, (run, _, plain, best) in zip(places, bars, strict=True):
             axes.barh(place - 0.19, plain, height=0.34, color=MUTED, label="plain" if not place else None)
             if best is not None:
                 words = "best γ, predicted" if not place else None
                 axes.barh(place + 0.19, best, height=0.34, color=RUNS[run], label=words)
         axes.set_yticks(list(places), names)
-        axes.invert_yaxis()
-        axes.grid(axis="x")
-        axes.grid(visible=False, axis="y")
-        axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel("tokens per second", color=MUTED)
-        legend(axes, 2)
+        lying(axes, "tokens per second", 2)
 
     return Figure(
         drawn("engines", draw, height=84 + 32 * len(bars)),

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from edgespec.core.pictures import require_matplotlib
-from edgespec.report.fields import clean
+from edgespec.report.fields import Interval, clean
 
 WIDTH, HEIGHT = 420, 250  # units of the drawing; type of 11 of them is legible on a telephone and on a screen
 TYPE = 11.0
@@ -95,6 +95,23 @@ def legend(axes: Any, columns: int, *, by_run: bool = False) -> None:
         borderaxespad=0.2,
         columnspacing=1.4,
     )
+
+
+def lying(axes: Any, what: str, columns: int) -> None:
+    """Bars that lie, the first one on top: lines of the grid across them, `what` below, the legend above."""
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xlabel(what, color=MUTED)
+    legend(axes, columns)
+
+
+def bars_of(intervals: Sequence[Interval]) -> tuple[list[float], tuple[list[float], list[float]]]:
+    """(values, lengths of the error bars below and above), as matplotlib's `errorbar` wants them."""
+    below = [max(0.0, value - low) for value, low, _ in intervals]
+    above = [max(0.0, high - value) for value, _, high in intervals]
+    return [value for value, _, _ in intervals], (below, above)
 
 
 def label(text: str, most: int = 40) -> str:

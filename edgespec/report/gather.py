@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import Manifest
 from edgespec.report.fields import Fields, clean
+from edgespec.report.parts import letter
 from edgespec.report.sources import (
     BENCH,
     BUILD,
@@ -36,7 +37,7 @@ class Run:
 
     @property
     def letter(self) -> str:
-        return chr(ord("A") + self.number)
+        return letter(self.number)
 
     @property
     def manifest(self) -> Manifest | None:

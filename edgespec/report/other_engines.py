@@ -9,7 +9,7 @@ from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.report.fields import Fields
 from edgespec.report.gather import Run
 from edgespec.report.measured import Setting, settings_of
-from edgespec.report.parts import Cell, Column, Columns, Section, Table, Words, between, number
+from edgespec.report.parts import Cell, Column, Section, Table, Words, between, number
 from edgespec.report.sources import ENGINES, EVALUATION
 
 MOST_ENGINES = 40
@@ -30,18 +30,12 @@ def others_section(runs: Sequence[Run]) -> Section:
             expected += [Column(run.number, [part])] if (part := _expected(run, run.manifest)) else []
         if ENGINES in run.sources:
             measured.append(Column(run.number, [_compared(run.sources[ENGINES].rows)]))
-    if expected:
-        section.parts.append(Columns(expected))
-    else:
-        section.missing.append(
-            ("what other engines would reach", "edgespec report BUNDLE, of a bundle with an evaluation")
-        )
-    if measured:
-        section.parts.append(Columns(measured))
-    else:
-        section.missing.append(
-            ("what other engines did reach", "edgespec other-engines BUNDLE --json engines.json")
-        )
+    section.beside(
+        expected, "what other engines would reach", "edgespec report BUNDLE, of a bundle with an evaluation"
+    )
+    section.beside(
+        measured, "what other engines did reach", "edgespec other-engines BUNDLE --json engines.json"
+    )
     return section
 
 

@@ -78,7 +78,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def _sections(runs: Sequence[Run]) -> list[Section]:
     found = []
-    with progress("report", len(SECTIONS), "part") as bar:
+    with progress("report", len(SECTIONS), "parts") as bar:
         for section in SECTIONS:
             found.append(section(runs))
             bar.update(1)

@@ -95,6 +95,23 @@ class Section:
     parts: list[Any] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
 
+    def beside(self, columns: Sequence[Column], what: str, command: str) -> None:
+        """Runs beside each other; where there are none, `what` is missing and `command` makes it."""
+        if columns:
+            self.parts.append(Columns(columns))
+        else:
+            self.missing.append((what, command))
+
+
+def letter(run: int) -> str:
+    """What a run is called on the page; `run` counts from 0."""
+    return chr(ord("A") + run)
+
+
+def of_run(words: str, run: int, runs: int) -> str:
+    """Words that also name their run, where there are several."""
+    return words if runs == 1 else f"{letter(run)}: {words}"
+
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> Cell:
     return Cell(ABSENT if value is None else f"{value:,.{digits}f}{unit}")

@@ -11,7 +11,19 @@ from edgespec.core.metrics import bootstrap, ratio_of_sums
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import INK, MUTED, RUNS, drawn, label, legend
 from edgespec.report.gather import Run
-from edgespec.report.parts import ABSENT, Cell, Column, Columns, Figure, Section, Table, between, number, size
+from edgespec.report.parts import (
+    ABSENT,
+    Cell,
+    Column,
+    Columns,
+    Figure,
+    Section,
+    Table,
+    between,
+    number,
+    of_run,
+    size,
+)
 from edgespec.report.sources import VERIFY
 
 MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
@@ -54,15 +66,11 @@ def files_section(runs: Sequence[Run]) -> Section:
         section.parts.append(_figure(placed, len(runs)))
     section.parts.append(Columns([Column(number_, [_table(found)]) for number_, found in rows.items()]))
     pairs = {run.number: table for run in runs if (table := _pairs(run)) is not None}
-    if pairs:
-        section.parts.append(Columns([Column(number_, [table]) for number_, table in pairs.items()]))
-    else:
-        section.missing.append(
-            (
-                "what rounding cost the pair's acceptance",
-                "edgespec verify BUNDLE --acceptance-prompts 32 --json verify.json",
-            )
-        )
+    section.beside(
+        [Column(number_, [table]) for number_, table in pairs.items()],
+        "what rounding cost the pair's acceptance",
+        "edgespec verify BUNDLE --acceptance-prompts 32 --json verify.json",
+    )
     return section
 
 
@@ -127,12 +135,11 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
         for role, mark in MARKS.items():
             for number_ in sorted({one[0] for one in placed}):
                 own = [one for one in placed if one[0] == number_ and one[1].role == role]
-                before = "" if runs == 1 else f"{chr(65 + number_)}: "
                 if own:
                     axes.plot(
                         [weight / 2**20 for _, _, weight, _ in own],
                         [100 * share for _, _, _, share in own],
-                        mark, color=RUNS[number_], markersize=6, label=f"{before}{role}",
+                        mark, color=RUNS[number_], markersize=6, label=of_run(role, number_, runs),
                         markerfacecolor=RUNS[number_] if role == "target" else "none",
                     )  # fmt: skip
         for _, row, weight, share in placed:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from edgespec.report.fields import Fields
-from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend
+from edgespec.report.figures import MUTED, PARTS, RUNS, bars_of, drawn, legend, lying
 from edgespec.report.gather import Run
 from edgespec.report.measured import AUTO, PLAIN, Bench, Speed, bench_of, total
-from edgespec.report.parts import Cell, Column, Columns, Figure, Section, Table, Words, between, number, rate
+from edgespec.report.parts import (
+    Cell,
+    Column,
+    Columns,
+    Figure,
+    Section,
+    Table,
+    Words,
+    between,
+    number,
+    of_run,
+    rate,
+)
 from edgespec.report.sources import BENCH
 
 MOST_CATEGORIES = 120  # rows: 60 categories, plain against two ways of drafting
@@ -90,12 +103,9 @@ def category_section(runs: Sequence[Run]) -> Section:
         ]
         if tables:
             columns.append(Column(run.number, tables))
-    if columns:
-        section.parts.append(Columns(columns))
-    else:
-        section.missing.append(
-            ("figures by kind of question", "edgespec bench BUNDLE --suite built-in --json bench.json")
-        )
+    section.beside(
+        columns, "figures by kind of question", "edgespec bench BUNDLE --suite built-in --json bench.json"
+    )
     return section
 
 
@@ -129,16 +139,11 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
     def draw(axes: Any) -> None:
         for place, (number_, bench) in enumerate(found.items()):
             colour = RUNS[number_]
-            before = "" if runs == 1 else f"{chr(65 + number_)}: "
+            named = partial(of_run, run=number_, runs=runs)
             timed = [one for one in bench.fixed if one.speedup is not None]
             shift = 0.08 * (place - (len(found) - 1) / 2)
             lengths = [one.draft_length + shift for one in timed]
-            values = [one.speedup for one in timed if one.speedup]
-            errors = [
-                [max(0.0, value - low) for value, low, _ in values],
-                [max(0.0, high - value) for value, _, high in values],
-            ]
-            middle = [value for value, _, _ in values]
+            middle, errors = bars_of([one.speedup for one in timed if one.speedup])
             axes.errorbar(
                 lengths,
                 middle,
@@ -146,7 +151,7 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
                 color=colour,
                 elinewidth=1.0,
                 marker="o",
-                label=f"{before}measured",
+                label=named("measured"),
             )
             if len(found) > FEW:
                 continue
@@ -157,8 +162,9 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
             if bound:
                 xs, ys = zip(*bound, strict=True)
                 axes.plot(
-                    xs, ys, color=colour, linestyle="--", linewidth=1.2, label=f"{before}MBSU by {kind}"
-                )
+                    xs, ys, color=colour, linestyle="--", linewidth=1.2,
+                    marker="_", label=named(f"MBSU by {kind}"),  # one γ alone makes no line
+                )  # fmt: skip
             chosen = bench.at(AUTO)
             if chosen is not None and chosen.speedup is not None:
                 axes.axhline(
@@ -166,19 +172,22 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
                     color=colour,
                     linestyle=":",
                     linewidth=1.4,
-                    label=f"{before}γ chosen, measured",
+                    label=named("γ chosen, measured"),
                 )
         axes.axhline(1.0, color=MUTED, linewidth=1.0)
         axes.set_ylim(bottom=0)
-        axes.set_xticks(sorted({one.draft_length for bench in found.values() for one in bench.fixed}))
+        known = sorted({one.draft_length for bench in found.values() for one in bench.fixed})
+        axes.set_xticks(known)
+        axes.set_xlim(known[0] - 0.5, known[-1] + 0.5)
         axes.set_xlabel("draft length γ", color=MUTED)
         axes.set_ylabel("times plain decoding", color=MUTED)
         legend(axes, 3 if len(found) == 1 else 2, by_run=True)
 
+    bounds = " and by memory traffic alone" if len(found) <= FEW else ""
     return Figure(
         drawn("speed", draw),
-        "Gain over plain decoding by draft length, measured and by memory traffic alone.",
-        "Gain over plain decoding, measured by the clock and by memory traffic alone. The line at 1 is plain decoding.",
+        "Gain over plain decoding by draft length.",
+        f"Gain over plain decoding, measured by the clock{bounds}. The line at 1 is plain decoding.",
     )
 
 
@@ -216,13 +225,8 @@ def _split_figure(rows: Sequence[Split], number_: int, most: float) -> Figure:
             values = [row.parts[place] for row in rows]
             axes.barh(names, values, left=start, color=colour, height=0.62, label=words)
             start = [before + value for before, value in zip(start, values, strict=True)]
-        axes.invert_yaxis()
         axes.set_xlim(0, 1.02 * most)
-        axes.grid(axis="x")
-        axes.grid(visible=False, axis="y")
-        axes.spines["bottom"].set_visible(False)
-        axes.set_xlabel("ms per token", color=MUTED)
-        legend(axes, 3)
+        lying(axes, "ms per token", 3)
 
     height = 74 + 24 * len(rows)
     return Figure(
@@ -244,13 +248,16 @@ def _split_table(rows: Sequence[Split]) -> Table:
     return Table(["ms per token", "draft", "verify", "rest", "all", "first token, ms"], cells)
 
 
+def _questions(count: int | None) -> str:
+    return "" if count is None else f"{count:,} question{'s' * (count != 1)}"
+
+
 def _category_table(rows: Sequence[Fields], length: int) -> Table:
     one = Speed(length, 0.0, None, None, None, None, None, None, None, None, {}, None)
     name = "γ chosen block by block" if length == AUTO else one.name
     cells = [
         [
-            Cell(row.text("category", 40)),
-            number(row.number("prompts"), 0),
+            Cell(row.text("category", 40), _questions(row.whole("prompts"))),
             between(row.interval("block_efficiency")),
             number(row.number("acceptance_rate")),
             rate(row.interval("plain_token_rate")),
@@ -259,4 +266,4 @@ def _category_table(rows: Sequence[Fields], length: int) -> Table:
         ]
         for row in rows
     ]
-    return Table(["", "questions", "τ", "α", "plain tok/s", "tok/s", "x plain"], cells, title=name)
+    return Table(["", "τ", "α", "plain tok/s", "tok/s", "x plain"], cells, title=name)

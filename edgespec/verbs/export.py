@@ -35,6 +35,7 @@ from edgespec.recipe.shipped import load_recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of
+from edgespec.stages.training_facts import training_of
 from edgespec.verbs.build import check_packages, claim
 
 
@@ -68,7 +69,10 @@ OPTIONS = Options
 
 @dataclass(frozen=True)
 class Source:
-    """The two models and what is known of them; `responses`: the folder of what the target wrote."""
+    """The two models and what is known of them.
+
+    responses: the folder of what the target wrote. training: what the drafter was trained on (training_facts.py).
+    """
 
     target: Path
     drafter: Path
@@ -78,6 +82,7 @@ class Source:
     licence: str = ""
     evaluation: Path | None = None
     responses: Path | None = None
+    training: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,6 +119,9 @@ class Export(ExportStages):
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
+
+    def _training(self) -> dict[str, Any]:
+        return self.source.training
 
     def _measured(self) -> Reads:
         file = self.source.evaluation
@@ -194,6 +202,7 @@ def _source_of_build(build: Path) -> Source:
         found.get("licence", ""),
         build / "evaluate" / "evaluation.json",
         build / "generate",
+        training_of(build, recipe.seed),
     )
 
 

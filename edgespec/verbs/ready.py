@@ -14,14 +14,16 @@ from pathlib import Path
 
 from edgespec.building.find_target import gguf_target
 from edgespec.core.errors import InputError
-from edgespec.core.files import copy_file, sha256_file, write_text
+from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST
 from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.read import resolve
+from edgespec.recipe.read import RECIPE_FILE, resolve
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, cache_folder
+from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 
 READY = "ready"
@@ -77,7 +79,16 @@ def _export(name: str, drafter: Path, out: Path) -> None:
     recipe = resolve({"target": str(found.folder), "export": FILES}, {})
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "command.txt", f"edgespec chat {name}\n")
-    source = Source(found.folder, drafter, name, found.source, recipe, found.licence, drafter / EVALUATION)
+    source = Source(
+        found.folder,
+        drafter,
+        name,
+        found.source,
+        recipe,
+        found.licence,
+        drafter / EVALUATION,
+        training=read_training(drafter / TRAINING),
+    )
     Export(recipe, out, source=source).run()
 
 
@@ -93,7 +104,8 @@ def keep(build: Path, name: str) -> Path:
     out = Path(spec.submodule_search_locations[0]) / READY / name
     keep_in_bytes(head, out)
     copy_file(evaluation, out / EVALUATION)
-    copy_file(build / "distill" / "stage.json", out / "training.json")
+    recipe = load_recipe(build / RECIPE_FILE)
+    write_json(out / TRAINING, {"target": name, **training_of(build, resolve(recipe, {}).seed)})
     return out
 
 

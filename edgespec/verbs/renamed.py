@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 
 from edgespec.core.errors import InputError
@@ -52,5 +51,7 @@ def refuse(arguments: Sequence[str]) -> None:
         name = f"{name} {DRY_RUN}"
     if name in VERBS:
         new, translated = VERBS[name]
+        import shlex
+
         command = shlex.join(["edgespec", *new.split(), *translated(rest)])
         raise InputError(f"`edgespec {name}` is now `edgespec {new}`. Run: {command}")

@@ -23,10 +23,11 @@ from tiny_models import make_model_folder
 from edgespec.building.find_target import gguf_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import copy_file, read_json
+from edgespec.core.files import copy_file, read_json, write_json
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.model_folder.head import keep_in_bytes
+from edgespec.stages.training_facts import TRAINING, training_of
 from edgespec.verbs import ready
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
@@ -181,6 +182,8 @@ def test_a_ready_pair_is_made_once(
     drafter = tmp_path / "ready" / "tiny"
     keep_in_bytes(built / "distill" / "model", drafter)
     copy_file(built / "evaluate" / "evaluation.json", drafter / "evaluation.json")
+    learnt = training_of(built, 0)
+    write_json(drafter / TRAINING, learnt)
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ready, "ready_folders", lambda: {"tiny": drafter})
     monkeypatch.setattr(ready, "gguf_of", lambda name: file)
@@ -193,6 +196,8 @@ def test_a_ready_pair_is_made_once(
     manifest = open_manifest(bundle)
     assert manifest.drafter.kind == HEAD
     assert manifest.metrics["settings"]
+    assert [phase["stage"] for phase in learnt["phases"]] == ["distill"]
+    assert manifest.provenance["training"] == learnt
     assert main(words) == 0
     again = capsys.readouterr()
     assert "making" not in again.err

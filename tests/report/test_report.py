@@ -16,7 +16,7 @@ from page_reader import Page
 from edgespec.cli import main
 from edgespec.core.manifest import MANIFEST, read_manifest
 from edgespec.core.metrics import RawCounts
-from edgespec.core.table import count
+from edgespec.core.table import count, duration
 from edgespec.report.figures import WIDTH
 from edgespec.report.measured import by_position
 
@@ -103,8 +103,10 @@ def test_the_page_says_what_the_files_say(small_build: Path, measured: Path, tmp
     share = manifest.drafter.parameters / manifest.target.parameters
     sizes = [row[1].partition("|")[0] for row in facts.rows if row[0] == "its size"]
     assert sizes[1] == f"{count(manifest.drafter.parameters)} parameters ({share:.1%})"
-    ended = json.loads((build / "distill" / "stage.json").read_text())["counts"]["loss_last"]
-    assert facts.row("distilled on")[1] == f"768 tokens|3 steps, divergence fkl, loss {ended:.2f} at the end"
+    learnt = json.loads((build / "distill" / "stage.json").read_text())["counts"]
+    took = duration(learnt["train_seconds"])
+    ended = f"loss {learnt['loss_last']:.2f} at the end"  # α was not watched
+    assert facts.row("distilled on")[1] == f"768 tokens|3 steps, {took}, divergence fkl, {ended}, seed 0"
     assert facts.row("recipe")[1] == "quick"
     assert [row[0] for row in page.table("built", place=1).rows][-1] == "all"
 
@@ -163,6 +165,31 @@ def test_the_page_says_what_the_files_say(small_build: Path, measured: Path, tmp
     assert (build / "command.txt").read_text().strip() in where
     assert bench["command"] in where
     assert page.unclosed == 0
+
+
+def test_a_bundle_says_what_its_drafter_was_trained_on(small_build: Path, tmp_path: Path) -> None:
+    """The bundle alone, in the words of its build; an older one, that kept none of it, by its recipe; several phases as one."""
+    build, bundle = small_build / "out", tmp_path / "bundle"
+    shutil.copytree(build / "bundle", bundle)
+    whole = reported(tmp_path / "build.html", build).table("built")
+    alone = reported(tmp_path / "bundle.html", bundle).table("built")
+    for name in ("the target wrote", "pretrained on", "distilled on"):
+        assert alone.row(name) == whole.row(name)
+
+    phases = [
+        {"what": "first", "steps": 50, "tokens": 1000, "alpha_last": 0.36},
+        {"steps": 70, "tokens": 3000, "seconds": 90, "loss_last": 1.5, "alpha_last": 0.42},
+    ]
+    for trained, row in (
+        ({"phases": phases}, "4k tokens|120 steps in 2 parts, 1m 30s, loss 1.50 and α 0.42 at the end"),
+        (None, "3 steps"),
+    ):
+
+        def change(value: Any, trained: Any = trained) -> None:
+            value["provenance"]["training"] = trained
+
+        changed(bundle / MANIFEST, bundle / MANIFEST, change)
+        assert reported(tmp_path / "other.html", bundle).table("built").row("distilled on")[1] == row
 
 
 def test_one_closed_file(small_build: Path, measured: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -170,26 +171,35 @@ def evaluate(
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
 
-        def part(name: str, compute: Callable[..., list[Any]], *given: Any) -> list[Any]:
+        def part(
+            name: str, tokens: Callable[[Any], int], compute: Callable[..., list[Any]], *given: Any
+        ) -> list[Any]:
+            """`tokens`: of one item, how many were written or read for it."""
             file = out / "settings" / f"{name}.json"
             bar.set_postfix_str(name)
-            go_on = bar.skip if file.exists() else bar.update
+            before = file.exists()
             found = finished_part(file, len(pairs.prompts), lambda: compute(*given))
-            go_on(1)
+            if before:
+                bar.skip(1)
+            else:
+                bar.add_tokens(sum(map(tokens, found)))
+                bar.update(1)
             return found
 
         for sampling in SAMPLINGS:
-            responses = part(f"target-{sampling.key}", pairs.own_responses, sampling)
+            responses = part(f"target-{sampling.key}", len, pairs.own_responses, sampling)
             for name in drafters:
                 stem = f"{name}-{sampling.key}"
-                overlaps = part(f"{stem}-agreement", pairs.overlaps, name, sampling, responses)
+                overlaps = part(f"{stem}-agreement", itemgetter(1), pairs.overlaps, name, sampling, responses)
                 for gamma in options.draft_lengths:
                     settings.append(
                         {
                             "drafter": name,
                             **asdict(sampling),
                             "draft_length": gamma,
-                            "counts": part(f"{stem}-g{gamma}", pairs.counts, name, sampling, gamma),
+                            "counts": part(
+                                f"{stem}-g{gamma}", itemgetter("emitted"), pairs.counts, name, sampling, gamma
+                            ),
                             "teacher_forced": overlaps,
                         }
                     )

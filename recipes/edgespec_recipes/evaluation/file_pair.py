@@ -109,10 +109,12 @@ def _of_prompt(
         return counts, reply
 
     _, reply = decoded(0)
+    drafted = [decoded(gamma)[0] for gamma in options.draft_lengths]
     found = {
-        "counts": [asdict(decoded(gamma)[0]) for gamma in options.draft_lengths],
+        "counts": list(map(asdict, drafted)),
         "agreement": agreement(target, draft, prompt, reply, Warp.of(how)),
     }
+    bar.add_tokens(len(reply) + sum(counts.emitted for counts in drafted))
     bar.update(1)
     return found
 

@@ -316,6 +316,7 @@ def train(
         "train_seconds": rows[-1]["seconds"],
         "loss_first": rows[0]["loss"],
         "loss_last": rows[-1]["loss"],
+        "alpha_last": rows[-1].get("alpha"),  # of the held-out rows, where they are watched: the last step is
         "processes": processes.world(),
         "precision": precision.name,
         "precision_reason": precision.reason,

@@ -314,7 +314,8 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
     )
     print(speed_table(summaries, markdown=options.markdown), end="\n\n")
     print(cost_table(summaries, markdown=options.markdown), end="\n\n")
-    print(f"Block of tokens against single steps: {pair.exactness()}.")
+    if caution := pair.measured_exactness().caution():
+        print(caution)
     if greedy:
         same = min(summary.identical for summary in summaries)
         print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")

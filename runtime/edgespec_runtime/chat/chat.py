@@ -30,7 +30,7 @@ def talk(chat: Chat, source: Source) -> int:
             text = source.read(chat.prefill or "")
         except InputError as error:
             failed = True
-            chat.view.note(str(error))
+            chat.view.say(str(error))
             continue
         except KeyboardInterrupt:
             if asked_to_leave or not chat.interactive:
@@ -48,7 +48,7 @@ def talk(chat: Chat, source: Source) -> int:
                 raise
         except EdgespecError as error:
             failed = True
-            chat.view.note(str(error))
+            chat.view.say(str(error))
         asked_to_leave = chat.stopped  # a Ctrl-C that stopped a reply is the first of the two that leave
     return 2 if failed and not chat.interactive else 0
 
@@ -88,7 +88,7 @@ def _remember(chat: Chat) -> Path | None:
     except InputError as error:
         if options.continue_:
             raise
-        view.note(f"(this chat is not kept: {error})")
+        view.say(f"(this chat is not kept: {error})")
         return None
     last = LastChat(chat.pair.manifest, folder)
     if options.continue_:
@@ -100,7 +100,7 @@ def _remember(chat: Chat) -> Path | None:
         try:
             last.keep(chat.conversation)
         except (InputError, OSError) as error:
-            view.note(f"(this chat is no longer kept: {error})")
+            view.say(f"(this chat is no longer kept: {error})")
             chat.kept = lambda: None
 
     chat.kept = keep
@@ -117,6 +117,8 @@ def run(given: dict[str, Any]) -> int:
         folder = _remember(chat)
         if interactive:
             _greet(chat)
+        if caution := pair.measured_exactness().caution():
+            chat.view.note(caution)
         return talk(chat, _source(interactive, folder))
     finally:
         pair.close()

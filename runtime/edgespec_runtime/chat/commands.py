@@ -69,7 +69,7 @@ def _help(chat: Chat, _: str) -> None:
         f"{QUOTES} begins a message of several lines, and ends it; Alt-Enter makes a line too.",
         "Ctrl-C stops a reply, and what came of it stays; Ctrl-C at the empty prompt twice, or Ctrl-D, leaves.",
     ]
-    chat.view.note("\n".join([*lines, *keys]))
+    chat.view.say("\n".join([*lines, *keys]))
 
 
 def _system(chat: Chat, text: str) -> None:
@@ -81,7 +81,7 @@ def _system(chat: Chat, text: str) -> None:
 
 def _set(chat: Chat, argument: str) -> None:
     if not argument:
-        chat.view.note("\n".join(["the knobs, each changed by /set KNOB VALUE:", *listed(chat.options)]))
+        chat.view.say("\n".join(["the knobs, each changed by /set KNOB VALUE:", *listed(chat.options)]))
         return
     name, value = parted(argument)
     chat.change(**{name: value})
@@ -97,21 +97,26 @@ def _draft(chat: Chat, argument: str) -> None:
         chat.change(draft="off")
     elif argument:
         raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
-    chat.view.note(chat.state())
+    _tell_state(chat, argument)
 
 
 def _gamma(chat: Chat, argument: str) -> None:
     if argument:
         chat.change(draft_length=argument)
-    chat.view.note(chat.state())
+    _tell_state(chat, argument)
 
 
 def _rule(chat: Chat, argument: str) -> None:
     if argument:
         chat.change(rule=argument)
-        chat.view.note(chat.state())
+        _tell_state(chat, argument)
     else:
-        chat.view.note(f"rule {chat.options.rule_name}; there are: auto, {', '.join(RULES)}")
+        chat.view.say(f"rule {chat.options.rule_name}; there are: auto, {', '.join(RULES)}")
+
+
+def _tell_state(chat: Chat, argument: str) -> None:
+    """Who drafts now: asked for by a command without an argument, confirmed otherwise."""
+    (chat.view.note if argument else chat.view.say)(chat.state())
 
 
 def _regenerate(chat: Chat, _: str) -> None:
@@ -176,7 +181,7 @@ def _clear(chat: Chat, _: str) -> None:
 def _stats(chat: Chat, _: str) -> None:
     totals = chat.totals
     if not totals.emitted:
-        chat.view.note("no replies yet")
+        chat.view.say("no replies yet")
         return
     seconds = {
         "drafter": totals.draft_seconds,
@@ -197,7 +202,7 @@ def _stats(chat: Chat, _: str) -> None:
             f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (in the block: {places}); "
             f"{sum(totals.accepted)}/{totals.drafted} drafted accepted"
         )
-    chat.view.note("\n".join(lines))
+    chat.view.say("\n".join(lines))
 
 
 def _exit(chat: Chat, _: str) -> None:

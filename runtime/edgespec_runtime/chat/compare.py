@@ -33,11 +33,11 @@ def compare(chat: Chat, text: str) -> None:
             run.tokens += piece.tokens
             run.counts = tally.counts
         if chat.stopped or not run.tokens:
-            chat.view.note("the comparison was stopped")
+            chat.view.say("the comparison was stopped")
             return
         runs.append(run)
     chat.view.side_by_side(runs, options.colour)
-    chat.view.status(_verdict(*runs, seeded=options.temperature == 0.0 or options.seed is not None))
+    chat.view.say(_verdict(*runs, seeded=options.temperature == 0.0 or options.seed is not None))
 
 
 def _verdict(plain: Run, speculative: Run, *, seeded: bool) -> str:

@@ -84,15 +84,14 @@ class Conversation:
 
         Raises InputError, and drops nothing, where the message alone does not fit.
         """
+        if tokens := self._tokenizer.far_beyond(room, [text]):
+            raise InputError(_too_long(f"more than {tokens}", room))
         prompt, messages = self.prompt(text), self.messages
         while len(prompt) > room and messages:
             messages = messages[2:]
             prompt = self._tokenizer.encode_chat(self._with(messages, text))
         if len(prompt) > room:
-            raise InputError(
-                f"the message takes {len(prompt)} tokens and the context has room for {room}; "
-                "send a shorter one, or load the bundle with a longer --context"
-            )
+            raise InputError(_too_long(f"{len(prompt)}", room))
         dropped = (len(self.messages) - len(messages)) // 2
         if dropped:
             self.messages, self.ids, self._before = messages, [], []
@@ -126,6 +125,13 @@ class Conversation:
         ):  # the model closed the turn with the template's own token (a space may stand before it)
             return self.ids + after[after.index(self.ids[-1]) + 1 :]
         return self.ids[:-1] + after
+
+
+def _too_long(tokens: str, room: int) -> str:
+    return (
+        f"the message takes {tokens} tokens and the context has room for {room}; "
+        "send a shorter one, or load the bundle with a longer --context"
+    )
 
 
 def keeping_system(options: Options, tokenizer: ChatTokenizer, system: str, target: CachedEngine) -> Options:

@@ -50,7 +50,12 @@ def read_prompt() -> str:
 
 
 def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
-    """Prompt ids through the chat template, or of the text alone."""
+    """Prompt ids through the chat template, or of the text alone. Raises InputError for a text far beyond the context."""
+    limit = pair.target.engine.context_length
+    if tokens := pair.tokenizer.far_beyond(limit, [text, system]):
+        raise InputError(
+            f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
+        )
     if raw:
         return pair.tokenizer.encode(text)
     messages = [{"role": "system", "content": system}] if system else []
@@ -70,7 +75,8 @@ def run(given: dict[str, Any]) -> int:
         if not options.raw:
             decoding = keeping_system(decoding, pair.tokenizer, options.system, pair.target)
         check_prompt(pair.target, pair.draft, prompt, decoding)
-        schedule = Schedules(pair, note).of(decoding)
+        schedules = Schedules(pair, note)
+        schedule = schedules.of(decoding)
         counts, said, finish = RawCounts(), "", ""
         try:
             for piece in pieces(pair, prompt, decoding, counts, schedule):
@@ -91,6 +97,7 @@ def run(given: dict[str, Any]) -> int:
             "exactness": dataclasses.asdict(pair.measured_exactness()),
             "options": to_mapping(options),
             "counts": dump(counts),
+            "off": schedules.off(decoding),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
         give(options.json, report)

@@ -19,6 +19,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
+from edgespec.core.output import is_quiet
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
@@ -48,6 +49,8 @@ class Screen:
 
     def legend(self) -> None:
         """What the colours mean."""
+        if is_quiet():
+            return
         self._console.print(
             Text.assemble(
                 ("■ ", DRAFTED),
@@ -57,8 +60,12 @@ class Screen:
             )
         )
 
-    def note(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._console.print(Text(harmless(text), QUIET))
+
+    def note(self, text: str) -> None:
+        if not is_quiet():
+            self.say(text)
 
     def status(self, line: str) -> None:
         self.note(f"{line}\n")
@@ -137,9 +144,10 @@ class _Frame:
 
     def _draw(self) -> None:
         self._take()
-        status = Text(self._tally.live(), QUIET, no_wrap=True, overflow="ellipsis")
-        last = self._lines.last
-        self._live.update(Group(last, status) if last.plain.strip() else status, refresh=True)
+        rows = [self._lines.last] if self._lines.last.plain.strip() else []
+        if not is_quiet():
+            rows.append(Text(self._tally.live(), QUIET, no_wrap=True, overflow="ellipsis"))
+        self._live.update(Group(*rows), refresh=True)
 
     def _take(self) -> None:
         """Print the rows that have become final."""

@@ -19,10 +19,9 @@ from edgespec_runtime.chat.terminal import Interrupt
 from edgespec_runtime.chat.view import Plain, Show, View
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.chooser.why_off import Off
 from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.loop import check_vocabulary
-from edgespec_runtime.decoding.options import NOBODY, numbered, plain
+from edgespec_runtime.decoding.options import numbered, plain
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import Pair
@@ -113,7 +112,7 @@ class Chat:
                 self.kept()
             if tally.counts.drafted:
                 tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
-            self.off = str(tally.off)
+            self.off = tally.off
             self.view.status(tally.line())
 
     def run(self, prompt: list[int], draft: bool, title: str) -> Iterator[tuple[Piece, Tally]]:
@@ -155,7 +154,7 @@ class Chat:
         with closing(pieces(self.pair, prompt, options, tally.counts, schedule)) as said:
             for piece in said:
                 tally.first_token = tally.first_token or perf_counter() - start
-                tally.off = self._off(options, schedule)
+                tally.off = self._schedules.off(options) or ""
                 if isinstance(schedule, Adaptive):
                     tally.step = schedule.step_seconds(tally.prompt + tally.counts.emitted)
                 yield piece
@@ -181,12 +180,6 @@ class Chat:
             if interrupt.requested:
                 return False
         return not interrupt.requested
-
-    def _off(self, options: Options, schedule: Schedule) -> Off | str:
-        """Why there are no drafts now; '' where there are."""
-        if options.who == NOBODY:
-            return "drafts are off" if self.pair.draft is not None else "no drafter was loaded"
-        return schedule.off or "" if isinstance(schedule, Adaptive) else ""
 
     def state(self) -> str:
         """Who drafts, how much and by which rule, in one line."""

@@ -27,7 +27,7 @@ class Tally:
         prompt: tokens of the prompt; `computed`: those that the target computed, the others were in its cache.
         step: seconds of a plain step; None where it is not known.
         first_token: seconds until the first text came.
-        off: why there are no drafts now, made a text where it shows; '' where there are.
+        off: why there are no drafts now; '' where there are.
         finish: stopped, eos, length, context; '' while the reply comes.
     """
 
@@ -38,7 +38,7 @@ class Tally:
     counts: RawCounts = field(default_factory=RawCounts)
     step: float | None = None
     first_token: float = 0.0
-    off: object = ""
+    off: str = ""
     finish: str = ""
     title: str = ""
     _samples: deque[tuple[float, int]] = field(default_factory=lambda: deque([(0.0, 0)]))
@@ -86,7 +86,7 @@ class Tally:
         return " · ".join(parts)
 
     def _drafts(self, words: str) -> list[str]:
-        return [*([words] if self.counts.drafted else []), *([str(self.off)] if self.off else [])]
+        return [*([words] if self.counts.drafted else []), *([self.off] if self.off else [])]
 
     def _context(self) -> str:
         return f"context {min(self.context, self.prompt + self.counts.emitted)}/{self.context}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from edgespec.core.metrics import RawCounts
+from edgespec.core.output import is_quiet
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
@@ -45,8 +46,13 @@ class Run:
 
 
 class View(Protocol):
+    """With `--quiet`, only replies, what `say` is given and `side_by_side` show."""
+
+    def say(self, text: str) -> None:
+        """What somebody asked for beside a reply, or what went wrong."""
+
     def note(self, text: str) -> None:
-        """A message beside the replies."""
+        """What nobody asked for."""
 
     def reply(self, tally: Tally, options: Options) -> AbstractContextManager[Show]:
         """A reply comes, whose figures are in `tally`; leaving it ends the reply's text."""
@@ -65,8 +71,12 @@ class View(Protocol):
 
 
 class Plain:
-    def note(self, text: str) -> None:
+    def say(self, text: str) -> None:
         print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        if not is_quiet():
+            self.say(text)
 
     @contextmanager
     def reply(self, tally: Tally, options: Options) -> Iterator[Show]:
@@ -92,7 +102,7 @@ class Plain:
 
     def side_by_side(self, runs: list[Run], colour: bool) -> None:
         for run in runs:
-            self.note(run.heading())
+            self.say(run.heading())
             self._write(run.text + "\n")
 
     def legend(self) -> None:

@@ -74,6 +74,7 @@ class Exactness:
         flips: positions whose most likely token changes; None where it was not measured.
         positions: how many were compared; None where they were not.
         remark: what the reader must know besides: why there is no measurement, or why what runs is not what the mode says.
+        promised: whether a block's logits are those of single steps by how the kernels work, measured or not.
     """
 
     mode: str
@@ -81,6 +82,7 @@ class Exactness:
     flips: int | None
     positions: int | None
     remark: str
+    promised: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.mode} mode"]
@@ -91,13 +93,24 @@ class Exactness:
             ]
         return ", ".join(parts) + (f" ({self.remark})" if self.remark else "")
 
+    def caution(self) -> str:
+        """What a reply may lose in this mode, in one line for people; '' where the pair is exact."""
+        exact = self.promised if self.largest is None else self.largest <= ROUNDING and not self.flips
+        if exact:
+            return ""
+        seen = "" if self.flips is None else f"{self.flips:,} of {self.positions:,} positions when packed"
+        known = "; ".join(filter(None, (seen, self.remark)))
+        if self.mode == EXACT:
+            return f"Exact mode without its promise: rounding may flip a near tie ({known})."
+        return f"Fast mode: rounding may flip a near tie ({known}); --mode exact is slower and avoids it."
+
 
 def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
     """What verify.json says of the target as it runs.
 
     `verification` is that file's content; it may come from a stranger, and what is not of the exporter's form counts as absent.
     """
-    remark = way.remark()
+    remark, promised = way.remark(), way.runs == EXACT and not way.float_weights
     unmeasured = "not measured where the bundle was made"
     files = verification.get("files")
     for check in files if isinstance(files, list) else []:
@@ -121,11 +134,11 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
                     f"measured on texts of at most {way.rope_border} tokens, where the RoPE factors change"
                 )
                 remark = "; ".join(filter(None, (remark, below)))
-            return Exactness(way.mode, *numbers, remark)
+            return Exactness(way.mode, *numbers, remark, promised)
         if way.runs == EXACT and check.get("checked_with") != way.engine:
             unmeasured = f"not measured on {way.engine}; checked with: {check.get('checked_with')}"
         break
-    return Exactness(way.mode, None, None, None, "; ".join(filter(None, (unmeasured, remark))))
+    return Exactness(way.mode, None, None, None, "; ".join(filter(None, (unmeasured, remark))), promised)
 
 
 def _numbers(measured: Mapping[str, Any], positions: Any) -> tuple[float, int, int] | None:

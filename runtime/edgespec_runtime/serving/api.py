@@ -36,8 +36,6 @@ from edgespec_runtime.serving.request import (
 )
 
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
-LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
-PIECE = 16 * 1024  # characters
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
 
@@ -129,7 +127,7 @@ class Service:
             choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
             if request.ids:
                 choice |= {"token_ids": reply, "prompt_token_ids": ids}
-            yield envelope.around(kind, choice, usage=asked.reply.usage())
+            yield envelope.around(kind, choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
             return self._parts(asked, watch, envelope, kind, lambda text: {"text": text})
@@ -149,7 +147,7 @@ class Service:
             text, _, finish, _ = self._answer(asked, watch)
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, "finish_reason": finish}
-            yield envelope.around("chat.completion", choice, usage=asked.reply.usage())
+            yield envelope.around("chat.completion", choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
             first = {"delta": {"role": "assistant", "content": ""}}
@@ -159,19 +157,11 @@ class Service:
         return Work(request.stream, parts if request.stream else whole)
 
     def _check_size(self, field: str, *texts: str) -> None:
-        """Refuse a text of more than twice the context by its beginning: the tokenizer takes seconds for a megabyte, and nothing
-        else of this process runs meanwhile."""
-        context, tokens = self.context_length, 0
-        if sum(map(len, texts)) <= LIKELY * context:
-            return
-        for text in texts:
-            for at in range(0, len(text), PIECE):
-                tokens += len(self.pair.tokenizer.encode(text[at : at + PIECE]))
-                if tokens > 2 * context:
-                    words = (
-                        f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
-                    )
-                    raise Refused(400, words, field, "context_length_exceeded")
+        """Refuse a text far beyond the context by its beginning: nothing else of this process runs while it is encoded."""
+        context = self.context_length
+        if tokens := self.pair.tokenizer.far_beyond(context, texts):
+            words = f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
+            raise Refused(400, words, field, "context_length_exceeded")
 
     def _asked(self, request: Request, field: str, prompt: list[int], usual: int) -> _Asked:
         """`field`: what the prompt is called. Raises InputError or Refused for a prompt that cannot be answered."""
@@ -219,6 +209,9 @@ class Service:
         text = self.pair.tokenizer.decode([*asked.prompt, *reply] if request.echo else reply)
         return text, reply, REASONS[finish], scores
 
+    def _usage(self, asked: _Asked) -> Json:
+        return asked.reply.usage(self.schedules.off(asked.how))
+
     def _parts(
         self,
         asked: _Asked,
@@ -235,7 +228,7 @@ class Service:
         request, tokens = asked.request, 0
 
         def part(inside: Json, finish: str | None = None) -> Json:
-            usage = asked.reply.usage() if request.running_usage else None
+            usage = self._usage(asked) if request.running_usage else None
             return envelope.around(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
 
         with self._turn(asked, watch) as said:
@@ -250,7 +243,7 @@ class Service:
                     yield part({**words(piece.text), "speculation": mark}, finish)
                     tokens = 0
         if request.usage:
-            yield envelope.around(kind, usage=asked.reply.usage())
+            yield envelope.around(kind, usage=self._usage(asked))
 
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.

@@ -23,8 +23,11 @@ class Reply:
     computed: int = 0
     counts: RawCounts = field(default_factory=RawCounts)
 
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage; `speculation` is ours: raw counts by position in the draft, and seconds."""
+    def usage(self, off: str | None = None) -> dict[str, Any]:
+        """OpenAI's usage; `speculation` is ours: raw counts by position in the draft, seconds, and `off`.
+
+        off: why no drafts are made now, None where some are.
+        """
         counts, tokens = self.counts, self.counts.emitted
         cached = max(0, self.prompt - 1 - self.computed)
         seconds = {
@@ -45,6 +48,7 @@ class Reply:
                 "tested_by_position": list(counts.tested),
                 "accepted_by_position": list(counts.accepted),
                 "seconds": {name: round(max(0.0, value), 6) for name, value in seconds.items()},
+                "off": off,
             },
         }
 

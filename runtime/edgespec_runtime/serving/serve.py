@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, knob, with_default
+from edgespec.core.output import note
 from edgespec.shell.environment import API_KEY
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
@@ -77,8 +78,10 @@ def run(given: dict[str, Any]) -> int:
         server = Server(listener, service, options.waiting, access)
         if not (access.local or key):
             print(f"anyone who reaches {options.host} can use this server; set {API_KEY}", file=sys.stderr)
-        print(f"serving {service.name} at {server.url}/v1 ({pair.exactness()})", flush=True)
+        print(f"serving {service.name} at {server.url}/v1", flush=True)
         print(f"open {server.url}/ in a browser to chat", flush=True)
+        if caution := pair.measured_exactness().caution():
+            note(caution)
         server.serve_forever()
         return 0
     finally:

@@ -24,6 +24,8 @@ from edgespec_runtime.untrusted.template import MAX_TEMPLATE_CHARACTERS, SafeTem
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
 MAX_VOCAB_SIZE = 2**24
 MAX_SPECIAL = 1024
+LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
+PIECE = 16 * 1024  # characters
 AGAIN = "fetch or build the bundle again"
 Message = dict[str, str]
 
@@ -88,6 +90,19 @@ class ChatTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands, no special tokens added; special tokens spelt out in it become theirs."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def far_beyond(self, room: int, texts: Sequence[str]) -> int:
+        """Tokens of the beginning of texts, where that alone has more than twice as many as there is `room`; else 0.
+
+        Encoding a whole megabyte takes seconds, and a chat template has its own, less telling bound.
+        """
+        tokens = 0
+        if sum(map(len, texts)) > LIKELY * room:
+            for piece in (text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE)):
+                tokens += len(self.encode(piece))
+                if tokens > 2 * room:
+                    return tokens
+        return 0
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as the target reads it, up to where the reply begins.

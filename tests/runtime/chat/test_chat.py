@@ -219,17 +219,41 @@ def test_a_pipe_gets_replies_and_nothing_else(
     assert b"Traceback" not in done.stderr
 
 
+def test_quiet_leaves_the_replies_and_what_was_asked_for(bundle: Path) -> None:
+    """Errors stay too; confirmations and the figures of a reply do not."""
+    lines = b"\n".join([b"Hello", b"/gamma 2", b"/set temperature -1", b"/gamma", b"/stats"])
+    loud, quiet = (
+        chat_process(bundle, lines, "--max-new-tokens", "12", *flags) for flags in ((), ("--quiet",))
+    )
+    assert loud.returncode == quiet.returncode == 2
+    assert quiet.stdout == loud.stdout != b""
+    assert b"tok/s \xc2\xb7" in loud.stderr
+    first, second, third, *_ = quiet.stderr.decode().splitlines()
+    assert first.startswith("temperature is -1")
+    assert "drafter model, γ 2, rule" in second
+    assert third.startswith("replies 1, tokens 12")
+
+
 def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path) -> None:
     """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
-    lines = [b"word " * 400, b"/set temperature -1", b"caf\xe9", b"Hello", b"/quit", b"never"]
+    lines = [
+        b"word " * 400,
+        b"word " * 10**6,
+        b"/set temperature -1",
+        b"caf\xe9",
+        b"Hello",
+        b"/quit",
+        b"never",
+    ]
     done = chat_process(bundle, b"\n".join(lines), "--max-new-tokens", "4", "--no-draft")
     assert done.returncode == 2
     errors = done.stderr.decode().splitlines()
-    assert len(errors) == 4
+    assert len(errors) == 5
     assert re.search(r"message takes \d+ tokens and the context has room for 252", errors[0])
-    assert "temperature is -1.0" in errors[1]
-    assert "a line of standard input is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in errors[2]
-    assert "tok/s" in errors[3]
+    assert re.search(r"message takes more than \d{4,5} tokens and the context has room for 252", errors[1])
+    assert "temperature is -1.0" in errors[2]
+    assert "a line of standard input is not UTF-8: 'utf-8' codec can't decode byte 0xe9" in errors[3]
+    assert "tok/s" in errors[4]
 
 
 def test_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

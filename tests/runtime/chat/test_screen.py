@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from edgespec.core.output import speaking
 from edgespec.core.texts import draws, harmless
 
 GREEN, UP = "\x1b[32m", "\x1b[1A"
@@ -90,6 +91,19 @@ def test_figures_show_while_a_reply_comes_and_go_with_it(monkeypatch: pytest.Mon
     reply(terminal, [("One ", False), ("two", True), (" three", False)])
     assert "13.3 tok/s · 1/6 drafted accepted · context 14/100" in terminal.written
     assert terminal.seen() == ["One two three", ""]
+
+
+def test_quiet_shows_the_reply_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "FRAMES", 1e9)
+    terminal = Terminal()
+    with speaking(quiet=True):
+        terminal.screen.legend()
+        reply(terminal, [("One ", False), ("two", True)])
+        terminal.screen.status("12 tokens")
+        terminal.screen.note("a remark")
+        terminal.screen.say("an answer")
+    assert terminal.seen() == ["One two", "an answer", ""]
+    assert "tok/s" not in terminal.written
 
 
 def test_drawing_is_rare_however_fast_the_tokens_are() -> None:

@@ -282,11 +282,38 @@ def test_what_was_measured_is_that_of_what_runs() -> None:
     assert exactness_of(on, {"files": [check(precision="f16")]}).largest is None
 
 
+def test_a_caution_is_said_where_a_pair_is_not_exact() -> None:
+    way = {"engine": "llama.cpp", "precision": "q8_0"}
+    verification = {"files": [check(block_largest=0.0, fast={"block_largest": 0.25, "block_flips": 3})]}
+    fast, exact = (Way(mode, flash_attention=mode == EXACT, **way) for mode in (FAST, EXACT))
+    assert exactness_of(fast, verification).caution() == (
+        "Fast mode: rounding may flip a near tie (3 of 10 positions when packed); --mode exact is slower and avoids it."
+    )
+    assert exactness_of(exact, verification).caution() == exactness_of(exact, {}).caution() == ""
+    unmeasured = exactness_of(fast, {}).caution()
+    assert unmeasured.startswith(
+        "Fast mode: rounding may flip a near tie (not measured where the bundle was made);"
+    )
+    # asked for in the mode's name, and not what runs
+    odd = exactness_of(exact, {"files": [check(block_largest=0.2, block_flips=1)]})
+    assert odd.caution().startswith(
+        "Exact mode without its promise: rounding may flip a near tie (1 of 10 positions when packed; not exact: a block"
+    )
+    for kernel in (True, False):
+        floats = Way(EXACT, "llama.cpp", "f16", flash_attention=kernel, float_weights=True)
+        assert "not promised: llama.cpp sums a block of float weights" in exactness_of(floats, {}).caution()
+    same = Way(FAST, "onnxruntime", "fp32")  # one kernel for both modes
+    assert exactness_of(same, {}).caution() == ""
+
+
 def test_the_mode_is_in_the_reports(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     int4 = ["--engine", "onnxruntime", "--precision", "int4", "--threads", "1"]
     flags = [*int4, "--mode", "fast", "--max-prompts", "1", "--max-new-tokens", "4", "--draft-lengths", "2"]
     assert main(["bench", str(made), *flags, "--json", str(tmp_path / "bench.json")]) == 0
-    assert "single steps: fast mode, largest logit difference " in capsys.readouterr().out
+    exactness = json.loads((tmp_path / "bench.json").read_text())["exactness"]
+    seen = f"{exactness['flips']} of {exactness['positions']} positions when packed"
+    said = f"Fast mode: rounding may flip a near tie ({seen}); --mode exact is slower and avoids it."
+    assert said in capsys.readouterr().out.splitlines()
     assert json.loads((tmp_path / "bench.json").read_text())["options"]["mode"] == FAST
     told = tmp_path / "doctor.json"
     flags = [*int4, "--seconds", "0.5", "--contexts", "16", "--json", str(told)]

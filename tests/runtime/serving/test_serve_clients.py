@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.rules.table import RULES
 from served import CHAT, ask, listening, served, stream
+from simulated_machine import STEEP, costs_of
 
 MESSAGES: Any = CHAT["messages"]
 
@@ -90,6 +93,30 @@ def test_the_openai_client_understands_our_errors(client: openai.OpenAI) -> None
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\].role is \"judge\""):
         client.chat.completions.create(**{**how, "messages": [{"role": "judge", "content": "x"}]})
+
+
+def test_an_answer_says_why_it_has_no_drafts(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do not pay, where the request wants none, where there is no drafter; nothing where some were made."""
+    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+
+    def off(url: str, **fields: Any) -> Any:
+        body = {**CHAT, **fields}
+        said = ask(url, "/v1/chat/completions", body)[1]["usage"]["speculation"]["off"]
+        parts = stream(
+            url, "/v1/chat/completions", {**body, "stream_options": {"continuous_usage_stats": True}}
+        )
+        assert {part["usage"]["speculation"]["off"] for part in parts} == {said}
+        return said
+
+    with listening(bundle) as server:
+        assert off(server.url) is None
+        assert off(server.url, speculative=False) == "drafts are off"
+        assert re.fullmatch(
+            r"off: a draft of 1 token and its pass cost [\d.]+ plain steps here; the drafter would need α [\d.]+, it has [\d.]+",
+            off(server.url, draft_length="auto"),
+        )
+    with listening(bundle, draft=False) as server:
+        assert off(server.url) == "no drafter was loaded"
 
 
 def test_httpx_reads_the_events_of_a_stream(url: str) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 import httpx2
 import pytest
 from browser import FOUND, Tab, browser
+from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.serving.page import FILE
 from gate import gated, until
 from served import listening
+from simulated_machine import STEEP, costs_of
 
 pytestmark = pytest.mark.skipif(FOUND is None, reason="no Chromium on this machine")
 
@@ -110,6 +112,7 @@ def test_a_switch_for_speculation_and_one_for_the_rule(bundle: Path, tab: Tab) -
         tab.until(FINISHED)
         assert texts(tab, ".accepted") == []
         assert texts(tab, "#positions") == ["no drafts"]
+        assert texts(tab, "#off:not([hidden])") == ["Drafts are off."]
         assert server.service.sums.counts.drafted == 0
         tab.see("document.getElementById('speculative').click()")
         tab.see(
@@ -120,6 +123,29 @@ def test_a_switch_for_speculation_and_one_for_the_rule(bundle: Path, tab: Tab) -
         tab.press("Enter")
         tab.until(f"messages.length === 4 && {OVER}")
         assert server.service.sums.counts.drafted > 0
+        assert texts(tab, "#off:not([hidden])") == []
+
+
+def test_the_strip_says_why_there_are_no_drafts(
+    bundle: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the reply comes, and when it is finished."""
+    monkeypatch.setattr(Schedules, "_measured", lambda self: costs_of(STEEP, 0.1))
+    why = r"Off: a draft of 1 token and its pass cost [\d.]+ plain steps here; the drafter would need α [\d.]+, it has [\d.]+\."
+    with gated(bundle, draft_length=None) as (server, gate):
+        opened(tab, server.url)
+        short(tab, 30)
+        tab.type("Hello")
+        tab.press("Enter")
+        until(lambda: len(gate.sizes) == 1)
+        gate.passes.release(8)
+        tab.until("!document.getElementById('off').hidden")
+        assert tab.see("running !== null")
+        gate.passes.release(100)
+        tab.until(FINISHED)
+        (said,) = texts(tab, "#off:not([hidden])")
+        assert re.fullmatch(why, said)
+        assert texts(tab, "#positions") == ["no drafts"]
 
 
 def test_plain_against_speculative(bundle: Path, tab: Tab) -> None:
