@@ -139,7 +139,7 @@ TRAINED = [  # every stage for real, each for seconds instead of minutes
     *("--distill.steps", "100", "--distill.context", "128", "--distill.batch-size", "8"),
     *("--distill.learning-rate", "3e-3", "--distill.warmup-steps", "5"),
     *("--generate.prompts", "192", "--generate.batch-size", "64", "--generate.max-new-tokens", "32"),
-    *("--drafter.size-fraction", "0.2", "--export.verify-prompts", "3"),
+    *("--drafter.size-fraction", "0.2", "--export.verify-prompts", "3", "--export.acceptance-prompts", "6"),
     *("--evaluate.prompts", "24", "--evaluate.max-new-tokens", "32"),
 ]
 

@@ -97,7 +97,9 @@ class Builds:
     def finish(self, out: Path) -> str:
         """Run to the end; what it printed."""
         run = self.start(out)
-        run.join(300)
+        run.join(600)
+        run.kill()  # where it has not ended by then
+        run.join()
         assert run.exitcode == 0, self.log.read_text()
         return self.log.read_text()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from repository import PYTHONPATH, SUPPORT
 
-HEAVY = ["torch", "transformers", "accelerate", "onnx", "edgespec.building.pipeline"]
+HEAVY = ["torch", "accelerate", "onnx", "edgespec_recipes.models.loading", "edgespec_recipes.training.trainer"]
 
 
 @cache
