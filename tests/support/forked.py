@@ -11,7 +11,13 @@ from pathlib import Path
 
 from repository import PYTHONPATH, SUPPORT
 
-HEAVY = ["torch", "accelerate", "onnx", "edgespec_recipes.models.loading", "edgespec_recipes.training.trainer"]
+HEAVY = [
+    "torch",
+    "accelerate",
+    "onnx",
+    "edgespec_recipes.models.loading",
+    "edgespec_recipes.training.trainer",
+]
 
 
 @cache
