@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from edgespec.core.errors import MissingExtra
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.targets import TARGETS
-
-
-@dataclass(frozen=True)
-class FoundTarget:
-    """A target on this disk. `source`: 'made here', 'local folder', the hub id and commit, or the GGUF file."""
-
-    name: str
-    folder: Path
-    source: str
-    licence: str
+from edgespec.recipe.targets import TARGETS, FoundTarget
 
 
 def gguf_target(name: str) -> FoundTarget | None:
@@ -49,5 +36,4 @@ def find_target(name: str) -> FoundTarget:
     if found is not None:
         check_model_folder(found.folder)
         return found
-    resolved = resolve_target(name)
-    return FoundTarget(resolved.name, resolved.folder, resolved.source, resolved.licence)
+    return resolve_target(name)

@@ -150,7 +150,7 @@ class Build(ExportStages):
             return target  # its graph has no limits of its own
         if self.recipe.drafter.init != "checkpoint":
             return shape
-        from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
+        from edgespec_recipes.models.loading import check_same_vocabulary
 
         checkpoint = Path(self.recipe.drafter.checkpoint)
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")

@@ -33,6 +33,16 @@ class PipFile:
 
 
 @dataclass(frozen=True)
+class FoundTarget:
+    """A target on this disk. `source`: 'made here', 'local folder', the hub id and commit, or the GGUF file."""
+
+    name: str
+    folder: Path
+    source: str
+    licence: str
+
+
+@dataclass(frozen=True)
 class Target:
     """One alias. `repo` is the hub id (None: edgespec makes the model itself); `parameters` as published.
 

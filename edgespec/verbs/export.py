@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import FoundTarget, gguf_target
+from edgespec.building.find_target import gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError, did_you_mean
@@ -32,6 +32,7 @@ from edgespec.recipe.precisions import MIXED, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.targets import FoundTarget
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of

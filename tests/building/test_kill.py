@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from repository import REPOSITORY
+from forked import start
 from tiny_models import make_model_folder
 
 pytestmark = pytest.mark.training
@@ -89,13 +86,9 @@ class Builds:
     folder: Path
     whole: Path
 
-    def start(self, out: Path) -> subprocess.Popen[bytes]:
+    def start(self, out: Path) -> ForkServerProcess:
         target, recipe = str(self.folder / "target"), str(self.folder / "recipe.yaml")
-        command = [sys.executable, "-m", "edgespec", "build-drafter", "--target", target, "--recipe", recipe]
-        with open(self.log, "wb") as stream:
-            return subprocess.Popen(
-                [*command, "--out", str(out)], cwd=REPOSITORY, stderr=stream, stdout=stream
-            )
+        return start(["build-drafter", "--target", target, "--recipe", recipe, "--out", str(out)], self.log)
 
     @property
     def log(self) -> Path:
@@ -103,8 +96,11 @@ class Builds:
 
     def finish(self, out: Path) -> str:
         """Run to the end; what it printed."""
-        code = self.start(out).wait(300)
-        assert code == 0, self.log.read_text()
+        run = self.start(out)
+        run.join(600)
+        run.kill()  # where it has not ended by then
+        run.join()
+        assert run.exitcode == 0, self.log.read_text()
         return self.log.read_text()
 
 
@@ -127,16 +123,16 @@ def test_twenty_kills_end_with_the_run_that_was_never_killed(builds: Builds) -> 
         name = STAGES[stage]
         run = builds.start(killed)
         begun = None  # when the stage was seen under way in this start
-        while run.poll() is None and not (killed / name / "stage.json").exists():
+        while run.exitcode is None and not (killed / name / "stage.json").exists():
             if begun is None and f"▸ {name}" in builds.log.read_text():
                 begun = time.monotonic()
             if begun is not None and time.monotonic() - begun > fraction * seconds[name]:
                 break
             time.sleep(0.01)
-        if run.poll() is None:
-            os.kill(run.pid, signal.SIGKILL)
+        if run.exitcode is None:
+            run.kill()
             hit.append(name)
-        run.wait()
+        run.join()
     assert len(hit) == KILLS, hit
     builds.finish(killed)
     for name in TRAINED:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.chooser.kept_costs import FOLDER, keep_synthetic, kept_for, store_costs
+from edgespec_runtime.chooser.kept_costs import (
+    FOLDER,
+    Subject,
+    kept_for,
+    outline,
+    store_costs,
+    subject_of,
+)
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.engines.device import this_device
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
 from edgespec.cli import main
@@ -102,10 +108,9 @@ def test_measured_costs_go_before_a_budget(
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     assert measured(TARGET, DRAFTER) == []
     table = Costs((200,), (tuple(0.1 * (1 + 0.1 * n) for n in range(8)),), (0.002,))
-    how: dict[str, Any] = {"threads": 2, "flash_attention": None, "context_length": 512}
-    keep_synthetic({"target": TARGET, "drafter": DRAFTER}, "onnxruntime", "int4", table, **how, seconds=5.0)
-    other = replace(TARGET, layers=31)
-    keep_synthetic({"target": other, "drafter": DRAFTER}, "onnxruntime", "int4", table, **how, seconds=5.0)
+    for target in (TARGET, replace(TARGET, layers=31)):
+        shapes = {"target": outline(target), "drafter": outline(DRAFTER)}
+        store_costs(Subject(shapes, {}, "onnxruntime", "int4", 2, None, 512), table, seconds=5.0)
     [way] = measured(TARGET, DRAFTER)
     assert (way.measured, way.costs, way.context) == (True, table, 200)
     assert way.speedup(0.7, 3) == pytest.approx((1 - 0.7**4) / 0.3 / (3 * 0.02 + 1.3))
@@ -113,14 +118,13 @@ def test_measured_costs_go_before_a_budget(
     assert "Measured: 2 threads" in out
     assert "Speculation is " in out
     assert "budget" not in out
-    [file] = [
-        path
-        for path in (cache_folder() / FOLDER).iterdir()
-        if json.loads(path.read_text())["shapes"]["target"]["layers"] == 32
-    ]
+    file = cache_folder() / FOLDER / way.where.split(", ")[1]
     value = json.loads(file.read_text())
-    damages: list[dict[str, Any]] = [{"device": asdict(this_device()) | {"cpu": "another"}}, {"costs": None}]
-    damages += [{"schema": 99}, {"subject": value["subject"] | {"engine": []}}]
+    damages: list[dict[str, Any]] = [{"costs": None}, {"seconds": None}]
+    damages += [
+        {"subject": value["subject"] | {"engine": []}},
+        {"subject": value["subject"] | {"threads": 3}},
+    ]
     for damage in damages:
         file.write_text(json.dumps(value | damage))
         assert kept_for(TARGET, DRAFTER) == []
@@ -133,7 +137,7 @@ def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     pair = open_pair(both, LoadOptions(engine="llama.cpp"))
     try:
-        store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
+        store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
         shapes = [ModelShape(**role.shape) for role in (pair.manifest.target, pair.manifest.drafter)]
     finally:
         pair.close()

@@ -19,8 +19,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.component_tables import start_from_components
-from edgespec_recipes.models.loading import load_model
-from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
+from edgespec_recipes.models.loading import check_same_vocabulary, load_model
 from edgespec_recipes.models.subcloning import subclone
 from edgespec_recipes.models.vocabulary import (
     Blocks,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.weights_check import refuse_quantised
-from edgespec.recipe.targets import TARGETS, TINY_CHAT, is_hub_id
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, FoundTarget, is_hub_id
 from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat
 from edgespec_recipes.parallel import processes
@@ -28,17 +27,7 @@ HUB_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class ResolvedTarget:
-    """A target on this disk. `source`: 'made here', 'local folder' or the hub id and commit."""
-
-    name: str
-    folder: Path
-    source: str
-    licence: str
-
-
-def resolve_target(name: str) -> ResolvedTarget:
+def resolve_target(name: str) -> FoundTarget:
     """An alias, a hub id or a local folder -> a checked local model folder (tiny-chat is trained on first use).
 
     Raises InputError: unknown name, folder without config.json or weights, encoder-decoder model, no chat template, gated
@@ -50,11 +39,11 @@ def resolve_target(name: str) -> ResolvedTarget:
     if target is not None and target.repo is None:
         if processes.world() > 1:
             _make_alone()
-        return ResolvedTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
+        return FoundTarget(TINY_CHAT, build_tiny_chat(), "made here", target.licence)
     if target is not None and target.repo is not None:
         resolved = _from_hub(name, target.repo, target.licence)
     elif path.is_dir():
-        resolved = ResolvedTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
+        resolved = FoundTarget(path.resolve().name, path.resolve(), "local folder", "see the folder")
     elif is_hub_id(name):
         resolved = _from_hub(name, name, "see the model's page")
     else:
@@ -83,7 +72,7 @@ def _broken_off(repo: str, error: Exception) -> str:
     )
 
 
-def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
+def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
     """Download (or find in the hub cache) what a model folder needs, and no more."""
     import huggingface_hub
     from huggingface_hub import errors
@@ -117,4 +106,4 @@ def _from_hub(name: str, repo: str, licence: str) -> ResolvedTarget:
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "requests", "urllib3"):
             raise
         raise InputError(_broken_off(repo, error)) from error
-    return ResolvedTarget(name, folder, f"{repo}@{folder.name}", licence)
+    return FoundTarget(name, folder, f"{repo}@{folder.name}", licence)

@@ -31,10 +31,9 @@ from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.generating.datagen import read_responses
 from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
 from edgespec_recipes.losses.losses import divergence
-from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.loading import check_same_vocabulary, load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.models.packing import Packing, packing_of
-from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.trainer import collate, finish, save_whole, train

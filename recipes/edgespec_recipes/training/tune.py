@@ -14,9 +14,8 @@ from edgespec.recipe.schema import DistillOptions, TuneOptions
 from edgespec_recipes.data.mixing import FIXED, Mixture, response_rows
 from edgespec_recipes.data.replies import read_replies
 from edgespec_recipes.generating.decoding import stop_ids
-from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
+from edgespec_recipes.models.loading import check_same_vocabulary, load_model, load_tokenizer, shape_of
 from edgespec_recipes.models.packing import packing_of
-from edgespec_recipes.models.same_tokenizer import check_same_vocabulary
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.trainer import finish, train

@@ -25,7 +25,7 @@ from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, Trace, as_json, text
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.kept_costs import BUSY, keep_synthetic
+from edgespec_runtime.chooser.kept_costs import BUSY, Subject, outline, store_costs
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
@@ -212,16 +212,16 @@ def measure(
         how = CalibrateOptions(options.seconds, (options.prompt_tokens + options.max_new_tokens // 2,))
         costs = calibrate(target, draft, how, min(options.max_draft_length + 1, LONGEST_PASS))
         if options.mode == EXACT and free_share(threads) >= BUSY:  # beside other programs it would be wrong
-            keep_synthetic(
-                pair.shapes,
-                pair.engine,
-                pair.precision,
-                costs,
+            subject = Subject(
+                shapes={role: outline(shape) for role, shape in pair.shapes.items()},
+                files={},
+                engine=pair.engine,
+                precision=pair.precision,
                 threads=threads,
                 flash_attention=options.flash_attention,
                 context_length=context,
-                seconds=options.seconds,
             )
+            store_costs(subject, costs, options.seconds)
         for temperature in temperatures:
             arms: list[Arm] = [Arm(trace, length) for trace in _traces(options) for length in lengths]
             at = replace(options, temperature=temperature)

@@ -6,11 +6,12 @@ nothing of acceptance.
 
 from __future__ import annotations
 
-from edgespec_runtime.chooser.pass_costs import BUCKET, Costs, Row
+from edgespec_runtime.chooser.pass_costs import Costs, Row
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Outcome
 
 WEIGHT = 0.1  # of the newest block in a factor: some ten blocks move it, one does not
 CLIP = 2.0  # times what was expected: a block that took longer was held up by another program and tells nothing more
+BUCKET = 64  # tokens of context that share a row of the table: making one takes longer than choosing, and costs hardly differ
 
 
 class _Factor:
@@ -42,7 +43,7 @@ class CurrentCosts:
         self._rows: dict[int, Row] = {}
 
     def row(self, context: int) -> Row:
-        """Of the table, near this context: `BUCKET` contexts share a row, since making one takes longer than choosing."""
+        """Of the table, near this context."""
         bucket = context // BUCKET
         if bucket not in self._rows:
             self._rows[bucket] = self._costs.row(bucket * BUCKET + BUCKET // 2)

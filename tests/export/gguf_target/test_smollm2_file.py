@@ -34,9 +34,9 @@ def file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(file: Path, shared_home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("EDGESPEC_HOME", str(shared_home))
         return folder_of(file)
 
 

@@ -19,9 +19,9 @@ def facts() -> dict[str, Fact]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(shared_home: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EDGESPEC_HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("EDGESPEC_HOME", str(shared_home))
         made = corpus.stdlib_corpus()
         again = corpus.stdlib_corpus()
     assert made == again

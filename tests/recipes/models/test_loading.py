@@ -161,3 +161,25 @@ def test_every_alias_has_a_repository_or_is_made_here() -> None:
 def test_shared_model_resolves(shared: Path) -> None:
     resolved = resolve.resolve_target(str(shared / "models" / "concierge"))
     assert loading.load_model(resolved.folder).num_parameters() == 13_899_264
+
+
+def test_the_first_difference_of_two_vocabularies_is_named(tmp_path: Path) -> None:
+    one, same = make_model_folder(tmp_path / "one"), make_model_folder(tmp_path / "same", seed=1, layers=1)
+    loading.check_same_vocabulary(one, same, "the teacher and the target")
+    content = json.loads((same / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    tokens = {number: token for token, number in vocabulary.items()}
+    vocabulary[tokens[7]], vocabulary[tokens[9]] = 9, 7
+    (same / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        InputError, match="the teacher and the target must have one tokenizer: token 7 is "
+    ) as told:
+        loading.check_same_vocabulary(one, same, "the teacher and the target")
+    assert f"{tokens[7]!r} in {one}" in str(told.value)
+    assert f"{tokens[9]!r} in {same}" in str(told.value)
+
+
+def test_a_shorter_vocabulary(tmp_path: Path) -> None:
+    one, short = make_model_folder(tmp_path / "one"), make_model_folder(tmp_path / "short", vocab_size=400)
+    with pytest.raises(InputError, match=r"token \d+ is .*512 tokens.*400 tokens"):
+        loading.check_same_vocabulary(one, short, "both")

@@ -38,14 +38,8 @@ SMALL = TinyChatOptions(
 )
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.fixture
-def built(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("EDGESPEC_HOME", str(home))
+def built() -> Path:
     return tiny_chat.build_tiny_chat(SMALL)
 
 
@@ -129,8 +123,7 @@ def test_loss_is_that_of_the_conversation_alone(built: Path) -> None:
     assert loss(*([member] for member in conversations)) == pytest.approx(loss(conversations), rel=1e-5)
 
 
-def test_killed_build_goes_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(home))
+def test_killed_build_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     options = dataclasses.replace(SMALL, seed=1)
     taken = 0
     plain = tiny_chat.chat_losses

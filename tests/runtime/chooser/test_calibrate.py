@@ -57,11 +57,8 @@ def step_seconds(n: int, context: int) -> float:
 
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("usual", [1e-4, 0.02])
-def test_the_first_steps_after_loading_do_not_speak_for_a_short_step(
-    usual: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_steps_after_loading_do_not_speak_for_a_short_step(usual: float) -> None:
     """While threads wake up, for a millisecond, steps of a tenth of that take three times as long."""
-    monkeypatch.setattr(kept_costs, "perf_counter", lambda: ClockEngine.clock)
     waking = ClockEngine(lambda count, context: usual, busy=lambda time: 3.0 if time < 1e-3 else 1.0)
     assert kept_costs.step_seconds(CachedEngine(waking)) == pytest.approx(usual)
 
@@ -90,19 +87,24 @@ def test_a_slow_moment_changes_no_cost() -> None:
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("longest", [1, 16])
-def test_the_first_passes_after_another_size_do_not_count(longest: int) -> None:
-    """The first takes twice as long, the next one a third more; decoding makes many of a size in a row."""
+@pytest.mark.parametrize("longest", [1, 7, 16])
+@pytest.mark.parametrize(("scale", "first"), [(0.1, (2.0, 1.33)), (20.0, (1.3,))])
+def test_the_first_passes_after_another_size_do_not_count(
+    longest: int, scale: float, first: tuple[float, ...]
+) -> None:
+    """Short ones wait for threads and caches, a long one for its buffers; decoding makes many of a size in a row."""
     last, row = 0, 0
 
     def seconds(n: int, context: int) -> float:
         nonlocal last, row
         last, row = n, row + 1 if n == last else 0
-        return 0.1 * saw_seconds(n, context) * (2.0, 1.33, 1.0)[min(row, 2)]
+        return scale * saw_seconds(n, context) * (first[row] if row < len(first) else 1.0)
 
     target, draft = CachedEngine(ClockEngine(seconds)), CachedEngine(ClockEngine(step_seconds))
-    costs = calibrate(target, draft, CalibrateOptions(5.0, (64,)), longest)
-    assert costs.verify_seconds[0] == pytest.approx([0.1 * saw_seconds(n, 64) for n in range(1, longest + 1)])
+    costs = calibrate(target, draft, CalibrateOptions(10.0, (64,)), longest)
+    assert costs.verify_seconds[0] == pytest.approx(
+        [scale * saw_seconds(n, 64) for n in range(1, longest + 1)]
+    )
     assert costs.draft(64) == pytest.approx(step_seconds(1, 64))
 
 
@@ -112,10 +114,26 @@ def test_a_slow_target_gets_shorter_contexts_and_passes() -> None:
     target, draft = ClockEngine(lambda n, _: 0.1 * n), ClockEngine(lambda n, _: 0.001)
     costs = calibrate(CachedEngine(target), CachedEngine(draft), QUICK)
     assert costs.longest == 4
-    assert costs.contexts == (3,)
-    assert ClockEngine.clock < 4.0
+    assert costs.contexts == (4,)
+    assert (
+        ClockEngine.clock < 5.0
+    )  # a first pass, two turns of 1 to 4 tokens with two passes each, and four to read
     assert costs.verify_seconds[0] == pytest.approx((0.1, 0.2, 0.3, 0.4))
-    assert costs.draft(3) == pytest.approx(0.001)
+    assert costs.draft(4) == pytest.approx(0.001)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("longest", [9, 15, 16])
+@pytest.mark.parametrize("slow", ["target", "drafter"])
+@pytest.mark.parametrize("step", [0.01, 0.05, 0.2])
+def test_the_time_is_kept_to(step: float, slow: str, longest: int) -> None:
+    """Whichever model is slow, at three contexts: a turn of all sizes that were begun may end a little later."""
+    quick = ClockEngine(lambda n, _: 0.001)
+    models = {"target": quick, "drafter": quick, slow: ClockEngine(lambda n, _: step * (1 + n / 4))}
+    target, draft = (CachedEngine(models[role]) for role in ("target", "drafter"))
+    costs = calibrate(target, draft, CalibrateOptions(20.0), longest)
+    assert ClockEngine.clock < 20.0 * 1.5
+    assert costs.longest == longest if step == 0.01 else costs.longest >= 4
 
 
 @pytest.mark.usefixtures("clock")

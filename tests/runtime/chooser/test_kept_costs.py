@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.kept_costs import (
     Subject,
     costs_of,
+    kept_for,
     load_costs,
     step_seconds,
     store_costs,
@@ -21,6 +22,8 @@ from edgespec_runtime.chooser.kept_costs import (
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.device import this_device
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+
+from edgespec.core.shapes import ModelShape
 
 TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1))
 
@@ -31,7 +34,7 @@ def test_a_real_pair_is_measured_once_and_kept(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # no costs of other tests
     notes: list[str] = []
-    how = CalibrateOptions(seconds=0.3, contexts=(16, 64))
+    how = CalibrateOptions(seconds=1.5, contexts=(16, 64))
     pair = open_pair(bundle, LoadOptions())
     alone = open_pair(bundle, LoadOptions(), with_draft=False)
     try:
@@ -48,10 +51,10 @@ def test_a_real_pair_is_measured_once_and_kept(
         assert costs_of(pair, how, notes.append) == (costs, True)
         assert load_costs(pair, notes.append) == costs
         assert costs_of(pair, how, notes.append, fresh=True)[1] is False
-        store_costs(pair, TABLE, seconds=100.0)
+        store_costs(subject_of(pair), TABLE, seconds=100.0)
         assert costs_of(pair, how, notes.append) == (TABLE, True)
         assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
-        assert set(subject_of(alone).models) < set(subject_of(pair).models)
+        assert set(subject_of(alone).files) < set(subject_of(pair).files)
         assert calibrate(alone.target, alone.draft, how).draft(16) == 0.0
     finally:
         pair.close()
@@ -70,7 +73,7 @@ def test_kept_costs_that_no_longer_hold_are_measured_again(
     how = CalibrateOptions(0.1, (16,))
     pair = open_pair(bundle, LoadOptions())
     try:
-        store_costs(pair, TABLE, seconds=1.0)
+        store_costs(subject_of(pair), TABLE, seconds=1.0)
         monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
         costs, kept = costs_of(pair, how, notes.append)
         assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
@@ -92,7 +95,7 @@ def test_kept_costs_that_nearly_hold_are_taken(
     notes: list[str] = []
     pair = open_pair(bundle, LoadOptions())
     try:
-        store_costs(pair, TABLE, seconds=1.0)
+        store_costs(subject_of(pair), TABLE, seconds=1.0)
         monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
         assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append) == (TABLE, True)
     finally:
@@ -149,39 +152,37 @@ def pair(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def test_costs_are_kept_and_found_again(pair: Pair) -> None:
     notes: list[str] = []
     assert load_costs(pair, notes.append) is None
-    store_costs(pair, TABLE, seconds=9.0)
+    store_costs(subject_of(pair), TABLE, seconds=9.0)
     assert load_costs(pair, notes.append) == TABLE
     assert load_costs(pair, notes.append, at_least_seconds=9.0) == TABLE
     assert load_costs(pair, notes.append, at_least_seconds=10.0) is None  # measured too briefly
     assert notes == []
 
 
-def test_a_file_of_an_earlier_edgespec_serves(pair: Pair) -> None:
-    """Written before shapes were kept, and while a drafter step that reads two tokens was measured too."""
-    path, notes = store_costs(pair, TABLE, 1.0), list[str]()
-    value = json.loads(path.read_text())
-    del value["shapes"]
-    value["costs"]["draft_read2_seconds"] = [0.15, 0.15]
-    path.write_text(json.dumps(value))
+def test_costs_of_another_machine_or_version_are_not_found(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_costs(subject_of(pair), TABLE, 1.0)
+    notes, here = list[str](), this_device()
+    for name, other in (
+        ("this_device", lambda: replace(here, cores=99)),
+        ("engine_version", lambda engine: "0.1"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(kept_costs, name, other)
+            assert load_costs(pair, notes.append) is None
+            shapes = [ModelShape(**model.shape) for model in (pair.manifest.target, pair.manifest.drafter)]
+            assert kept_for(*shapes) == []
     assert load_costs(pair, notes.append) == TABLE
+    assert [kept.costs for kept in kept_for(*shapes)] == [TABLE]
     assert notes == []
-
-
-def test_a_note_says_what_is_different(pair: Pair) -> None:
-    path, notes = store_costs(pair, TABLE, 1.0), list[str]()
-    value = json.loads(path.read_text())
-    value["device"]["cores"] = 99
-    path.write_text(json.dumps(value))
-    assert load_costs(pair, notes.append) is None
-    assert notes == [
-        f"{path} is not used: it was measured with cores 99, and here that is {asdict(this_device())['cores']}"
-    ]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        {"models": {}},
+        {"files": {}},
+        {"shapes": {}},
         {"threads": 7},
         {"flash_attention": False},
         {"precision": "f16"},
@@ -191,7 +192,6 @@ def test_a_note_says_what_is_different(pair: Pair) -> None:
 def test_another_subject_has_another_file(pair: Pair, other: dict[str, object]) -> None:
     subject: Subject = subject_of(pair)
     assert replace(subject, **other).file() != subject.file()  # type: ignore[arg-type]
-    assert replace(subject, engine_version="0.1").file() == subject.file()  # the newer one replaces it
 
 
 def spoilt(*keys: str, value: object) -> Callable[[str], str]:
@@ -218,13 +218,9 @@ def spoilt(*keys: str, value: object) -> Callable[[str], str]:
         lambda text: "7",
         lambda text: "\x00" * 100,
         lambda text: "[" * 100_000,
-        spoilt("schema", value=2),
-        spoilt("schema", value=None),
-        spoilt("device", value=[]),
-        spoilt("device", "cpu", value="Another processor"),
-        spoilt("subject", "engine_version", value="0.1"),
-        spoilt("subject", "models", value={}),
         spoilt("subject", value=None),
+        spoilt("subject", "engine", value=[]),
+        spoilt("subject", "threads", value=None),
         spoilt("seconds", value="long"),
         spoilt("costs", value=[1]),
         spoilt("costs", "contexts", value=[256, 32]),
@@ -239,7 +235,7 @@ def spoilt(*keys: str, value: object) -> Callable[[str], str]:
 def test_a_file_that_cannot_be_used_is_passed_over_with_a_note(
     pair: Pair, spoil: Callable[[str], str]
 ) -> None:
-    path = store_costs(pair, TABLE, 1.0)
+    path = store_costs(subject_of(pair), TABLE, 1.0)
     path.write_text(spoil(path.read_text()))
     notes: list[str] = []
     assert load_costs(pair, notes.append) is None

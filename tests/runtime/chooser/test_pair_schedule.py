@@ -9,7 +9,7 @@ import pytest
 from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
-from edgespec_runtime.chooser.kept_costs import load_costs, store_costs
+from edgespec_runtime.chooser.kept_costs import load_costs, store_costs, subject_of
 from edgespec_runtime.chooser.pair_schedule import MOST_KEPT, Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
@@ -40,7 +40,7 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
 
 def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
-    store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
+    store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
     monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.2)
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
@@ -53,7 +53,7 @@ def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.Monk
 
 def test_rules_that_mix_have_schedules_of_their_own(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pay for the drafter in plain steps too. Where all is greedy they do not mix; and some rules have their own loop."""
-    store_costs(pair, Costs((32,), ((1.0,) * 16,), (0.9,)), 1.5)
+    store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.9,)), 1.5)
     monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.0)
     schedules = Schedules(pair, lambda text: None)
     warm: dict[str, Schedule] = {
@@ -93,7 +93,7 @@ def test_kept_costs_of_a_busy_machine_are_measured_again(
 ) -> None:
     """Kept while the machine was busy: replaced. Kept while it was not, and busy now: they stay, for the next time."""
     old = Costs((32,), ((step,) * 16,), (step,))
-    store_costs(pair, old, 1.5)
+    store_costs(subject_of(pair), old, 1.5)
     pair.target.prefill([1, 2, 3])
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions())

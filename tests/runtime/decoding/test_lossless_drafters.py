@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_runtime.chooser import kept_costs
-from edgespec_runtime.chooser.kept_costs import store_costs
+from edgespec_runtime.chooser.kept_costs import store_costs, subject_of
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.loop import decode
@@ -154,7 +154,7 @@ def test_a_draft_length_chosen_block_by_block(
 ) -> None:
     """By kept costs at which drafts pay; what the schedule learns in one reply decides in the next."""
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    store_costs(pair, CHEAP_DRAFTS, seconds=100.0)
+    store_costs(subject_of(pair), CHEAP_DRAFTS, seconds=100.0)
     monkeypatch.setattr(kept_costs, "step_seconds", lambda target: CHEAP_DRAFTS.verify(1, 1))
     notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(temperature=COLD))

@@ -272,11 +272,9 @@ def test_a_run_on_both_engines(
     assert json.loads(file.read_text())["kept"] is False
 
     kept = next((tmp_path / "home" / "costs").iterdir())
-    value = json.loads(kept.read_text())
-    value["device"]["cpu"] = "Somebody's laptop"
-    kept.write_text(json.dumps(value))
+    kept.write_text(kept.read_text()[:100])
     assert main(command) == 0
-    assert "Somebody's laptop" in capsys.readouterr().out
+    assert "is damaged and not used" in capsys.readouterr().out
     assert json.loads(file.read_text())["kept"] is False
 
 
