@@ -221,7 +221,7 @@ class ExportStages:
 
     def _training(self) -> dict[str, Any]:
         """What the drafter was trained on, as far as it is known."""
-        return training_of(self.out, self.recipe.seed)
+        return training_of(self.out, self.recipe)
 
     def _measured(self) -> Reads:
         """Where `_evaluation` is read from."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
+from edgespec.recipe.schema import Recipe
 from edgespec.stages.record import DONE
 
 TRAINING = "training.json"
@@ -41,10 +42,18 @@ def read_training(file: Path) -> dict[str, Any]:
     return found
 
 
-def training_of(build: Path, seed: int) -> dict[str, Any]:
-    """The facts of a build so far; {} where none of its stages trained or wrote. `seed`: its recipe's."""
+def training_of(build: Path, recipe: Recipe) -> dict[str, Any]:
+    """The facts of a build so far; {} where none of its stages trained or wrote.
+
+    The phases of the drafter that it goes on from, where its folder tells them, come first.
+    """
     files = {name: build / name / DONE for name in (WRITING, PRETRAIN, DISTILL)}
-    return facts_of({name: read_json(file) for name, file in files.items() if file.is_file()}, seed)
+    found = facts_of({name: read_json(file) for name, file in files.items() if file.is_file()}, recipe.seed)
+    start = Path(recipe.drafter.checkpoint) if recipe.drafter.init == "checkpoint" else None
+    before = read_training(start / TRAINING).get("phases") if start is not None else None
+    if isinstance(before, list) and "phases" in found:
+        found["phases"] = [*before, *found["phases"]]
+    return found
 
 
 def facts_of(stages: Mapping[str, Any], seed: int | None) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def _source_of_build(build: Path) -> Source:
         found.get("licence", ""),
         build / "evaluate" / "evaluation.json",
         build / "generate",
-        training_of(build, recipe.seed),
+        training_of(build, recipe),
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
+from edgespec.recipe.schema import DrafterOptions, Recipe
 from edgespec.stages.training_facts import TRAINING, facts_of, read_training, training_of
 
+RECIPE = Recipe(target="t", seed=7)
 WROTE = {"counts": {"responses": 12, "response_tokens": 340, "shards": 2}}
 LEARNT = {
     "options": {"divergence": "fkl", "batch_size": 4, "context": 512, "watch_steps": 50},
@@ -26,7 +29,7 @@ def test_what_a_build_says(tmp_path: Path) -> None:
         ("distill", LEARNT),
     ):
         write_json(tmp_path / name / "stage.json", stage)
-    found = training_of(tmp_path, 7)
+    found = training_of(tmp_path, RECIPE)
     assert found == {
         "written": {"texts": 12, "tokens": 340, "seed": 7},
         "phases": [
@@ -44,8 +47,14 @@ def test_what_a_build_says(tmp_path: Path) -> None:
             }
         ],
     }
+    start = tmp_path / "start"
+    on = replace(RECIPE, drafter=DrafterOptions(init="checkpoint", checkpoint=str(start)))
+    assert training_of(tmp_path, on) == found
+    start.mkdir()
+    write_json(start / TRAINING, {"written": {"texts": 1}, "phases": [{"steps": 3}]})
+    assert training_of(tmp_path, on) == found | {"phases": [{"steps": 3}, *found["phases"]]}
     (tmp_path / "distill" / "stage.json").unlink()
-    assert "phases" not in training_of(tmp_path, 7)
+    assert "phases" not in training_of(tmp_path, RECIPE)
 
 
 def test_what_nobody_knows_is_not_there() -> None:
