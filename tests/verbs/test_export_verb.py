@@ -223,10 +223,11 @@ def test_an_npus_graphs(models: tuple[Path, Path], prompts: Path, tmp_path: Path
     assert (settings["length"], settings["blocks"]["verify"]) == (128, 4)
 
 
-def test_a_build_is_exported_for_another_device(trained: Path, tmp_path: Path) -> None:
+def test_a_build_is_exported_for_another_device(small_build: Path, tmp_path: Path) -> None:
+    build = small_build / "out"
     out = tmp_path / "out"
-    assert main(["export", str(trained), "--device", "raspberry-pi", "--out", str(out)]) == 0
+    assert main(["export", str(build), "--device", "raspberry-pi", "--out", str(out)]) == 0
     manifest = open_manifest(out / "bundle")
     assert manifest.pairs() == [("llama.cpp", "q4_0"), ("llama.cpp", "q8_0")]
-    assert manifest.metrics["settings"] == open_manifest(trained / "bundle").metrics["settings"]
-    assert manifest.target.name == open_manifest(trained / "bundle").target.name
+    assert manifest.metrics["settings"] == open_manifest(build / "bundle").metrics["settings"]
+    assert manifest.target.name == open_manifest(build / "bundle").target.name
