@@ -83,7 +83,7 @@ class Mixed:
         def size() -> int:
             return sum((out_folder / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))
 
-        return self._written(OnnxRounding(), rope * FLOAT, write, size)
+        return self._written(OnnxRounding(self.shape.vocab_size), rope * FLOAT, write, size)
 
     def gguf(self, out_file: Path) -> dict[str, Any]:
         """Write a mixed file; as `onnx`."""

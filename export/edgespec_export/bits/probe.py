@@ -3,7 +3,8 @@
 Sensitivity: one group at a time is rounded to four bits (the probe), and the KL divergence from the float model is measured. To
 second order KL grows with the square of the error; so it is told as KL for a unit of error, and any other rounding of the group
 is expected to cost that times its own error. The error is Σ E[x²] (w − w')², over a matrix's inputs x: E[x²] is llama.cpp's
-importance matrix. Layers below the rounded one are not computed again.
+importance matrix. In a table of tokens each row counts by its token's mean probability, since KL does so to second order (a logit
+off by ε costs p ε²/2). Layers below the rounded one are not computed again.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Probe:
             )
         self.groups = groups_of(self.weights)
         self.importance: dict[str, Array] = {}
+        self.likely: Array | None = None  # [V]: the mean probability of each token, times V
         self._held_out: list[torch.Tensor] | None = None
 
     def matrix(self, name: str) -> Array:
@@ -91,12 +93,13 @@ class Probe:
         return found
 
     def error(self, name: str, rounded: Array) -> float:
-        """Σ E[x²] (w − w')² of one matrix."""
+        """Σ E[x²] (w − w')² of one matrix, the rows of a table of tokens by how likely these are."""
         difference = np.square(rounded - self.matrix(name))
         importance = self.importance.get(name)
-        if importance is None:
-            return float(difference.sum())
-        return float((difference @ importance).sum())
+        rows = difference.sum(1) if importance is None else difference @ importance
+        if self.likely is not None and _LAYER.fullmatch(name) is None and len(rows) == len(self.likely):
+            rows = rows * self.likely
+        return float(rows.sum())
 
     def measure_importance(self) -> None:
         """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
@@ -115,15 +118,18 @@ class Probe:
             for module in self.model.modules()
             if isinstance(module, torch.nn.Linear)
         ]
+        total, positions = np.zeros(0), 0
         try:
-            for _ in self._logits(self.texts.calibration):
-                pass
+            for logits in self._logits(self.texts.calibration):
+                total = torch.softmax(logits, -1).sum(0).double().numpy() + (total if len(total) else 0.0)
+                positions += len(logits)
         finally:
             for hook in hooks:
                 hook.remove()
-        for name, total in sums.items():
-            mean = float(total.mean())
-            relative = (total / mean).numpy() if mean > 0 else np.ones(len(total))
+        self.likely = np.maximum(len(total) * total / positions, LEAST_IMPORTANCE)
+        for name, squares in sums.items():
+            mean = float(squares.mean())
+            relative = (squares / mean).numpy() if mean > 0 else np.ones(len(squares))
             self.importance[name] = np.maximum(relative, LEAST_IMPORTANCE).astype(np.float32)
 
     def sensitivities(self) -> dict[str, float]:

@@ -19,6 +19,9 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
 
+SPLITS = (16, 8, 4, 2)  # parts of a table's rows that may have eight bits
+
+
 class Rounding(Protocol):
     """One format's ways to round a matrix [N, K]."""
 
@@ -38,15 +41,29 @@ class Rounding(Protocol):
 
 
 class OnnxRounding:
-    """Blocks of MatMulNBits (onnx/blocks.py)."""
+    """Blocks of MatMulNBits (onnx/blocks.py).
+
+    A table of tokens may be split: its first rows in eight bits, the rest in four. Tokenizers number their tokens as they are
+    merged, frequent ones first, so a sixteenth of the rows is most of the text; where it is not, the split is worth little and
+    is not chosen.
+
+    Args:
+        vocab_size: rows of a table of tokens.
+    """
 
     name = "onnx"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
 
     def wanted(self) -> Sequence[str]:
         return blocks.KINDS
 
     def kinds(self, shape: Shape) -> Sequence[str]:
-        return [kind for kind in blocks.KINDS if blocks.fits(shape[1], kind)]
+        found = [kind for kind in blocks.KINDS if blocks.fits(shape[1], kind)]
+        if shape[0] == self._vocab_size and blocks.fits(shape[1], blocks.INT8):
+            found += [blocks.split_kind(shape[0] // part) for part in SPLITS if shape[0] >= part]
+        return found
 
     def bytes(self, shape: Shape, kind: str) -> int:
         return blocks.bytes_of(shape, kind)

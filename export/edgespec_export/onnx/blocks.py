@@ -3,6 +3,7 @@
 int4     w = scale (q − zero)      q and zero of 4 bits                      4.625 bits a weight
 offset4  w = scale (q − 8) + shift q of 4 bits, the shift a number of its own  5 bits a weight
 int8     w = scale (q − 128)       q of 8 bits                               8.5 bits a weight
+int8:n   the first n rows in int8, the rest in offset4: a table whose first tokens are the frequent ones
 
 Scales and shifts are float16 in the file. Each block's grid is searched for: of a few candidates the one with the least error,
 weighted by how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's
@@ -63,6 +64,34 @@ class Blocks:
         return np.ascontiguousarray(whole.reshape(rows, -1)[:, : self.columns])
 
 
+@dataclass(frozen=True)
+class SplitBlocks:
+    """A matrix of two parts: its first rows in int8, the rest in offset4."""
+
+    kind: str
+    first: Blocks
+    rest: Blocks
+
+    def values(self) -> Array:
+        """The matrix as the engine reads it: float32 [N, K]."""
+        return np.concatenate([self.first.values(), self.rest.values()])
+
+    def parts(self, first: str, rest: str) -> dict[str, Blocks]:
+        """Both parts under names of their own."""
+        return {first: self.first, rest: self.rest}
+
+
+def split_kind(rows: int) -> str:
+    """The kind of a table whose first `rows` are in int8."""
+    return f"{INT8}:{rows}"
+
+
+def split_rows(kind: str) -> int:
+    """How many rows of a split kind are in int8; 0 for a kind that is not split."""
+    name, _, rows = kind.partition(":")
+    return int(rows) if name == INT8 and rows else 0
+
+
 def shift_of(blocks: Blocks) -> Array:
     """What is added to every weight of a block, float32 [N, blocks]: the file holds the value at q = 0, as GGUF does."""
     assert blocks.shifts is not None
@@ -76,6 +105,8 @@ def fits(columns: int, kind: str) -> bool:
 
 def bytes_of(shape: tuple[int, ...], kind: str) -> int:
     """Bytes of a matrix [N, K] in the file, its tables included."""
+    if first := split_rows(kind):
+        return bytes_of((first, shape[1]), INT8) + bytes_of((shape[0] - first, shape[1]), OFFSET4)
     rows, blocks = shape[0], -(-shape[1] // BLOCK)
     if kind == INT8:
         return rows * blocks * (BLOCK + HALF_BYTES)
@@ -83,8 +114,15 @@ def bytes_of(shape: tuple[int, ...], kind: str) -> int:
     return rows * (blocks * (BLOCK // 2 + HALF_BYTES) + tables)
 
 
-def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Blocks:
+def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Blocks | SplitBlocks:
     """Round a matrix [N, K] float32; `importance` [K]: the weight of an error in each column (default: all alike)."""
+    if first := split_rows(kind):
+        parts = _rounded(weight[:first], INT8, importance), _rounded(weight[first:], OFFSET4, importance)
+        return SplitBlocks(kind, *parts)
+    return _rounded(weight, kind, importance)
+
+
+def _rounded(weight: Array, kind: str, importance: Array | None) -> Blocks:
     rows, columns = weight.shape
     count = -(-columns // BLOCK)
     padded = np.zeros((rows, count * BLOCK), np.float32)

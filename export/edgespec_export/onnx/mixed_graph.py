@@ -2,9 +2,9 @@
 
 The builder's nodes stay; their weights are replaced. In the file scales and shifts are float16, and a Cast widens them when the
 graph is loaded. offset4 adds to MatMulNBits what its zero points cannot say: the mean of each block's inputs times 32 of the
-block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too; whether that is faster was not measured.) In
-the exact graph int8 is a float MatMul of widened bytes, as in an int8 folder. The embedding's rows come from blocks too, a tied
-one's from those of the output head, which are stored once (GatherBlockQuantized).
+block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too, at a twentieth of the speed.) In the exact
+graph int8 is a float MatMul of widened bytes, as in an int8 folder. A split matrix is two, whose outputs are joined. The
+embedding's rows come from blocks too, a tied one's from those of the output head, which are stored once (GatherBlockQuantized).
 
 Knows the names that the model builder gives, and no model.
 """
@@ -18,10 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, OFFSET4, Blocks
+from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
 
 DATA = "model.onnx.data"
 HEAD, TABLE = "lm_head", "model.embed_tokens"
+FIRST, REST = ".first", ".rest"  # the parts of a split matrix, behind its name
 SUFFIX = ".MatMul.weight"
 CONTRIB = "com.microsoft"
 IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
@@ -46,7 +47,7 @@ def stems_of(graph: Any) -> dict[str, tuple[int, int]]:
 
 
 def write_graphs(
-    source: Path, folder: Path, blocks_of: Callable[[str], Blocks], graphs: Mapping[str, int]
+    source: Path, folder: Path, blocks_of: Callable[[str], Blocks | SplitBlocks], graphs: Mapping[str, int]
 ) -> None:
     """Write `folder`'s graphs and their one data file from the builder's int4 folder `source`.
 
@@ -67,12 +68,21 @@ def write_graphs(
             _move_data(tensor, source, sink)
         for stem in stems:
             blocks = blocks_of(stem)
-            made[stem] = blocks.kind, [_stored(*each, sink) for each in _tensors(stem, blocks)]
+            parts = {stem: blocks} if isinstance(blocks, Blocks) else blocks.parts(stem + FIRST, stem + REST)
+            tensors = [tensor for name, part in parts.items() for tensor in _tensors(name, part)]
+            made[stem] = blocks.kind, [_stored(*each, sink) for each in tensors]
     for name, level in graphs.items():
         graph = onnx.ModelProto()
         graph.CopyFrom(model)
         _rewrite(graph.graph, kept, made, stems, level)
         onnx.save(graph, folder / name)
+
+
+def parts_of(stem: str, kind: str, rows: int) -> list[tuple[str, str, int]]:
+    """(name, kind, rows) of the matrices that a stem is made of: one, or the two of a split kind."""
+    if first := split_rows(kind):
+        return [(stem + FIRST, INT8, first), (stem + REST, OFFSET4, rows - first)]
+    return [(stem, kind, rows)]
 
 
 def _tensors(stem: str, blocks: Blocks) -> list[tuple[str, Array]]:
@@ -164,14 +174,15 @@ def _rewrite(
     nodes = _Nodes()
     rest: list[Any] = []
     reshaped: dict[str, Any] = {}
-    for stem, (kind, _) in made.items():
-        nodes.widened(f"{stem}{SUFFIX}_scales")
-        if kind == OFFSET4:
-            _shifts(nodes, f"{stem}{SUFFIX}", stem)
+    for stem, (whole, _) in made.items():
+        for name, kind, _ in parts_of(stem, whole, stems[stem][0]):
+            nodes.widened(f"{name}{SUFFIX}_scales")
+            if kind == OFFSET4:
+                _shifts(nodes, f"{name}{SUFFIX}")
     for node in graph.node:
         if node.op_type == "MatMulNBits":
             stem = node.input[1].removesuffix("_Q4").removesuffix(SUFFIX)
-            rest += _matrix(nodes, node, stem, made[stem][0], stems[stem], level)
+            rest += _product(nodes, node, stem, made[stem][0], stems[stem], level)
         elif node.op_type == "Reshape" and node.input[0] == f"{HEAD}{SUFFIX}_Q4":
             reshaped[node.output[0]] = node
         elif node.op_type == "GatherBlockQuantized":
@@ -179,9 +190,9 @@ def _rewrite(
                 raise EdgespecError(
                     f"{node.name} does not read the output head; this onnxruntime-genai writes int4 otherwise"
                 )
-            rest += _rows(nodes, node, HEAD, made[HEAD][0], stems[HEAD])
+            rest += _embedding(nodes, node, HEAD, made[HEAD][0], stems[HEAD])
         elif node.op_type == "Gather" and node.input[0] == f"{TABLE}.weight":
-            rest += _rows(nodes, node, TABLE, made[TABLE][0], stems[TABLE])
+            rest += _embedding(nodes, node, TABLE, made[TABLE][0], stems[TABLE])
         else:
             rest.append(node)
     del graph.node[:]
@@ -193,7 +204,7 @@ def _rewrite(
     graph.initializer.extend(nodes.constants.values())
 
 
-def _shifts(nodes: _Nodes, name: str, stem: str) -> None:
+def _shifts(nodes: _Nodes, name: str) -> None:
     """The shifts of an offset4 matrix in float32 [N, blocks]: the value at q = 0, and 8 scales."""
     nodes.widened(f"{name}_shifts")
     eight = nodes.constant("/mixed/eight", np.float32(8))
@@ -201,12 +212,27 @@ def _shifts(nodes: _Nodes, name: str, stem: str) -> None:
     nodes.folded("Add", [f"{name}_shifts", f"{name}_eight_scales"], f"{name}_shift")
 
 
-def _matrix(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int], level: int) -> list[Any]:
-    """The nodes in place of one of the builder's MatMulNBits."""
+def _product(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int], level: int) -> list[Any]:
+    """The nodes in place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
+    from onnx import helper
+
+    x, y = node.input[0], node.output[0]
+    parts = parts_of(stem, kind, size[0])
+    if len(parts) == 1:
+        return _matrix(nodes, node.name, stem, kind, size, level, x, y)
+    found, outputs = list[Any](), [f"{y}/{name}" for name, _, _ in parts]
+    for (name, own, rows), output in zip(parts, outputs, strict=True):
+        found += _matrix(nodes, f"{node.name}/{name}", name, own, (rows, size[1]), level, x, output)
+    return [*found, helper.make_node("Concat", outputs, [y], name=f"{node.name}/Concat", axis=-1)]
+
+
+def _matrix(
+    nodes: _Nodes, at: str, stem: str, kind: str, size: tuple[int, int], level: int, x: str, y: str
+) -> list[Any]:
+    """The product of x with one matrix; `at`: the name of its node."""
     from onnx import TensorProto, helper
 
     name, (rows, columns) = f"{stem}{SUFFIX}", size
-    x, y = node.input[0], node.output[0]
     if kind == INT8 and level == EXACT_LEVEL:
         shape = nodes.constant(f"/mixed/blocks_{rows}_{columns}", np.array([rows, columns // BLOCK, BLOCK]))
         whole = nodes.constant(f"/mixed/whole_{rows}_{columns}", np.array([rows, columns]))
@@ -219,7 +245,7 @@ def _matrix(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int
         nodes.folded("Mul", [f"{name}/blocks", f"{name}/scales"], f"{name}/scaled")
         nodes.folded("Reshape", [f"{name}/scaled", whole], f"{name}/rows")
         nodes.folded("Transpose", [f"{name}/rows"], f"{name}/matrix", perm=[1, 0])
-        return [helper.make_node("MatMul", [x, f"{name}/matrix"], [y], name=node.name)]
+        return [helper.make_node("MatMul", [x, f"{name}/matrix"], [y], name=at)]
     inputs = [x, f"{name}_{'Q8' if kind == INT8 else 'Q4'}", f"{name}_scales"]
     if kind == INT4:
         inputs.append(f"{name}_zeros")
@@ -231,7 +257,7 @@ def _matrix(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int
         "accuracy_level": level,
     }
     output = f"{y}/scaled" if kind == OFFSET4 else y
-    made = [helper.make_node("MatMulNBits", inputs, [output], name=node.name, domain=CONTRIB, **settings)]
+    made = [helper.make_node("MatMulNBits", inputs, [output], name=at, domain=CONTRIB, **settings)]
     if kind != OFFSET4:
         return made
     nodes.folded(
@@ -247,19 +273,48 @@ def _matrix(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int
     return [
         *before,
         *made,
-        helper.make_node(
-            "MatMul", [nodes.means[x], f"{name}/shift_matrix"], [shifted], name=f"{node.name}/Shift"
-        ),
-        helper.make_node("Add", [output, shifted], [y], name=f"{node.name}/Add"),
+        helper.make_node("MatMul", [nodes.means[x], f"{name}/shift_matrix"], [shifted], name=f"{at}/Shift"),
+        helper.make_node("Add", [output, shifted], [y], name=f"{at}/Add"),
     ]
 
 
-def _rows(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int]) -> list[Any]:
-    """The embedding: rows of the blocks of `stem`."""
+def _embedding(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int]) -> list[Any]:
+    """The embedding: rows of the blocks of `stem`; of a split table, each token's row from the part that has it."""
+    from onnx import TensorProto, helper
+
+    ids, y, at = node.input[1], node.output[0], "/mixed/embed_tokens/"
+    parts = parts_of(stem, kind, size[0])
+    if len(parts) == 1:
+        return _rows(nodes, node.name, stem, kind, size, ids, y, at)
+    count = parts[0][2]
+    border, none = nodes.constant(at + "border", np.array(count)), nodes.constant(at + "none", np.array(0))
+    last = nodes.constant(at + "last_of_first", np.array(count - 1))
+    axis = nodes.constant("/mixed/last", np.array([-1]))
+
+    def made(op: str, inputs: list[str], output: str, **settings: Any) -> Any:
+        return helper.make_node(op, inputs, [output], name=f"{output}/{op}", **settings)
+
+    found = [
+        made("Cast", [ids], at + "ids", to=TensorProto.INT64),
+        made("Min", [at + "ids", last], at + "ids_first"),
+        made("Sub", [at + "ids", border], at + "behind"),
+        made("Max", [at + "behind", none], at + "ids_rest"),
+        made("Less", [at + "ids", border], at + "is_first"),
+        made("Unsqueeze", [at + "is_first", axis], at + "is_first_row"),
+    ]
+    for (name, own, rows), part in zip(parts, ("first", "rest"), strict=True):
+        inside = (rows, size[1]), f"{at}ids_{part}", at + part, f"{at}{part}/"
+        found += _rows(nodes, f"{node.name}/{part}", name, own, *inside)
+    return [*found, made("Where", [at + "is_first_row", at + "first", at + "rest"], y)]
+
+
+def _rows(
+    nodes: _Nodes, node: str, stem: str, kind: str, size: tuple[int, int], ids: str, y: str, at: str
+) -> list[Any]:
+    """Rows of one table."""
     from onnx import helper
 
     name, (rows, columns) = f"{stem}{SUFFIX}", size
-    ids, y, at = node.input[1], node.output[0], "/mixed/embed_tokens/"
     bits = 8 if kind == INT8 else 4
     shape = nodes.constant(at + "shape", np.array([rows, -(-columns // BLOCK) * BLOCK * bits // 8]))
     table = helper.make_node("Reshape", [f"{name}_Q{bits}", shape], [at + "table"], name=at + "Reshape")
@@ -268,9 +323,7 @@ def _rows(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int])
     output = at + "scaled" if kind == OFFSET4 else y
     made = [
         table,
-        helper.make_node(
-            "GatherBlockQuantized", inputs, [output], name=node.name, domain=CONTRIB, **settings
-        ),
+        helper.make_node("GatherBlockQuantized", inputs, [output], name=node, domain=CONTRIB, **settings),
     ]
     if kind != OFFSET4:
         return made

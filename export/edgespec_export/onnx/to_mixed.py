@@ -16,7 +16,7 @@ import numpy as np
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_folder, write_json
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.blocks import Blocks, in_blocks
+from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
 from edgespec_export.onnx.mixed_graph import DATA, EXACT_LEVEL, FAST_LEVEL, write_graphs
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 
@@ -53,7 +53,7 @@ def export_mixed(
         for name, content in (about or {}).items():
             write_json(folder / name, content)
 
-        def blocks_of(stem: str) -> Blocks:
+        def blocks_of(stem: str) -> Blocks | SplitBlocks:
             parts = parts_of(stem, names)
             weight = np.concatenate([_matrix(checkpoint, *part) for part in parts])
             name = parts[0][0]

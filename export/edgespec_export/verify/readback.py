@@ -132,6 +132,7 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
 
     graph = onnx.load(folder / "model.onnx", load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
+    halves: dict[str, Array] = {}  # the first part of a table that the graph has as two, by its name
 
     def read(name: str) -> Array:
         return tensor_values(tensors[name], folder)
@@ -145,11 +146,17 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
             stem = name.removesuffix("_Q4")
             columns = _columns(stem, shape)
             whole = _int4(read(name), *_tables(tensors, stem, read), columns)
+            if ".rest." in stem:
+                stem = stem.replace(".rest.", ".")
+                whole = np.concatenate([halves.pop(stem), whole])
             yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
         elif name.endswith(".MatMul.weight_Q8"):
             stem = name.removesuffix("_Q8")
             scales, _, _ = _tables(tensors, stem, read)
             whole = _int8(read(name), scales, _columns(stem, shape))
+            if ".first." in stem:
+                halves[stem.replace(".first.", ".")] = whole
+                continue
             yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
         elif name.endswith(".Add.bias"):
             yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape, joined)

@@ -10,18 +10,24 @@ import onnx
 import pytest
 from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
+from edgespec_export.bits.roundings import OnnxRounding
 from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.kernels import packed
-from edgespec_export.onnx.blocks import INT8
+from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
+from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
+from edgespec_export.verify.readback import onnx_weights
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import read_tensors
 from edgespec.recipe.schema import ExportOptions
 
 RANDOM = np.random.default_rng(0)
@@ -83,6 +89,56 @@ def test_every_kind_in_every_family(families: dict[str, Path], tmp_path: Path, f
         assert (check.engine_relative or 1.0) < 1e-5
     assert seen[0] == {INT8}
     assert len(seen[1]) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # tied, untied, tied with biases
+def test_a_split_table(families: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Its first rows have eight bits and the rest four, in the output layer and in the embedding, stored once where tied."""
+    folder, out = families[family], tmp_path / "out"
+    names = [name for name, tensor in read_tensors(folder).items() if len(tensor.shape) == 2]
+    tables = [name for name in names if "layers" not in name]
+    kinds = dict.fromkeys(names, INT8) | {name: split_kind(128 + 32 * at) for at, name in enumerate(tables)}
+    export_mixed(folder, out, kinds, {})
+    check = check_file(ExportedFile("target", "onnxruntime", "mixed", out), Reference(folder, PROMPTS))
+    assert check.broken == []
+    assert (check.engine_relative or 1.0) < 1e-5
+    assert check.fast is not None
+    assert 1e-4 < (check.fast.engine_relative or 0.0) < 0.1
+    shape = ModelShape.from_config(read_config(folder))
+    read = dict(onnx_weights(out, shape))
+    for at, name in enumerate(tables):
+        stored = read[name if name in read else "lm_head.weight"]
+        whole = load_file(folder / "model.safetensors")[name].float().numpy()
+        rows = 128 + 32 * at
+        errors = [np.square(part).mean() for part in np.split(stored - whole, [rows])]
+        assert 50 * errors[0] < errors[1] < 0.01 * np.square(whole).mean()
+        np.testing.assert_array_equal(stored, in_blocks(whole, split_kind(rows)).values())
+    graph = onnx.load(out / "model.onnx", load_external_data=False).graph
+    quarters = [tensor.name for tensor in graph.initializer if tensor.name.endswith("_Q4")]
+    assert len(quarters) == len(tables)
+
+
+def test_an_error_in_a_row_of_the_table_counts_by_its_tokens_probability(model: Path) -> None:
+    probe, name = mixed(model).probe, "model.embed_tokens.weight"
+    assert probe.likely is not None
+    assert probe.likely.mean() == pytest.approx(1.0, abs=0.01)
+    order = np.argsort(probe.likely)
+    errors = []
+    for token in (order[0], order[-1]):
+        changed = probe.matrix(name).copy()
+        changed[token] += 1.0
+        errors.append(probe.error(name, changed))
+    assert errors[1] / errors[0] == pytest.approx(probe.likely[order[-1]] / probe.likely[order[0]], rel=1e-4)
+
+
+def test_a_table_of_tokens_may_be_split() -> None:
+    rounding = OnnxRounding(512)
+    assert set(rounding.kinds((512, 64))) - set(rounding.kinds((256, 64))) == {
+        split_kind(rows) for rows in (32, 64, 128, 256)
+    }
+    sizes = [rounding.bytes((512, 64), kind) for kind in (OFFSET4, split_kind(32), split_kind(256), INT8)]
+    assert sizes == sorted(sizes)
+    assert sizes[1] - sizes[0] == pytest.approx((sizes[3] - sizes[0]) / 16)
 
 
 @pytest.mark.llamacpp
