@@ -104,8 +104,11 @@ def parse_json(
             )
         else:
             value = json.loads(text)
-    except ValueError as seen:  # so is a number of 5,000 digits
-        raise error(f"{where} is not valid JSON: {seen}") from seen
+    except (
+        ValueError
+    ) as seen:  # so is a number of 5,000 digits, whose words end with advice to Python's programmers
+        words = str(seen).partition("; use sys.")[0]
+        raise error(f"{where} is not valid JSON: {words}") from seen
     except RecursionError as seen:
         raise error(_too_deep(where)) from seen
     level, depth = [value], 0

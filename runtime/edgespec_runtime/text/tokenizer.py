@@ -97,7 +97,7 @@ class ChatTokenizer:
         Encoding a whole megabyte takes seconds, and a chat template has its own, less telling bound.
         """
         tokens = 0
-        if sum(map(len, texts)) > LIKELY * room:
+        if sum(map(len, texts)) > max(PIECE, LIKELY * room):
             for piece in (text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE)):
                 tokens += len(self.encode(piece))
                 if tokens > 2 * room:

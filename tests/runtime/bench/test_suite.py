@@ -105,7 +105,7 @@ GOOD = {"prompt": "fine"}
         ({"messages": [*MESSAGES] * 65}, "has 260 messages; at most 256 are wanted"),
         ({"prompt": "x" * 200_001}, "prompt has 200001 characters; at most 200000 are wanted"),
         ('{"prompt": "\\ud83d"}', "half a character"),
-        ('{"prompt": ' + "[" * 100_000, "is not valid JSON"),
+        ('{"prompt": ' + "[" * 100_000, "nests deeper than 64 levels"),
         ('{"prompt": ' + "[" * 70 + "]" * 70 + "}", "nests deeper than 64 levels"),
     ],
 )

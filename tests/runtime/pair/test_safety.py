@@ -162,7 +162,7 @@ def test_a_file_that_is_not_listed_is_refused_where_a_loader_could_open_it(copy:
         ('"metrics": {', '"metrics": {"a": 1e400', "1e400 is beyond what a float holds"),
         ('"metrics": {', f'"metrics": {{"a": {"9" * 5000}', "Exceeds the limit"),
         ('"metrics": {', f'"metrics": {{"a": {"[" * 70}{"]" * 70}', "nests deeper than 64"),
-        ('"metrics": {', f'"metrics": {{"a": {"[" * 100_000}', "recursion"),
+        ('"metrics": {', f'"metrics": {{"a": {"[" * 100_000}', "nests deeper than 64"),
         ('"reason": "', '"reason": "' + "x" * 5000, "'reason' has 50.. characters; at most 4096"),
         ('"vocab_size": 512', '"vocab_size": 99999999999', "'vocab_size' is '99999999999'; 1 to"),
         ('"vocab_size": 512', '"vocab_size": -1', "'vocab_size' is '-1'; 1 to"),

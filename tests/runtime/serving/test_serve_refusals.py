@@ -32,6 +32,8 @@ def url(bundle: Path) -> Iterator[str]:
         ("/v1/nothing", {}, 404, "there is no POST"),
         ("/v1/completions", b"[]", 400, "no JSON object"),
         ("/v1/completions", b"{", 400, "not valid JSON"),
+        ("/v1/completions", b"[" * 100_000, 400, "nests deeper than 64 levels"),
+        ("/v1/completions", b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, "value has 5000 digits"),
         ("/v1/completions", b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
         ("/v1/completions", b'{"temperature": NaN}', 400, "NaN"),
         (
