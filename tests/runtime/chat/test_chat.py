@@ -230,7 +230,7 @@ def test_quiet_leaves_the_replies_and_what_was_asked_for(bundle: Path) -> None:
     assert b"tok/s \xc2\xb7" in loud.stderr
     first, second, third, *_ = quiet.stderr.decode().splitlines()
     assert first.startswith("temperature is -1")
-    assert "drafter model, γ 2, rule" in second
+    assert "drafter hybrid, γ 2, rule" in second
     assert third.startswith("replies 1, tokens 12")
 
 

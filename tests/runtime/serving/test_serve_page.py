@@ -144,8 +144,7 @@ def test_the_strip_says_why_there_are_no_drafts(
         gate.passes.release(100)
         tab.until(FINISHED)
         (said,) = texts(tab, "#off:not([hidden])")
-        assert re.fullmatch(why, said)
-        assert texts(tab, "#positions") == ["no drafts"]
+        assert re.fullmatch(why, said)  # of the drafter model; copies cost no steps and may go on
 
 
 def test_plain_against_speculative(bundle: Path, tab: Tab) -> None:

@@ -86,7 +86,7 @@ def test_eight_at_once_are_answered_as_one_alone(bundle: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             for _ in range(3):
                 assert list(pool.map(both, bodies)) == [(text, text) for text in alone]
-        assert len(server.line) == 0
+        until(lambda: len(server.line) == 0)  # the last byte of a stream is read before its place is free
 
 
 def test_metrics_add_up(bundle: Path) -> None:
