@@ -27,6 +27,7 @@ from edgespec.core.files import copy_file, read_json, write_json
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.model_folder.head import keep_in_bytes
+from edgespec.recipe.schema import Recipe
 from edgespec.stages.training_facts import TRAINING, training_of
 from edgespec.verbs import ready
 
@@ -182,7 +183,7 @@ def test_a_ready_pair_is_made_once(
     drafter = tmp_path / "ready" / "tiny"
     keep_in_bytes(built / "distill" / "model", drafter)
     copy_file(built / "evaluate" / "evaluation.json", drafter / "evaluation.json")
-    learnt = training_of(built, 0)
+    learnt = training_of(built, Recipe(target="tiny"))
     write_json(drafter / TRAINING, learnt)
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(ready, "ready_folders", lambda: {"tiny": drafter})

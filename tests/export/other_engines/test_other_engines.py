@@ -22,7 +22,7 @@ from edgespec_export.other_engines.other_engines import (
     write_elsewhere,
 )
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
@@ -33,7 +33,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.hub.publish import check_names
 
 LIMIT = 40
-GREEDY = DecodingOptions(temperature=0.0, draft_length=DRAFT_LENGTH, max_new_tokens=LIMIT)
+GREEDY = DecodingOptions(drafter=MODEL, draft_length=DRAFT_LENGTH, max_new_tokens=LIMIT)
 # The fields of vLLM's SpeculativeConfig for a draft model (vllm/config/speculative.py and docs/features/speculative_decoding,
 # main branch of autumn 2026) and of SGLang's server arguments (docs/advanced_features/speculative_decoding.md, 2026).
 VLLM_FIELDS: dict[str, tuple[type, Any]] = {
