@@ -136,7 +136,8 @@ def python_binding(
     """Llama.generate; with `lookup` its own speculation, which proposes what followed the last n-gram."""
     draft = LlamaPromptLookupDecoding(num_pred_tokens=LOOKED_UP) if lookup else None
     model = llama_cpp.Llama(
-        str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_batch=256,
+        str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads,
+        n_batch=context if lookup else 256,  # its prompt lookup keeps no more logits than a batch has
         flash_attn=flash_attention, draft_model=draft, verbose=False,
     )  # fmt: skip
 
