@@ -112,7 +112,7 @@ class Patient(H11Protocol):
         super().data_received(data)
         if self._answering:
             self._stop_waiting()
-            if not self.cycle.more_body and self.flow.read_paused:  # more than one request came at once
+            if not self.cycle.more_body and self.conn.trailing_data[0]:  # more than one request came at once
                 self.cycle.keep_alive = False
                 self.flow.resume_reading()
         else:

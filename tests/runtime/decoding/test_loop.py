@@ -281,7 +281,7 @@ def test_the_same_seed_gives_the_same_reply() -> None:
 def test_a_drafter_equal_to_the_target_is_never_rejected(how: dict[str, Any]) -> None:
     """Only where both are warped alike."""
     setup = Setup(random_model(5, V), random_model(5, V))
-    setup.run([1], max_new_tokens=40, **how)
+    setup.run([1], max_new_tokens=40, drafter=MODEL, **how)
     assert setup.counts.acceptance_rate == 1.0
 
 

@@ -146,7 +146,8 @@ def test_every_rule_by_request(url: str) -> None:
         status, answer = ask(
             url, "/v1/chat/completions", {**CHAT, "rule": name, "temperature": 1, "max_tokens": 6}
         )
-        assert (status, answer["usage"]["completion_tokens"]) == (200, 6), name
+        assert status == 200, name
+        assert 1 <= answer["usage"]["completion_tokens"] <= 6, name  # the end may be drawn before
     status, answer = ask(url, "/v1/chat/completions", {**CHAT, "rule": "opt:a=0.9"})
     assert status == 200
     status, answer = ask(url, "/v1/chat/completions", {**CHAT, "rule": "opt:a=x"})
