@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.files import whole_file
+from edgespec.core.files import whole_folder
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import SINGLE, header_of, read_tensors, weight_files
+from edgespec.model_folder.weights_files import INDEX, SINGLE, header_of, read_tensors, weight_files
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
+
+Array = np.ndarray[Any, Any]
 
 
 def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
@@ -30,42 +33,51 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
     The file itself is made beside `out` and deleted. Returns {"precision", "tensors"}. Raises InputError where the target can
     have no such file, EdgespecError where the file lacks one of its tensors.
     """
-    shape, tensors = ModelShape.from_config(read_config(target)), read_tensors(target)
-    out.mkdir(parents=True)
-    for file in target.iterdir():
-        if file.is_file() and file.name not in {*weight_files(target), SINGLE + ".index.json"}:
-            shutil.copyfile(file, out / file.name)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".rounded.") as scratch:
+    tensors = read_tensors(target)
+    with whole_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for file in target.iterdir():
+            if file.is_file() and file.name not in {*weight_files(target), INDEX}:
+                shutil.copyfile(file, folder / file.name)
         made = Path(scratch) / "file"
-        if precision in PRECISIONS["gguf"]:
-            export_gguf(target, made, precision)
-            values = gguf_weights(made, shape)
-        else:
-            export_onnx(target, made, precision)
-            values = onnx_weights(made, shape)
-        with whole_file(out / SINGLE) as temporary:
-            header = header_of({name: ("F32", tensor.shape) for name, tensor in tensors.items()})
-            temporary.write_bytes(header)
-            places, end = {}, len(header)
-            for name, tensor in tensors.items():
-                places[name], end = end, end + 4 * int(np.prod(tensor.shape, dtype=np.int64))
-            with (
-                progress(f"round as {precision}", len(tensors), "tensors") as bar,
-                open(temporary, "r+b") as stream,
-            ):
-                stream.truncate(end)
-                missing = set(tensors)
-                for stored, value in values:
-                    name = (
-                        "model.embed_tokens.weight" if shape.tied and stored == "lm_head.weight" else stored
-                    )
-                    if name in missing:
-                        stream.seek(places[name])
-                        np.ascontiguousarray(value, np.float32).tofile(stream)
-                        missing.discard(name)
-                        bar.update(1)
-            if missing:
-                raise EdgespecError(
-                    f"the {precision} file of {target} has no {min(missing)}; this exporter names it otherwise"
-                )
+        values = _exported(target, made, precision)
+        with progress(f"round as {precision}", len(tensors), "tensors") as bar:
+            missing = _write(folder / SINGLE, {name: one.shape for name, one in tensors.items()}, values, bar)
+        if missing:
+            raise EdgespecError(
+                f"the {precision} file of {target} has no {min(missing)}; this exporter names it otherwise"
+            )
     return {"precision": precision, "tensors": len(tensors)}
+
+
+def _exported(target: Path, made: Path, precision: str) -> Iterator[tuple[str, Array]]:
+    """The weights of the target's file, which is written to `made`; a tied table under the embedding's name."""
+    shape = ModelShape.from_config(read_config(target))
+    if precision in PRECISIONS["gguf"]:
+        export_gguf(target, made, precision)
+        values = gguf_weights(made, shape)
+    else:
+        export_onnx(target, made, precision)
+        values = onnx_weights(made, shape)
+    for name, value in values:
+        yield ("model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name), value
+
+
+def _write(
+    file: Path, shapes: dict[str, tuple[int, ...]], values: Iterator[tuple[str, Array]], bar: Any
+) -> set[str]:
+    """Write a safetensors file in float32, in whatever order the values come. Returns the names that did not come."""
+    header = header_of({name: ("F32", shape) for name, shape in shapes.items()})
+    places, end = {}, len(header)
+    for name, shape in shapes.items():
+        places[name], end = end, end + 4 * int(np.prod(shape, dtype=np.int64))
+    missing = set(shapes)
+    with open(file, "wb") as stream:
+        stream.write(header)
+        stream.truncate(end)
+        for name, value in values:
+            if name in missing:
+                stream.seek(places[name])
+                np.ascontiguousarray(value, np.float32).tofile(stream)
+                missing.discard(name)
+                bar.update(1)
+    return missing
