@@ -50,6 +50,8 @@ def choose_drafters(
 
     `verification`: verify.json's content, whose acceptance says which pairs can be compared.
     """
+    if any(file.is_head for file in files):
+        return list(files), []  # a head has one file
     rates = _overlaps(verification.get("acceptance", ()))
     at = {(file.engine, file.role, file.precision): file for file in files}
     found: list[Candidate] = []
@@ -62,9 +64,7 @@ def choose_drafters(
     several = {file: names for file, names in several.items() if len(names) > 1 and file.precision in names}
     with progress("time drafters", len(several), "files of the target") as bar:
         for file, names in several.items():
-            own = sorted(
-                names, key=lambda name: name != file.precision
-            )  # the target's own precision first: it wins a tie
+            own = sorted(names, key=lambda name: name != file.precision)  # its own first: it wins a tie
             candidates = [
                 _measured(
                     file,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def test_where_nothing_can_be_compared_nothing_is_timed(
     files: list[ExportedFile], clock: list[tuple[str, str]], acceptance: list[dict[str, Any]]
 ) -> None:
     assert choose_drafters(files, None, {}, {"acceptance": acceptance} if acceptance else {}) == (files, [])
+    assert clock == []
+
+
+def test_a_head_has_one_file(files: list[ExportedFile], clock: list[tuple[str, str]]) -> None:
+    heads = [replace(file, is_head=file.role == "drafter") for file in files]
+    acceptance = as_json([run(OWN, 0.1), run(FLOAT, 0.9)])
+    assert choose_drafters(heads, None, {}, {"acceptance": acceptance}) == (heads, [])
     assert clock == []
 
 
