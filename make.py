@@ -2,6 +2,7 @@
 """The commands of the README, with nothing but Python: set up .venv, then run.
 
     python3 make.py demo     install the pinned packages, build a drafter for SmolLM2, bench and ask the ready pair
+    python3 make.py chat     install as demo does, then talk to the ready pair of SmolLM2; extra arguments go to edgespec chat
     python3 make.py test     add the test packages (compiles llama.cpp once, 3-12 minutes), then lint, type-check and test
     python3 make.py test --fast    the same without compiling llama.cpp, and without tests that need it, train or take long
     python3 make.py optimum  make .venv-optimum (about a minute) and check optimum-onnx's graphs there
@@ -135,6 +136,14 @@ def demo(arguments: list[str]) -> int:
     return code
 
 
+def chat(arguments: list[str]) -> int:
+    """The ready pair, as soon as can be: a fresh clone needs the packages and one bundle."""
+    set_up("all")
+    if not has_smollm2():
+        return 2
+    return run(BIN / "edgespec", "chat", PAIR, *arguments)
+
+
 def demo_tiny_chat(arguments: list[str]) -> int:
     edgespec, build = BIN / "edgespec", Path("build") / "tiny-chat"
     code = run(edgespec, "build-drafter", "--target", "tiny-chat", "--out", build, *arguments)
@@ -202,7 +211,7 @@ def optimum(arguments: list[str]) -> int:
     return run(OPTIMUM / SCRIPTS / "python", "tests/support/optimum_program.py")
 
 
-COMMANDS = {"demo": demo, "test": test, "optimum": optimum}
+COMMANDS = {"demo": demo, "chat": chat, "test": test, "optimum": optimum}
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
