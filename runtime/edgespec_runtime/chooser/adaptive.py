@@ -15,6 +15,7 @@ drafts nothing would be learnt about them. The same happens where speculation ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from edgespec_runtime.chooser.acceptance_rates import AcceptanceRates
 from edgespec_runtime.chooser.current_costs import CurrentCosts
@@ -84,7 +85,6 @@ class Adaptive:
 
     Attributes:
         origin: who drafts the next block.
-        off: why the present blocks have no drafts of the model, or no copies where there is no model; None where they have some.
     """
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
@@ -94,8 +94,16 @@ class Adaptive:
         self._guard = Guard()
         self._asked = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
+        self._last = self._of[FROM_MODEL]  # of those last offered: the model where there is one
         self.origin = FROM_MODEL
-        self.off: Off | None = None
+
+    @property
+    def off(self) -> Off | None:
+        """Why the present blocks have no drafts of the model, or no copies where there is no model; None where they have some."""
+        if self._last.off is None:
+            return None
+        copies = any(one.length for one in self._of.values() if one is not self._last)
+        return replace(self._last.off, copies=copies)
 
     def begin(self) -> None:
         pass  # a new reply changes nothing
@@ -108,7 +116,7 @@ class Adaptive:
                 self._choose(one, context, copies=origin != FROM_MODEL)
             if one.length and (best is None or one.pace > best.pace):
                 best, self.origin = one, origin
-            self.off = one.off
+            self._last = one
         self._asked = 0
         if self._since_plain < REFRESH:
             for one in (self._of[origin] for origin in origins):

@@ -22,6 +22,7 @@ class Off:
         needed: the α that pays for it; None where no α does.
         has: the drafter's α, as far as it is known here.
         lost: share of the session's time that drafts have cost, where that is why there are none; else 0.
+        copies: the drafter model rests, and copies from the text go on.
     """
 
     length: int
@@ -29,8 +30,12 @@ class Off:
     needed: float | None
     has: float
     lost: float = 0.0
+    copies: bool = False
 
     def __str__(self) -> str:
+        return self._reason() + ("; copies from the text go on" if self.copies else "")
+
+    def _reason(self) -> str:
         if self.length == 0:
             return "off: this engine takes one token in a pass"
         if self.lost:

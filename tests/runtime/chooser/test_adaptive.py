@@ -167,6 +167,23 @@ def test_what_copies_do_says_nothing_of_the_model_nor_of_other_copies() -> None:
     assert schedule.origin == LONG_COPY
 
 
+def test_the_model_rests_and_copies_go_on() -> None:
+    """And what is said of it says both."""
+    cheap, draws = costs_of(MEASURED, 0.1), np.random.default_rng(0)
+    schedule = Adaptive(cheap, 0.5)
+    for _ in range(200):
+        copying(schedule, cheap, (LONG_COPY, FROM_MODEL), {LONG_COPY: 0.9}, draws)
+        copying(schedule, cheap, (FROM_MODEL,), {}, draws)
+    assert schedule.off is not None
+    assert str(schedule.off).startswith("off: a draft of ")
+    assert str(schedule.off).endswith("; copies from the text go on")
+    alone = Adaptive(cheap, 0.5)
+    for _ in range(200):
+        copying(alone, cheap, (FROM_MODEL,), {}, draws)
+    assert alone.off is not None
+    assert "copies" not in str(alone.off)
+
+
 def test_where_nobody_can_draft_a_plain_step_is_made() -> None:
     costs = costs_of(FLAT, 0.1)
     schedule = Adaptive(costs, 0.9)
