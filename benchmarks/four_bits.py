@@ -2,7 +2,7 @@
 
     python benchmarks/four_bits.py --target FILE.gguf --rows REPLIES.jsonl [--bits 4.9 5.2 5.5] [--gguf 5.0 5.5 6.0]
 
-rows: lines {instruction, response}, the target's own replies. Prints one table: bits of a weight (all tensors counted), bytes,
+rows: the `generate` stage of a build, or lines {instruction, response}: the target's own replies. Prints one table: bits of a weight (all tensors counted), bytes,
 top-1 agreement with its interval, KL, total variation against the float model; the plain token rate as a ratio to today's int4
 (ONNX Runtime, fast mode) and to Q4_K_M (llama.cpp), from interleaved passes in processor time of one thread.
 """
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec_export.bits.files import Mixed
-from edgespec_export.bits.texts import Text
+from edgespec_export.bits.texts import Text, written_texts
 from edgespec_export.formats.sizes import tensor_bytes
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
@@ -45,8 +45,9 @@ Array = np.ndarray[Any, Any]
 def texts_of(folder: Path, rows: Path) -> list[Text]:
     """The replies in a fixed shuffled order, prompts as the target's template writes them."""
     tokenizer = ChatTokenizer(folder)
-    found = []
-    for row in read_jsonl(rows):
+    written = written_texts(rows) if rows.is_dir() else []
+    found = [Text(text.tokens[: text.start + LONGEST], text.start) for text in written]
+    for row in [] if rows.is_dir() else read_jsonl(rows):
         prompt = tokenizer.encode_chat([{"role": "user", "content": row["instruction"]}])
         found.append(Text([*prompt, *tokenizer.encode(row["response"])[:LONGEST]], len(prompt)))
     random.Random(0).shuffle(found)
