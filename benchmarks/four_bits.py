@@ -2,9 +2,10 @@
 
     python benchmarks/four_bits.py --target FILE.gguf --rows REPLIES.jsonl [--bits 4.9 5.2 5.5] [--gguf 5.0 5.5 6.0]
 
-rows: the `generate` stage of a build, or lines {instruction, response}: the target's own replies. Prints one table: bits of a weight (all tensors counted), bytes,
-top-1 agreement with its interval, KL, total variation against the float model; the plain token rate as a ratio to today's int4
-(ONNX Runtime, fast mode) and to Q4_K_M (llama.cpp), from interleaved passes in processor time of one thread.
+rows: the `generate` stage of a build, or lines {instruction, response}: the target's own replies. Prints one table: bits of a
+weight (all tensors counted), bytes, top-1 agreement with its interval, KL, total variation against the float model; the plain
+token rate as a ratio to today's int4 (ONNX Runtime, fast mode) and to Q4_K_M (llama.cpp), from interleaved passes in
+processor time of one thread.
 """
 
 from __future__ import annotations
