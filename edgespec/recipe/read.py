@@ -77,9 +77,10 @@ def _check_together(recipe: Recipe) -> None:
 
 
 def _check_head(recipe: Recipe) -> None:
-    """A head learns from hidden states that a GGUF target keeps while it writes, and runs beside a target that gives them."""
+    """A head learns from hidden states that the target keeps while it writes, and runs beside a target that gives them."""
+    source = recipe.inference.source
     wanted = {
-        "inference.source": (recipe.inference.source, "file"),
+        "inference.source": (source, source if source in ("torch", "file") else "torch"),
         "generate.features": (recipe.generate.features, True),
         "distill.target_side": (recipe.distill.target_side, "stored"),
         "distill.labels": (recipe.distill.labels, "soft"),

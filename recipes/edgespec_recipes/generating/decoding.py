@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,11 +111,29 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._room
 
 
+PASS_TOKENS = 4096  # of one pass: buffers of more are slower to make than they are to fill
+
+
+class States(Protocol):
+    """Who keeps what the model computes for the rows of a batch; `rows` are numbers of prompts."""
+
+    def read(self, rows: list[int], features: Tensor, valid: Tensor) -> None:
+        """Last hidden states [B, n, H] of the tokens that the rows read, where `valid` [B, n]."""
+
+    def drawn(self, rows: list[int], logits: Tensor) -> None:
+        """Logits [B, V] from which the rows' next tokens are drawn."""
+
+
 class BatchDecoder:
-    """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row."""
+    """A model and the KV cache of a batch of rows. `lengths` [B] is the number of valid tokens of every row.
+
+    `features` [B, n, H] are the last hidden states of what was appended last, as the output layer reads them; None for a model
+    without such a layer.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model, self.device = model, model.device
+        self.features: Tensor | None = None
         self.cache = Cache(layer_class_to_replicate=_RoomyLayer)
         self.mask: Tensor | None = None
         self.lengths = torch.zeros(0, dtype=torch.long)
@@ -138,22 +156,55 @@ class BatchDecoder:
         if self.mask is None:
             self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
             self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
+        keep = keep or tokens.shape[1]
+        width = max(1, PASS_TOKENS // len(tokens))
+        last = (tokens.shape[1] - keep) // width * width  # the last piece has all that is kept
+        pieces = [(start, start + width, 1) for start in range(0, last, width)]
+        features = []
+        for start, end, kept in [*pieces, (last, tokens.shape[1], keep)]:
+            logits = self._pass(tokens[:, start:end], valid[:, start:end], kept)
+            features += [] if self.features is None else [self.features]
+        self.features = torch.cat(features, 1) if features else None
+        return logits
+
+    def _pass(self, tokens: Tensor, valid: Tensor, keep: int) -> Tensor:
+        assert self.mask is not None
         self._close_gaps(self.mask)
         positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
         self.mask = torch.cat([self.mask, valid], 1)
         self.lengths = self.lengths + valid.sum(1)
-        keep = keep or tokens.shape[1]
-        more = {"position_ids": positions, "logits_to_keep": keep}
-        with torch.inference_mode():
+        more = {"position_ids": positions} if "position_ids" in self._takes else {}
+        with torch.inference_mode(), self._last(keep):
             output = self.model(
                 input_ids=tokens,
                 attention_mask=self.mask.long(),
                 past_key_values=self.cache,
                 use_cache=True,
-                **{name: value for name, value in more.items() if name in self._takes},
+                **more,
             )
             logits: Tensor = output.logits[:, -keep:].float()
         return logits
+
+    @contextmanager
+    def _last(self, keep: int) -> Iterator[None]:
+        """Within, the output layer gets the hidden states of the last `keep` slots, and all are kept in `features`.
+
+        Contiguous: of a slice, torch multiplies every row by a copy of the layer's weights that it makes for it.
+        """
+        head = self.model.get_output_embeddings()
+        if head is None:
+            yield
+            return
+
+        def hook(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            self.features = given[0]
+            return given[0][:, -keep:].contiguous(), *given[1:]
+
+        handle = head.register_forward_pre_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _close_gaps(self, mask: Tensor) -> None:
         """Move the valid slots of every row to the end of the cache, where one has others behind or between them."""
@@ -191,6 +242,7 @@ def sample_responses(
     noise: Tensor | None = None,
     stops: Sequence[int],
     min_p: float = 0.0,
+    states: States | None = None,
 ) -> list[list[int]]:
     """Plain autoregressive responses to one batch of prompts; an ending stop token is kept.
 
@@ -198,6 +250,7 @@ def sample_responses(
     or are given: `noise` [prompts, max_new_tokens] (float64, from 0 to below 1), one for each token. With a generator the result
     depends on the generator's state and on which prompts come together. With noise each response depends on its own numbers
     (and on rounding, which the other prompts of the batch change). Either way: on the same number of threads.
+    `states` is told of every token that is read and of every distribution that a token is drawn from.
     """
     assert (generator is None) is not (noise is None)
     decoder = BatchDecoder(model)
@@ -209,16 +262,23 @@ def sample_responses(
     responses: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch answers
     active = torch.ones(len(prompts), dtype=torch.bool, device=device)
-    logits = decoder.forward(*left_pad(prompts), keep=1)
+    first, valid = left_pad(prompts)
+    logits = decoder.forward(first, valid, keep=1)
     for step in range(max_new_tokens):
+        if states is not None:
+            assert decoder.features is not None
+            alive = active.nonzero()[:, 0]
+            read = valid if not step else torch.ones_like(rows, dtype=torch.bool)[:, None]
+            states.read(rows[alive].tolist(), decoder.features[alive], read.to(device)[alive])
+            states.drawn(rows[alive].tolist(), logits[alive, -1])
         probabilities = warp(logits[:, -1], heat[rows], top_p, min_p)
         if noise is not None:
             tokens = token_at(probabilities, noise[rows, step])
         else:
             assert generator is not None
             tokens = draw(probabilities, generator)
-        for row, token, alive in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
-            if alive:
+        for row, token, goes_on in zip(rows.tolist(), tokens.tolist(), active.tolist(), strict=True):
+            if goes_on:
                 responses[row].append(token)
         active &= ~torch.isin(tokens, ends)
         if not active.any() or step == max_new_tokens - 1:

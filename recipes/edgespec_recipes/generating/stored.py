@@ -26,7 +26,7 @@ from edgespec.core.progress import progress
 from edgespec.core.table import count
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
-from edgespec_recipes.generating.decoding import logits_at
+from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.top_k import compress, divergence_errors, record_type, target_rows_of
 from edgespec_recipes.generating.written_states import WrittenTarget
 from edgespec_recipes.losses.head_loss import TargetRows
@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 INDEX = "store.json"  # written last: with it the store is whole
 FORMAT = 1
 SHARD_ROWS = 32
-PASS_TOKENS = 4096  # tokens of one forward pass of the target
 CHUNK = 1024  # positions whose float32 logits are alive at once, beside the pass's own
 OPEN_SHARDS = 64
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
@@ -160,8 +159,8 @@ def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -
     )
 
 
-def _identity(folder: Path, inference: InferenceOptions) -> str:
-    """What the distributions depend on besides the rows: a store of another target is refused."""
+def identity_of(folder: Path, inference: InferenceOptions) -> str:
+    """What the target's distributions depend on besides the rows, as a checksum; one of another target is never taken for it."""
     if inference.source == "file":
         from edgespec_recipes.generating.file_target import identity
 
@@ -207,7 +206,7 @@ def store_targets(
         )
     made_for = {
         "format": FORMAT,
-        "target": _identity(target_folder, inference),
+        "target": identity_of(target_folder, inference),
         "vocab_size": vocab_size,
         "top_k": top_k,
         "rows": _rows_hash(rows),

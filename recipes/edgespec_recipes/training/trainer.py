@@ -28,6 +28,7 @@ from edgespec.recipe.schema import TrainingOptions
 from edgespec_recipes.data.token_rows import Shuffled
 from edgespec_recipes.models.loading import quiet, save_model
 from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.parallel.precision import Precision, choose_precision
 from edgespec_recipes.parallel.sharding import shard_on_cpu, to_train, trainer_settings, whole, whole_values
 from edgespec_recipes.training.checkpoints import (
@@ -301,7 +302,8 @@ def train(
         if keep is not None and keep_steps:
             trainer.add_callback(_Keep(keep, keep_steps))
         try:
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            with freed_memory_kept():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
             whole(trainer.model)
         finally:
             log.close()

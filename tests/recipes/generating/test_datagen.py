@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes.data.prompts import encode_prompt
-from edgespec_recipes.generating import datagen
+from edgespec_recipes.generating import datagen, torch_writer
 from edgespec_recipes.generating.datagen import generate, plan_requests, read_responses
 from edgespec_recipes.models.loading import load_tokenizer
 from repository import PYTHONPATH
@@ -104,13 +104,13 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     with pytest.raises(InputError, match=r"shard-00000.jsonl has the sha256 .*stage.json and run the same"):
         read_responses(finished)
     asked: list[int] = []
-    plain = datagen.sample_responses
+    plain = torch_writer.sample_responses
 
     def counted(model: Any, prompts: Any, *given: Any, **how: Any) -> Any:
         asked.append(len(prompts))
         return plain(model, prompts, *given, **how)
 
-    monkeypatch.setattr(datagen, "sample_responses", counted)
+    monkeypatch.setattr(torch_writer, "sample_responses", counted)
     counts = generate(finished, target, options, seed=5)
     assert contents(finished) == before
     assert counts["remade_shards"] == ["shard-00000.jsonl", "shard-00001.jsonl"]
@@ -170,7 +170,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from edgespec.recipe.schema import GenerateOptions
-from edgespec_recipes.generating import datagen
+from edgespec_recipes.generating import datagen, torch_writer
 from edgespec_recipes.parallel import processes
 written = []
 plain = datagen.write_shard

@@ -1,0 +1,134 @@
+"""The target in torch as a writer: batches of responses, and what it computed for them where that is kept. See datagen.Writer.
+
+A shard is a function of its requests and the seed. Where the device multiplies in bf16, the weights themselves are bf16 while the
+target writes: autocast would round them, and keys and values with them, for every token anew.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edgespec.core.errors import InputError
+from edgespec.core.table import count
+from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec_recipes.generating.decoding import sample_responses, stop_ids
+from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.top_k import compress, record_type
+from edgespec_recipes.generating.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.models.loading import shape_of
+from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.memory import freed_memory_kept
+from edgespec_recipes.parallel.precision import choose_precision
+
+
+class KeptStates:
+    """What is kept of the responses to one batch of prompts, filled by `sample_responses` as it goes."""
+
+    def __init__(self, prompts: int, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self._records: list[list[np.ndarray]] = [[] for _ in range(prompts)]
+        self._features: list[list[np.ndarray]] = [[] for _ in range(prompts)]
+
+    def read(self, rows: list[int], features: Tensor, valid: Tensor) -> None:
+        """Hidden states [B, n, H] of the tokens that these prompts' rows have just read; of the `valid` [B, n] ones."""
+        states = features.to(torch.float16).cpu().numpy()
+        for row, of_row, counts in zip(rows, states, valid.cpu().numpy(), strict=True):
+            self._features[row].append(of_row[counts])
+
+    def drawn(self, rows: list[int], logits: Tensor) -> None:
+        """Logits [B, V] from which these rows' next tokens are drawn."""
+        if not self.wanted.top_k:
+            return
+        found = np.empty(len(rows), record_type(self.wanted.top_k, logits.shape[-1]))
+        for name, values in zip(found.dtype.names or (), compress(logits, self.wanted.top_k), strict=True):
+            found[name] = values.cpu().numpy()
+        for place, row in enumerate(rows):
+            self._records[row].append(found[place : place + 1])
+
+    def of(self, prompt: int) -> dict[str, np.ndarray]:
+        """{kind: array} of one response, of the kinds that are wanted; see written_states."""
+        found = {RECORDS: self._records[prompt], FEATURES: self._features[prompt]}
+        return {kind: np.concatenate(found[kind]) for kind in self.wanted.about()}
+
+
+class TorchWriter:
+    """The target's weights in torch; what all its answers depend on.
+
+    `target`: its `stored.identity_of`, to be written beside what is kept. Raises InputError for what `load_target` refuses, and
+    where more tokens of a distribution are wanted than there are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Any,
+        options: GenerateOptions,
+        seed: int,
+        how: InferenceOptions,
+        top_k: int = 0,
+        *,
+        target: str,
+    ) -> None:
+        device = processes.device()
+        self.precision = choose_precision(device)
+        if self.precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
+            how = replace(how, dtype="bfloat16")
+        self.model = load_target(folder, how, device)
+        ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+        self.stops = sorted({*stop_ids(self.model), *ends})
+        self.options, self.seed = options, seed
+        shape = shape_of(self.model)
+        if top_k > shape.vocab_size:
+            raise InputError(
+                f"stored_top_k is {top_k}; the target's vocabulary has {shape.vocab_size} tokens: give at most that"
+            )
+        self.context_length = shape.one_rope_length
+        self.wanted = Wanted(target, shape.vocab_size, shape.hidden, top_k, options.features)
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """See datagen.Writer."""
+        return self.rows_and_states(number, requests, bar)[0]
+
+    def rows_and_states(
+        self, number: int, requests: list[Request], bar: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+        """The answers in the order of the requests, and the arrays that are kept of them, one row's after the other's."""
+        device, start, written = self.model.device, time.monotonic(), 0
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + number)
+        found: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
+        for batch in _batches(requests, self.options.batch_size):
+            states = KeptStates(len(batch), self.wanted) if self.wanted.about() else None
+            with freed_memory_kept():
+                answers = sample_responses(
+                    self.model,
+                    [request.prompt_ids for request in batch],
+                    [request.temperature for request in batch],
+                    top_p=self.options.top_p,
+                    min_p=self.options.min_p,
+                    max_new_tokens=self.options.max_new_tokens,
+                    generator=generator,
+                    stops=self.stops,
+                    states=states,
+                )
+            for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
+                found[request.id] = row_of(request, answer), states.of(place) if states else {}
+            written += sum(map(len, answers))
+            bar.set_postfix_str(f"{count(written / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.update(len(batch))
+        ordered = [found[request.id] for request in requests]
+        arrays = {kind: np.concatenate([kept[kind] for _, kept in ordered]) for kind in self.wanted.about()}
+        return [row for row, _ in ordered], arrays
+
+
+def _batches(requests: list[Request], size: int) -> list[list[Request]]:
+    """Requests of like length together: padding is computed and thrown away."""
+    ordered = sorted(requests, key=lambda request: len(request.prompt_ids))
+    return [ordered[at : at + size] for at in range(0, len(ordered), size)]
