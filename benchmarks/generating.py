@@ -1,11 +1,12 @@
 """How fast a GGUF target writes responses: from prompts to stored rows, today's ways and the batched one, in turn.
 
-    python benchmarks/generating.py FILE.gguf MODEL [--rounds 3] [--prompts 128] [--new 64] [--threads N]
+    python benchmarks/generating.py FILE.gguf MODEL [--rounds 3] [--prompts 128] [--new 64] [--batch 64] [--threads N]
     python benchmarks/generating.py FILE.gguf MODEL --passes [--threads N]
 
 MODEL is the target's folder (config, tokenizer; weights for the torch way). Every measurement is a process of its own that runs
-the generate stage into a new folder; loading is not counted. Prints tokens a second (median and range over the rounds), the
-ratio to the batched way within each round, and the peak of resident memory. The way of one sequence gets an eighth.
+the generate stage into a new folder; loading is not counted. "All kept" is the top 64 of every distribution and the hidden
+states. Prints tokens a second (median and range over the rounds), the ratio to the batched file within each round, and the peak
+of resident memory. The way of one sequence gets an eighth.
 --passes: milliseconds of processor time of one pass of 1 to 64 texts with 160 tokens each, of the file and of its float16 copy.
 """
 
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece
 from edgespec.core.table import table
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
-TORCH, ONE, MANY, KEEPS = "torch", "file, one sequence", "file, many", "file, many, top 64 kept"
-WAYS = (TORCH, ONE, MANY, KEEPS)
+TORCH, TORCH_KEEPS = "torch", "torch, all kept"
+ONE, MANY, KEEPS = "file, one sequence", "file, many", "file, many, all kept"
+WAYS = (TORCH, TORCH_KEEPS, ONE, MANY, KEEPS)
 TOP_K, PAST, PASSES = 64, 160, 8
 
 
@@ -41,17 +44,22 @@ def measured(
     """One run of the generate stage in this process."""
     import torch
     from edgespec_recipes.generating import datagen
+    from edgespec_recipes.generating.batch_writer import BatchWriter
     from edgespec_recipes.generating.file_target import FileTarget, FileWriter
 
-    how = InferenceOptions() if way == TORCH else InferenceOptions(source="file", file=file, threads=threads)
+    in_torch, keeps = way in (TORCH, TORCH_KEEPS), way in (TORCH_KEEPS, KEEPS)
+    how = InferenceOptions() if in_torch else InferenceOptions(source="file", file=file, threads=threads)
     if threads:
         torch.set_num_threads(threads)
-    if way == ONE:
-        datagen.writer_of = lambda folder, tokenizer, options, seed, how, top_k: FileWriter(  # type: ignore[assignment]
-            FileTarget(how, folder), tokenizer, options, seed
+    if not in_torch:  # where torch is faster, datagen would take it for a file too
+        datagen.writer_of = lambda folder, tokenizer, options, seed, how, top_k: (  # type: ignore[assignment]
+            FileWriter(FileTarget(how, folder), tokenizer, options, seed)
+            if way == ONE
+            else BatchWriter(how, folder, tokenizer, options, seed, top_k)
         )
+    options = replace(options, features=keeps)
     with tempfile.TemporaryDirectory() as out:
-        counts = datagen.generate(Path(out), model, options, 0, how, TOP_K if way == KEEPS else 0)
+        counts = datagen.generate(Path(out), model, options, 0, how, TOP_K if keeps else 0)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     return {"rate": counts["tokens_per_second"], "tokens": counts["response_tokens"], "peak": peak}
 
@@ -59,7 +67,7 @@ def measured(
 def child(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """`measured` in a process of its own."""
     command = [sys.executable, __file__, arguments.file, str(arguments.model), "--way", way]
-    for name in ("prompts", "new", "threads"):
+    for name in ("prompts", "new", "threads", "batch"):
         if getattr(arguments, name):
             command += [f"--{name}", str(getattr(arguments, name))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -122,12 +130,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.way:
         prompts = max(1, arguments.prompts // 8) if arguments.way == ONE else arguments.prompts
-        options = GenerateOptions(prompts=prompts, max_new_tokens=arguments.new, shard_size=arguments.prompts)
+        options = GenerateOptions(
+            prompts=prompts,
+            max_new_tokens=arguments.new,
+            shard_size=arguments.prompts,
+            batch_size=arguments.batch,
+        )
         print(
             json.dumps(measured(arguments.way, arguments.file, arguments.model, options, arguments.threads))
         )

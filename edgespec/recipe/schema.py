@@ -179,7 +179,7 @@ class GenerateOptions:
     shard_size: int = knob(256, "responses in one resumable shard", at_least=1)
     features: bool = knob(
         False,
-        "keep the last hidden state of every token beside the responses, for a feature drafter (GGUF targets)",
+        "keep the last hidden state of every token beside the responses, for a feature drafter (in torch or from a GGUF file)",
     )
 
 

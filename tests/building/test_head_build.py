@@ -1,4 +1,4 @@
-"""A drafter that is a head, from a GGUF target to a bundle, and what it decodes there."""
+"""A drafter that is a head, from a target to a bundle, and what it decodes there."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_data(folder)
     assert main([*command(folder).split(), "--out", str(folder / "out")]) == 0
     return folder / "out"
+
+
+def test_a_target_that_is_no_file_gives_its_states_in_torch(tmp_path: Path) -> None:
+    target = make_model_folder(tmp_path / "source")
+    write_data(tmp_path)
+    given = command(tmp_path).replace(str(tmp_path / "tiny.gguf"), str(target))
+    assert main([*given.split(), "--inference.source", "torch", "--out", str(tmp_path / "out")]) == 0
+    assert open_manifest(tmp_path / "out" / "bundle").drafter.kind == HEAD
+    pair = open_pair(
+        tmp_path / "out" / "bundle", LoadOptions(engine="onnxruntime", precision="fp32", threads=1)
+    )
+    how = DecodingOptions(max_new_tokens=NEW, draft_length=2)
+    together, counts = decoded(pair, how)
+    assert together == decoded(pair, plain(how))[0]
+    assert counts.drafted > 0
+    pair.close()
 
 
 def test_the_target_keeps_what_the_head_learns_from(built: Path) -> None:

@@ -266,10 +266,10 @@ def sample_responses(
     logits = decoder.forward(first, valid, keep=1)
     for step in range(max_new_tokens):
         if states is not None:
-            assert decoder.features is not None
             alive = active.nonzero()[:, 0]
-            read = valid if not step else torch.ones_like(rows, dtype=torch.bool)[:, None]
-            states.read(rows[alive].tolist(), decoder.features[alive], read.to(device)[alive])
+            if decoder.features is not None:
+                read = valid if not step else torch.ones_like(rows, dtype=torch.bool)[:, None]
+                states.read(rows[alive].tolist(), decoder.features[alive], read.to(device)[alive])
             states.drawn(rows[alive].tolist(), logits[alive, -1])
         probabilities = warp(logits[:, -1], heat[rows], top_p, min_p)
         if noise is not None:

@@ -39,6 +39,8 @@ class KeptStates:
 
     def read(self, rows: list[int], features: Tensor, valid: Tensor) -> None:
         """Hidden states [B, n, H] of the tokens that these prompts' rows have just read; of the `valid` [B, n] ones."""
+        if not self.wanted.features:
+            return
         states = features.to(torch.float16).cpu().numpy()
         for row, of_row, counts in zip(rows, states, valid.cpu().numpy(), strict=True):
             self._features[row].append(of_row[counts])
@@ -62,8 +64,8 @@ class KeptStates:
 class TorchWriter:
     """The target's weights in torch; what all its answers depend on.
 
-    `target`: its `stored.identity_of`, to be written beside what is kept. Raises InputError for what `load_target` refuses, and
-    where more tokens of a distribution are wanted than there are.
+    `target`: its `stored.identity_of`, to be written beside what is kept. Raises InputError for what `load_target` refuses, for
+    hidden states of a model without an output layer, and where more tokens of a distribution are wanted than there are.
     """
 
     def __init__(
@@ -82,6 +84,10 @@ class TorchWriter:
         if self.precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
             how = replace(how, dtype="bfloat16")
         self.model = load_target(folder, how, device)
+        if options.features and self.model.get_output_embeddings() is None:
+            raise InputError(
+                f"generate.features is on, and a {self.model.config.model_type} model has no output layer to keep the input of"
+            )
         ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
         self.stops = sorted({*stop_ids(self.model), *ends})
         self.options, self.seed = options, seed

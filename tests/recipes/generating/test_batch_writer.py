@@ -337,11 +337,6 @@ def test_a_context_that_is_too_short_is_told_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_features_of_a_target_that_gives_none(folder: Path, options: GenerateOptions, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"generate.features is on, and only a GGUF file"):
-        generate(tmp_path, folder / "target", replace(options, features=True), 3)
-
-
 def test_arrays_of_other_rows_are_refused(finished: Path, tmp_path: Path) -> None:
     for name, data in contents(finished).items():
         (tmp_path / name).write_bytes(data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from edgespec_recipes.generating import decoding
 from edgespec_recipes.generating.decoding import BatchDecoder, left_pad, logits_at, sample_responses
 from edgespec_recipes.losses.distributions import draw, warp
 from small_llama import PROMPTS, greedy, small_llama
@@ -61,6 +62,25 @@ def test_batched_greedy_equals_one_row_at_a_time() -> None:
     )
     assert answers == [greedy(model, prompt, 24, stops) for prompt in PROMPTS]
     assert len({len(answer) for answer in answers}) > 2
+
+
+def test_a_long_rectangle_in_pieces_is_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_llama(3)
+    found = []
+    for most in (decoding.PASS_TOKENS, 2 * len(PROMPTS)):  # the second: two columns at a time
+        monkeypatch.setattr(decoding, "PASS_TOKENS", most)
+        decoder = BatchDecoder(model)
+        passes = [
+            decoder.forward(*left_pad(PROMPTS), keep=1),
+            decoder.forward(torch.tensor([[1]] * len(PROMPTS))),
+        ]
+        decoder.forward(*left_pad(PROMPTS), keep=3)
+        assert decoder.features is not None
+        valid = left_pad(PROMPTS)[1]
+        found.append((*passes, decoder.features[valid]))
+    assert max(map(len, PROMPTS)) > 4
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
 def test_slots_taken_back_leave_no_trace() -> None:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.data.token_rows import pack_conversations
-from edgespec_recipes.generating.datagen import _TorchWriter
-from edgespec_recipes.models.loading import load_model, shape_of
+from edgespec_recipes.generating.datagen import writer_of
+from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
 from edgespec_recipes.training.distill import _check_context
 from edgespec_recipes.training.pretrain import pretrain
 from family_cases import LONG
@@ -20,7 +20,13 @@ from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.check import problems
 from edgespec.recipe.drafter import DrafterShape
-from edgespec.recipe.schema import DistillOptions, DrafterOptions, PretrainOptions
+from edgespec.recipe.schema import (
+    DistillOptions,
+    DrafterOptions,
+    GenerateOptions,
+    InferenceOptions,
+    PretrainOptions,
+)
 
 BORDER, CONTEXT = 64, 256
 REASON = r"64 tokens \(of 256: longer texts take other RoPE factors, and a batch has one set\)"
@@ -99,5 +105,5 @@ def test_a_drafter_with_two_sets_is_pretrained_on_one_side(model: Path, tmp_path
 
 
 def test_the_target_writes_no_further_than_the_border(model: Path) -> None:
-    writer = _TorchWriter(load_model(model), [], None, None, 0)  # type: ignore[arg-type]
+    writer = writer_of(model, load_tokenizer(model), GenerateOptions(), 0, InferenceOptions())
     assert writer.context_length == BORDER
