@@ -30,9 +30,10 @@ from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from repository import REPOSITORY
 from tiny_models import make_model_folder
+from writing_target import TARGET, make_writing_target
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, write_jsonl
+from edgespec.core.files import read_json
 from edgespec.core.options import to_mapping
 from edgespec.core.progress import Bar
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -43,12 +44,7 @@ STOP = 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("batch")
-    target = make_model_folder(root / "target", context=1024)
-    export_gguf(target, root / "f32.gguf", "f32")
-    texts = ["Hello", "What is a list?", "naïve café", "Tell me of the sea", "def f(x):"]
-    write_jsonl(root / "seed.jsonl", [{"instruction": text} for text in texts])
-    return root
+    return make_writing_target(tmp_path_factory.mktemp("batch"), context=1024)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +64,7 @@ def finished(
     tmp_path_factory: pytest.TempPathFactory, folder: Path, options: GenerateOptions, how: InferenceOptions
 ) -> Path:
     out = tmp_path_factory.mktemp("finished")
-    counts = generate(out, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    counts = generate(out, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
     assert counts["state_bytes"] == sum(
         len(data) for name, data in contents(out).items() if name.endswith("npy")
     )
@@ -139,7 +135,7 @@ def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaC
 
     shared = some_prompts([30, 4, 11, 7, 600], temperature=1.0)
     prompts = [*shared, replace(shared[0], number=9, tokens=[*shared[0].tokens[:25], 77])]
-    model = load_model(folder / "target")
+    model = load_model(folder / TARGET)
     for text in written(engine, prompts, 2, top_k=TOP_K, features=True):
         prompt = next(prompt for prompt in prompts if prompt.number == text.number)
         ids = torch.tensor([[*prompt.tokens, *text.tokens][:-1]])
@@ -160,13 +156,13 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
     folder: Path, options: GenerateOptions, how: InferenceOptions
 ) -> None:
     """The same seeds through the runtime's own loop."""
-    tokenizer = load_tokenizer(folder / "target")
+    tokenizer = load_tokenizer(folder / TARGET)
     prompts = some_prompts([5, 9, 30, 2, 14, 21])
     requests = [
         Request(one.number, [], list(one.tokens), (0.0, 0.3, 0.7, 1.0)[one.number % 4]) for one in prompts
     ]
-    many = BatchWriter(how, folder / "target", tokenizer, options, 7).rows(0, requests, Bar("", None, "", 0))
-    one = FileWriter(FileTarget(how, folder / "target"), tokenizer, options, 7).rows(
+    many = BatchWriter(how, folder / TARGET, tokenizer, options, 7).rows(0, requests, Bar("", None, "", 0))
+    one = FileWriter(FileTarget(how, folder / TARGET), tokenizer, options, 7).rows(
         0, requests, Bar("", None, "", 0)
     )
     same = [ours["response_ids"] == theirs["response_ids"] for ours, theirs in zip(many, one, strict=True)]
@@ -179,7 +175,7 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
 def test_the_same_shards_again(
     finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
 ) -> None:
-    generate(tmp_path, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    generate(tmp_path, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
     assert contents(tmp_path) == contents(finished)
     assert len(contents(finished)) == 3 * 4
 
@@ -207,7 +203,7 @@ def test_only_a_damaged_shard_is_made_again(
     harmed = finished / f"shard-00001.{kind}"
     harmed.write_bytes(before[harmed.name][:-3] + b"xyz")
     assert damaged_shards(finished) == ["shard-00001.jsonl"]
-    counts = generate(finished, folder / "target", replace(options, features=True), 3, how, TOP_K)
+    counts = generate(finished, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
     assert counts["remade_shards"] == ["shard-00001.jsonl"]
     assert contents(finished) == before
 
@@ -219,10 +215,10 @@ def test_shards_without_what_is_wanted_are_made_again(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    generate(tmp_path, folder / "target", options, 3, how)
+    generate(tmp_path, folder / TARGET, options, 3, how)
     rows = read_responses(tmp_path)
     assert not list(tmp_path.glob("*.npy"))
-    counts = generate(tmp_path, folder / "target", options, 3, how, TOP_K)
+    counts = generate(tmp_path, folder / TARGET, options, 3, how, TOP_K)
     assert len(counts["remade_shards"]) == 3
     assert "has no top_k as they are wanted (target None, top_k None, vocab_size None)" in caplog.text
     assert read_responses(tmp_path) == rows
@@ -260,7 +256,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_shards(
             "-c",
             PROGRAM,
             tmp_path,
-            folder / "target",
+            folder / TARGET,
             how.file,
             json.dumps(to_mapping(wanted)),
             "2",
@@ -272,7 +268,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_shards(
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["shard-00000.json"]
     first = (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns
-    assert not generate(tmp_path, folder / "target", wanted, 3, how, TOP_K)["remade_shards"]
+    assert not generate(tmp_path, folder / TARGET, wanted, 3, how, TOP_K)["remade_shards"]
     assert (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns == first
     assert contents(tmp_path) == contents(finished)
 
@@ -288,9 +284,9 @@ def test_the_store_is_filled_without_another_pass(
 ) -> None:
     """The rows of the present path and its distributions; texts that a short row cuts off too."""
     rows = responses_of(finished, context)
-    ours = store_targets(tmp_path / "pass", folder / "target", rows, TOP_K, inference=how)
+    ours = store_targets(tmp_path / "pass", folder / TARGET, rows, TOP_K, inference=how)
     monkeypatch.setattr(stored, "_open_target", lambda *_: pytest.fail("the target ran"))
-    counts = store_targets(tmp_path / "kept", folder / "target", rows, TOP_K, inference=how, written=finished)
+    counts = store_targets(tmp_path / "kept", folder / TARGET, rows, TOP_K, inference=how, written=finished)
     assert counts["stored_positions"] == ours["stored_positions"]
     assert counts["precision"] == "as written"
     for name in sorted(path.name for path in (tmp_path / "pass").glob("*.npy")):
@@ -308,22 +304,22 @@ def test_what_another_target_kept_is_not_taken(
     export_gguf(other, tmp_path / "other.gguf", "f32")
     rows = responses_of(finished, 400)
     theirs = InferenceOptions(source="file", file=str(tmp_path / "other.gguf"))
-    counts = store_targets(tmp_path / "a", folder / "target", rows, TOP_K, inference=theirs, written=finished)
+    counts = store_targets(tmp_path / "a", folder / TARGET, rows, TOP_K, inference=theirs, written=finished)
     assert counts["precision"] == "other.gguf"
-    counts = store_targets(tmp_path / "b", folder / "target", rows, 4, inference=how, written=finished)
+    counts = store_targets(tmp_path / "b", folder / TARGET, rows, 4, inference=how, written=finished)
     assert counts["precision"] == "f32.gguf"  # so many tokens were not kept
     strange = {**rows.arrays, "input_ids": rows.arrays["input_ids"][:, ::-1]}
     changed = type(rows)(strange)
-    counts = store_targets(tmp_path / "c", folder / "target", changed, TOP_K, inference=how, written=finished)
+    counts = store_targets(tmp_path / "c", folder / TARGET, changed, TOP_K, inference=how, written=finished)
     assert counts["precision"] == "f32.gguf"
 
 
 def test_how_many_are_written_at_once(
     folder: Path, options: GenerateOptions, how: InferenceOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = BatchWriter(how, folder / "target", load_tokenizer(folder / "target"), options, 0)
+    writer = BatchWriter(how, folder / TARGET, load_tokenizer(folder / TARGET), options, 0)
     assert writer.at_once(300) == 4
-    shape = read_json(folder / "target" / "config.json")
+    shape = read_json(folder / TARGET / "config.json")
     token = 2 * 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     monkeypatch.setattr(batch_writer, "CACHE_BYTES", 3 * token * 512)
     assert (writer.at_once(300), writer.at_once(200), writer.at_once(1024)) == (3, 4, 1)
@@ -333,7 +329,7 @@ def test_a_context_that_is_too_short_is_told_before_anything_is_written(
     folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"the context is 24 tokens and generate.max_new_tokens is 20"):
-        generate(tmp_path, folder / "target", options, 3, replace(how, context=24))
+        generate(tmp_path, folder / TARGET, options, 3, replace(how, context=24))
     assert not list(tmp_path.iterdir())
 
 

@@ -19,10 +19,9 @@ from edgespec_recipes.generating.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import responses_of
-from tiny_models import make_model_folder
+from writing_target import FILE, SEED_FILE, TARGET, make_writing_target
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_jsonl
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import OwnFile
 from edgespec.stages.record import sha256_of
@@ -33,18 +32,13 @@ FLOATS, BF16 = Precision("float32", "said by a test"), Precision("bf16", "said b
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("torch-writer")
-    make_model_folder(root / "model", context=256)
-    export_gguf(root / "model", root / "own.gguf", "f32")
-    texts = ["Hello", "What is a list?", "naïve café", "Tell me of the sea", "def f(x):"]
-    write_jsonl(root / "seed.jsonl", [{"instruction": text} for text in texts])
-    return root
+    return make_writing_target(tmp_path_factory.mktemp("torch-writer"), context=256)
 
 
 @pytest.fixture(scope="module")
 def options(folder: Path) -> GenerateOptions:
     return GenerateOptions(
-        instructions=(str(folder / "seed.jsonl"),),
+        instructions=(str(folder / SEED_FILE),),
         prompts=22,
         max_new_tokens=20,
         shard_size=12,
@@ -66,13 +60,13 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def written(folder: Path, options: GenerateOptions, tmp_path: Path, floats: None) -> Path:
     out = tmp_path / "written"
-    counts = generate(out, folder / "model", options, SEED, top_k=TOP_K)
+    counts = generate(out, folder / TARGET, options, SEED, top_k=TOP_K)
     assert counts["state_bytes"] == sum(path.stat().st_size for path in out.glob("*.npy")) > 0
     return out
 
 
 def test_records_and_features_are_those_of_one_pass(written: Path, folder: Path) -> None:
-    model = load_model(folder / "model")
+    model = load_model(folder / TARGET)
     lengths = set()
     for shard in sorted(written.glob("shard-*.jsonl")):
         for row, records, features in read_states(shard):
@@ -91,7 +85,7 @@ def test_records_and_features_are_those_of_one_pass(written: Path, folder: Path)
 def test_keeping_changes_no_answer(
     written: Path, folder: Path, options: GenerateOptions, tmp_path: Path, floats: None
 ) -> None:
-    generate(tmp_path / "plain", folder / "model", replace(options, features=False), SEED)
+    generate(tmp_path / "plain", folder / TARGET, replace(options, features=False), SEED)
     assert read_responses(tmp_path / "plain") == read_responses(written)
     assert not list((tmp_path / "plain").glob("*.npy"))
 
@@ -102,7 +96,7 @@ def test_a_shard_made_again_is_the_same(
     before = {path.name: path.read_bytes() for path in written.glob("shard-*")}
     path = written / "shard-00001.features.npy"
     path.write_bytes(path.read_bytes()[:-1])
-    counts = generate(written, folder / "model", options, SEED, top_k=TOP_K)
+    counts = generate(written, folder / TARGET, options, SEED, top_k=TOP_K)
     assert counts["remade_shards"] == ["shard-00001.jsonl"]
     assert {path.name: path.read_bytes() for path in written.glob("shard-*")} == before
 
@@ -117,9 +111,9 @@ def test_the_store_takes_what_was_kept(
     written: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = responses_of(written, 64)
-    stored.store_targets(tmp_path / "again", folder / "model", rows, TOP_K)
+    stored.store_targets(tmp_path / "again", folder / TARGET, rows, TOP_K)
     monkeypatch.setattr(stored, "_open_target", lambda *_: pytest.fail("the target was opened"))
-    counts = stored.store_targets(tmp_path / "taken", folder / "model", rows, TOP_K, written=written)
+    counts = stored.store_targets(tmp_path / "taken", folder / TARGET, rows, TOP_K, written=written)
     assert counts["stored_positions"] == sum(int(row["compared"].sum()) for row in rows)
     found = [np.load(next((tmp_path / name).glob("shard-*.npy"))) for name in ("again", "taken")]
     np.testing.assert_allclose(*(each["log_p"].astype(float) for each in found), atol=5e-2)
@@ -130,7 +124,7 @@ def test_bf16_weights_where_the_device_has_units_for_them(
 ) -> None:
     for precision, dtype in ((BF16, torch.bfloat16), (FLOATS, torch.float32)):
         monkeypatch.setattr(torch_writer, "choose_precision", lambda device, found=precision: found)
-        writer = writer_of(folder / "model", load_tokenizer(folder / "model"), options, 0, InferenceOptions())
+        writer = writer_of(folder / TARGET, load_tokenizer(folder / TARGET), options, 0, InferenceOptions())
         assert isinstance(writer, TorchWriter)
         assert (writer.model.dtype, writer.precision) == (dtype, precision)
 
@@ -138,7 +132,7 @@ def test_bf16_weights_where_the_device_has_units_for_them(
 def test_a_targets_own_file_is_written_from_in_torch_where_that_is_faster(
     folder: Path, options: GenerateOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, own = folder / "model", folder / "own.gguf"
+    model, own = folder / TARGET, folder / FILE
     other = tmp_path / "other.gguf"
     export_gguf(model, other, "q8_0")
     OwnFile(own, sha256_of([own])[own], own.stat().st_size, "f32").keep(model)
@@ -156,7 +150,7 @@ def test_a_targets_own_file_is_written_from_in_torch_where_that_is_faster(
 
 def test_what_cannot_be_kept_is_said(folder: Path, options: GenerateOptions, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"stored_top_k is 100000; the target's vocabulary has \d+ tokens"):
-        generate(tmp_path, folder / "model", options, SEED, top_k=100_000)
+        generate(tmp_path, folder / TARGET, options, SEED, top_k=100_000)
     how = InferenceOptions(source="server", url="http://127.0.0.1:9")
     with pytest.raises(InputError, match=r"an ONNX file or a server gives no hidden states while it writes"):
-        generate(tmp_path, folder / "model", options, SEED, how)
+        generate(tmp_path, folder / TARGET, options, SEED, how)
