@@ -96,7 +96,7 @@ class HeadLayer(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, width, bias=False)
 
     def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]], same: Tensor | None = None) -> Tensor:
-        """One unrolled step of x [B, T, H]. `past`: keys and values [B, T, heads, d] of the steps before; this one's are added.
+        """One unrolled step of x [B, T, H]. `past`: keys and values [B, T, kv heads, d] of the steps before; these are added.
 
         At step k (from 0) slot s sees the true slots up to s − k, and of the steps j = 1 .. k the slot s − k + j alone.
         `same` (bool [B, 1, T, T]): which slots are of one text, where a row holds several.
@@ -109,30 +109,26 @@ class HeadLayer(nn.Module):
 
         q = rotate(split(self.q_proj(y), shape.heads), slots, shape.rope_theta)
         k = rotate(split(self.k_proj(y), shape.kv_heads), slots, shape.rope_theta)
-        shared = shape.heads // shape.kv_heads
-        past.append(
-            (
-                k.repeat_interleave(shared, 2),
-                split(self.v_proj(y), shape.kv_heads).repeat_interleave(shared, 2),
-            )
-        )
+        past.append((k, split(self.v_proj(y), shape.kv_heads)))
         step = len(past) - 1
-        scale = 1.0 / math.sqrt(shape.head_dim)
-        scores = torch.einsum("bthd,buhd->bhtu", q, past[0][0]) * scale
         seen = slots[None, :] <= slots[:, None] - step
         if same is not None:
             seen = seen & same
-        scores = scores.masked_fill(~seen, -torch.inf)
-        own = [
-            (q * _later(past[j][0], step - j)).sum(-1).transpose(1, 2)[..., None] * scale
-            for j in range(1, step + 1)
-        ]
-        weights = torch.softmax(torch.cat([scores, *own], -1), -1)
-        mixed = torch.einsum("bhtu,buhd->bthd", weights[..., :length], past[0][1])
-        for j in range(1, step + 1):
-            mixed = mixed + weights[..., length + j - 1].transpose(1, 2)[..., None] * _later(
-                past[j][1], step - j
+        alone = torch.eye(length, dtype=torch.bool, device=x.device).expand(*seen.shape[:-2], -1, -1)
+        # one call for all steps: it costs (step + 1) times the products, and never makes the weights [B, heads, T, T]
+        keys, values = (
+            torch.cat(
+                [one[which] if not j else _later(one[which], step - j) for j, one in enumerate(past)], 1
             )
+            for which in range(2)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=torch.cat([seen, *[alone] * step], -1),
+            enable_gqa=shape.heads != shape.kv_heads,
+        ).transpose(1, 2)
         x = x + self.o_proj(mixed.reshape(batch, length, -1))
         y = self.post_attention_layernorm(x)
         left: Tensor = x + self.down_proj(functional.silu(self.gate_proj(y)) * self.up_proj(y))
