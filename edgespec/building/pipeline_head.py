@@ -17,7 +17,7 @@ from edgespec.stages import sources as sources
 
 @dataclass
 class HeadBuild(Build):
-    """From a target that is a GGUF file to a bundle with a head."""
+    """From a target that gives its hidden states to a bundle with a head."""
 
     def _made(self, target: Path, cost_ratio: float, shape: DrafterShape) -> Path:
         drafter = self._distilled(target)
@@ -27,8 +27,10 @@ class HeadBuild(Build):
 
     def _distilled(self, target: Path) -> Path:
         """The head's folder."""
+        from edgespec_recipes.generating.datagen import check_gives_states
         from edgespec_recipes.training.distill_head import distill_head
 
+        check_gives_states(self.recipe.inference)  # before the target writes for hours
         out, seed = self.out, self.recipe.seed
         writer = self._model("target", target) | sources.exported(self.recipe.inference)
         recipe, own = self._self_written(target, writer)

@@ -239,3 +239,13 @@ def test_a_build_that_a_head_cannot_learn_from_is_refused(
     )
     assert main([*words, "--distill.text-fraction", "0.1"]) == 2
     assert "no fixed or student data" in capsys.readouterr().err
+
+
+def test_a_target_without_hidden_states_is_refused_before_it_writes(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = built.parent / "from-onnx"
+    words = [*command(built.parent).split(), "--out", str(out), "--generate.instructions", "self"]
+    assert main([*words, "--inference.file", str(built / "bundle")]) == 2
+    assert "an ONNX file or a server gives no hidden states" in capsys.readouterr().err
+    assert not (out / "self-instructions").exists()

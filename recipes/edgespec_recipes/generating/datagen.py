@@ -187,26 +187,37 @@ def writer_of(
     in `target_folder`, which are the file's: three to four times as fast as llama.cpp on a processor with AMX.
     Raises InputError where features are wanted of a target that gives none, and what the source raises.
     """
+    if options.features:
+        check_gives_states(inference)
     if inference.source == "torch" or _is_fast_in_torch(target_folder, inference):
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
+    if inference.source == "server":
+        from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
+
+        return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
+    from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
+
+    if locate(inference)[0] == LLAMACPP:
+        from edgespec_recipes.generating.batch_writer import BatchWriter
+
+        return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
+    return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
+
+
+def check_gives_states(inference: InferenceOptions) -> None:
+    """Raise InputError where the target gives no hidden states while it writes: an ONNX file, or a server."""
+    if inference.source == "torch":
+        return
     if inference.source == "file":
-        from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
+        from edgespec_recipes.generating.file_target import locate
 
         if locate(inference)[0] == LLAMACPP:
-            from edgespec_recipes.generating.batch_writer import BatchWriter
-
-            return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
-    if options.features:
-        raise InputError(
-            "generate.features is on, and an ONNX file or a server gives no hidden states while it writes; give "
-            "--inference.source torch, or file with --inference.file FILE.gguf, or turn it off"
-        )
-    if inference.source == "file":
-        return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
-    from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
-
-    return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
+            return
+    raise InputError(
+        f"generate.features is on, and inference.source is {inference.source!r}: an ONNX file or a server gives no hidden states "
+        "while it writes; give --inference.source torch, or file with --inference.file FILE.gguf, or turn it off"
+    )
 
 
 def _is_fast_in_torch(folder: Path, inference: InferenceOptions) -> bool:

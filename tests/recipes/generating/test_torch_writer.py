@@ -152,5 +152,7 @@ def test_what_cannot_be_kept_is_said(folder: Path, options: GenerateOptions, tmp
     with pytest.raises(InputError, match=r"stored_top_k is 100000; the target's vocabulary has \d+ tokens"):
         generate(tmp_path, folder / TARGET, options, SEED, top_k=100_000)
     how = InferenceOptions(source="server", url="http://127.0.0.1:9")
-    with pytest.raises(InputError, match=r"an ONNX file or a server gives no hidden states while it writes"):
+    with pytest.raises(
+        InputError, match=r"source is 'server': an ONNX file or a server gives no hidden states"
+    ):
         generate(tmp_path, folder / TARGET, options, SEED, how)
