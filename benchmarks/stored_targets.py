@@ -22,7 +22,7 @@ from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.data.token_rows import Rows
 from edgespec_recipes.generating.decoding import sample_responses, stop_ids
 from edgespec_recipes.generating.stored import record_type, target_logits
-from edgespec_recipes.generating.top_k import compress, divergence_errors, expand
+from edgespec_recipes.kept.top_k import compress, divergence_errors, expand
 from edgespec_recipes.losses.losses import fkl, jsd, tvd, tvdpp
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from torch import Tensor

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.building.pipeline import Build
+from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.reference import reference_options
-from edgespec.recipe.schema import SELF_TEXT
+from edgespec.recipe.schema import READ, SELF_TEXT
 from edgespec.stages import sources as sources
+from edgespec.stages.record import Reads
 
 
 @dataclass
@@ -33,10 +35,11 @@ class HeadBuild(Build):
         check_gives_states(self.recipe.inference)  # before the target writes for hours
         out, seed = self.out, self.recipe.seed
         writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        read = self._read(target, writer)
         recipe, own = self._self_written(target, writer)
         self._written(target, recipe, writer, own - {SELF_TEXT})
         written, options = out / "generate", recipe.distill
-        reads = writer | self._checkpoint() | sources.stages(out, "generate")
+        reads = writer | self._checkpoint() | sources.stages(out, "generate", *([READ] if read else []))
         reference = None
         if options.select_fraction < 1:
             taught = reference_options(recipe)
@@ -44,7 +47,7 @@ class HeadBuild(Build):
                 "reference",
                 "AdaSPEC's reference: the head distilled with forward KL",
                 taught,
-                lambda place: distill_head(place, target, written, recipe.drafter, taught, seed),
+                lambda place: distill_head(place, target, written, recipe.drafter, taught, seed, read=read),
                 reads=reads,
                 together=True,
             )
@@ -54,11 +57,33 @@ class HeadBuild(Build):
             "distill",
             f"a head learns from the target's hidden states, {options.losses}",
             options,
-            lambda place: distill_head(place, target, written, recipe.drafter, options, seed, reference),
+            lambda place: distill_head(
+                place, target, written, recipe.drafter, options, seed, reference, read
+            ),
             reads=reads,
             together=True,
         )
         return out / "distill" / "model"
+
+    def _read(self, target: Path, writer: Reads) -> Path | None:
+        """The folder of what the target read of the fixed data; None where a head learns from the target's own text alone."""
+        from edgespec_recipes.generating.datagen import damaged_shards
+        from edgespec_recipes.generating.state_reader import read_conversations
+
+        options, how = self.recipe.distill, self.recipe.inference
+        if not options.fixed_fraction:
+            return None
+        tokens = read_tokens(options)
+        self.stage(
+            READ,
+            f"the target reads at most {tokens:,} tokens of the fixed data",
+            {"tokens": tokens, "stored_top_k": options.stored_top_k},
+            lambda place: read_conversations(place, target, options.fixed, tokens, how, options.stored_top_k),
+            reads=writer | sources.conversations("distill.fixed", options.fixed),
+            together=True,
+            damaged=damaged_shards,
+        )
+        return self.out / READ
 
     def _measured_files(self, target: Path, drafter: Path, cost_ratio: float) -> None:
         """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""

@@ -7,6 +7,7 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from edgespec.recipe.reference import reference_options
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
     INSTRUCTION_TOKENS,
+    READ,
     ROUNDED,
     SAMPLINGS,
     SELF,
@@ -212,6 +214,27 @@ def _store(recipe: Recipe, target: ModelShape) -> StageCost:
     )
 
 
+def _read(recipe: Recipe, target: ModelShape) -> StageCost:
+    """One pass of the target over the fixed data that a head learns from, as much as its training has rows for."""
+    tokens = read_tokens(recipe.distill)
+    states = 2 * target.hidden + stored_position_bytes(target, recipe.distill.stored_top_k)
+    return StageCost(
+        READ,
+        tokens,
+        costs.forward_flops(target, tokens, recipe.distill.context, tokens),
+        inference_bytes(recipe.inference, target)
+        + costs.passing_activation_bytes(target, STORED_AT_ONCE, recipe.distill.context)
+        + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
+        states * tokens,
+    )
+
+
+def read_tokens(distill: DistillOptions) -> int:
+    """Tokens of fixed data in a head's training: more need not be read."""
+    share = (1 - distill.text_fraction) * distill.fixed_fraction
+    return math.ceil(share * distill.steps * distill.batch_size * distill.context)
+
+
 def _distill(
     stage: str,
     options: DistillOptions,
@@ -324,6 +347,8 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     if recipe.pretrain.steps and not head:
         stages.append(_pretrain(recipe, drafter))
     stages.append(_with_states(recipe, answers, target) if head else answers)
+    if head and distill.fixed_fraction:
+        stages.append(_read(recipe, target))
     if distill.against:
         weights = (
             costs.FLOAT * target.parameters

@@ -23,6 +23,7 @@ from edgespec.planning.estimate import (
 )
 from edgespec.planning.hardware import Hardware
 from edgespec.recipe.schema import (
+    READ,
     ROUNDED,
     SELF_INSTRUCTIONS,
     SELF_PROMPTS,
@@ -38,6 +39,7 @@ TOGETHER = (
     SELF_INSTRUCTIONS,
     "pretrain",
     "generate",
+    READ,
     "store",
     "reference",
     "distill",

@@ -10,7 +10,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, merge, to_mapping
 from edgespec.recipe.devices import profile
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import PRESETS, DistillOptions, InferenceOptions, Recipe
+from edgespec.recipe.schema import PRESETS, Recipe
 from edgespec.recipe.targets import TARGETS, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
@@ -71,7 +71,7 @@ def _check_together(recipe: Recipe) -> None:
         raise InputError(
             "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
         )
-    _check_inference(recipe.inference, distill, own=_is_gguf(recipe.target))
+    _check_inference(recipe, own=_is_gguf(recipe.target))
     if drafter.kind == "head":
         _check_head(recipe)
 
@@ -102,11 +102,12 @@ def _is_gguf(target: str) -> bool:
     return is_gguf(Path(target)) or (known is not None and known.package is not None)
 
 
-def _check_inference(inference: InferenceOptions, distill: DistillOptions, *, own: bool) -> None:
+def _check_inference(recipe: Recipe, *, own: bool) -> None:
     """What the source of the target's words needs, and what a distillation may ask of one that is not in torch.
 
     `own`: the target is a file itself.
     """
+    inference, distill = recipe.inference, recipe.distill
     for source, name in {"file": "file", "server": "url"}.items():
         given = getattr(inference, name)
         needed = inference.source == source
@@ -122,8 +123,10 @@ def _check_inference(inference: InferenceOptions, distill: DistillOptions, *, ow
             f"distill.against is {distill.against!r} and inference.source is {inference.source!r}, which gives its own "
             "distributions; for those of a GGUF file, name it with --inference.file and leave distill.against out"
         )
-    asked = {"text_fraction": 0.0, "fixed_fraction": 0.0, "student_fraction": 0.0}
-    wanted = [name for name, value in asked.items() if getattr(distill, name) != value]
+    own_alone = ["text_fraction", "student_fraction"]
+    if recipe.drafter.kind == "model":  # for a head the target reads fixed data in torch
+        own_alone.append("fixed_fraction")
+    wanted = [name for name in own_alone if getattr(distill, name)]
     if distill.labels == "soft" and (wanted or distill.target_side != "stored"):
         seen = (
             f"distill.{wanted[0]} is {getattr(distill, wanted[0]):g}" if wanted else "target_side is 'live'"

@@ -14,6 +14,7 @@ SELF = "self"
 """The source that the target writes itself."""
 SELF_TEXT, SELF_INSTRUCTIONS, SELF_PROMPTS = "self-text", "self-instructions", "self-prompts"
 """The stages that write it."""
+READ = "read"  # the stage in which the target reads the fixed data for a head
 ROUNDED = "rounded-target"  # the stage that gives the target the weights of one of its files
 DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""

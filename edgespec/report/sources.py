@@ -11,7 +11,7 @@ from typing import Any
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded
 from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
-from edgespec.recipe.schema import ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT
+from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT
 from edgespec.report.fields import Fields
 
 BUNDLE, BUILD = "bundle", "build"
@@ -27,7 +27,18 @@ EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "comma
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
 DONE = "stage.json"
 STAGES = (
-    *("data", "target", "teacher", "plan", "tune", SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "pretrain"),
+    *(
+        "data",
+        "target",
+        "teacher",
+        "plan",
+        "tune",
+        READ,
+        SELF_PROMPTS,
+        SELF_TEXT,
+        SELF_INSTRUCTIONS,
+        "pretrain",
+    ),
     *("generate", ROUNDED, "store", "reference", "distill", "evaluate", "export", "verify", "pack"),
 )
 """In the order of a build."""

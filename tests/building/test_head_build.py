@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating.written_rows import WrittenRows
+from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import load_head
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions, plain
@@ -23,7 +23,7 @@ from tiny_models import make_model_folder
 from edgespec.building.find_target import gguf_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import copy_file, read_json, write_json
+from edgespec.core.files import copy_file, read_json, write_json, write_jsonl
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.model_folder.head import keep_in_bytes
@@ -63,7 +63,13 @@ def test_a_target_that_is_no_file_gives_its_states_in_torch(tmp_path: Path) -> N
     target = make_model_folder(tmp_path / "source")
     write_data(tmp_path)
     given = command(tmp_path).replace(str(tmp_path / "tiny.gguf"), str(target))
-    assert main([*given.split(), "--inference.source", "torch", "--out", str(tmp_path / "out")]) == 0
+    answered = [{"instruction": f"Say {n}", "response": "the sea " * (n % 3 + 1)} for n in range(9)]
+    write_jsonl(tmp_path / "answered.jsonl", answered)
+    fixed = ["--distill.fixed", str(tmp_path / "answered.jsonl"), "--distill.fixed-fraction", "0.5"]
+    assert main([*given.split(), *fixed, "--inference.source", "torch", "--out", str(tmp_path / "out")]) == 0
+    assert read_json(tmp_path / "out" / "distill" / "stage.json")["counts"]["read_rows"] == len(
+        WrittenRows(tmp_path / "out" / "read", 128)
+    )
     assert open_manifest(tmp_path / "out" / "bundle").drafter.kind == HEAD
     pair = open_pair(
         tmp_path / "out" / "bundle", LoadOptions(engine="onnxruntime", precision="fp32", threads=1)
@@ -238,7 +244,7 @@ def test_a_build_that_a_head_cannot_learn_from_is_refused(
         "drafter.kind is 'head', which needs generate.features True (it is False)" in capsys.readouterr().err
     )
     assert main([*words, "--distill.text-fraction", "0.1"]) == 2
-    assert "no fixed or student data" in capsys.readouterr().err
+    assert "--distill.text-fraction 0 and no" in capsys.readouterr().err
 
 
 def test_a_target_without_hidden_states_is_refused_before_it_writes(

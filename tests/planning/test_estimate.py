@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes.data.mixing import TARGET
-from edgespec_recipes.generating import stored, top_k
+from edgespec_recipes.generating import stored
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
+from edgespec_recipes.kept import top_k
 from edgespec_recipes.losses import head_loss
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.training.objective import Objective

@@ -88,7 +88,8 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
     from edgespec.recipe.schema import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
-    pipeline = (REPOSITORY / "edgespec" / "building" / "pipeline.py").read_text(encoding="utf-8")
+    building = REPOSITORY / "edgespec" / "building"
+    pipeline = "".join(path.read_text(encoding="utf-8") for path in sorted(building.glob("pipeline*.py")))
     together = [
         getattr(knobs, name := part.partition(",")[0].strip().strip('"'), name)
         for part in pipeline.split("self.stage(\n")[1:]

@@ -1,1 +1,1 @@
-"""The target writes: live, from a file, behind a server. Its distributions, stored."""
+"""The target writes and reads: live, from a file, behind a server. Its distributions, stored."""

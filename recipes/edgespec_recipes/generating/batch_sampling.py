@@ -14,7 +14,7 @@ import numpy as np
 from edgespec_runtime.rules.sampling import RandomSource, Warp, warp
 from numpy.typing import NDArray
 
-from edgespec_recipes.generating.top_k import LEAST, record_type
+from edgespec_recipes.kept.top_k import LEAST, record_type
 
 Floats = NDArray[np.float32]
 

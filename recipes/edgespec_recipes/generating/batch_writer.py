@@ -26,7 +26,7 @@ from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, identity, locate
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.generating.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 

@@ -26,7 +26,7 @@ from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_syst
 from edgespec_recipes.generating.response_rows import Request
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.generating.written_states import Wanted, check_states, write_states
+from edgespec_recipes.kept.written_states import Wanted, check_states, write_states
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.precision import Precision, choose_precision
@@ -222,10 +222,13 @@ def check_gives_states(inference: InferenceOptions) -> None:
 
 def _is_fast_in_torch(folder: Path, inference: InferenceOptions) -> bool:
     """Whether the folder's weights are those of the target's file, and the device multiplies them faster than llama.cpp does."""
+    return choose_precision(processes.device()).name == "bf16" and is_made_from(folder, inference)
+
+
+def is_made_from(folder: Path, inference: InferenceOptions) -> bool:
+    """Whether the target runs from a GGUF file whose weights are those of the folder."""
     own, file = own_file(folder), Path(inference.file).expanduser()
-    if inference.source != "file" or own is None or not file.is_file():
-        return False
-    return choose_precision(processes.device()).name == "bf16" and own.is_in(file)
+    return inference.source == "file" and own is not None and file.is_file() and own.is_in(file)
 
 
 def generate(
@@ -246,20 +249,31 @@ def generate(
 
     Raises InputError: no instruction fits, more processes than shards, what the source raises.
     """
-    world = processes.world()
-    if world > (most := -(-options.prompts // options.shard_size)):
-        raise InputError(
-            f"{world} processes share {most} shards of responses; start at most {most}, or lower generate.shard_size"
-        )
     tokenizer = load_tokenizer(target_folder)
     writer = writer_of(target_folder, tokenizer, options, seed, inference or InferenceOptions(), top_k)
-    wanted = writer.wanted if isinstance(writer, StateWriter) else None
     requests, left_out = plan_requests(options, tokenizer, writer.context_length)
-    shards = [requests[at : at + options.shard_size] for at in range(0, len(requests), options.shard_size)]
+    counts = write_shards(out, writer, requests, options.shard_size, "target writes responses", "responses")
+    return {**counts, "instructions_too_long": left_out}
+
+
+def write_shards(
+    out: Path, writer: Writer, requests: list[Request], shard_size: int, label: str, unit: str
+) -> dict[str, Any]:
+    """The answers to all requests as shards, of which whole ones are kept; counts of them, the same in every process.
+
+    Raises InputError: more processes than shards, what the writer raises.
+    """
+    world = processes.world()
+    shards = [requests[at : at + shard_size] for at in range(0, len(requests), shard_size)]
+    if world > len(shards):
+        raise InputError(
+            f"{world} processes share {len(shards)} shards of {unit}; start at most {len(shards)}, or lower generate.shard_size"
+        )
+    wanted = writer.wanted if isinstance(writer, StateWriter) else None
     mine = range(processes.rank(), len(shards), world)
     remade, written, seconds = [], 0, 0.0
-    label = "target writes responses" + (f" (share 1 of {world})" if world > 1 else "")
-    with progress(label, sum(len(shards[number]) for number in mine), "responses") as bar:
+    label += f" (share 1 of {world})" if world > 1 else ""
+    with progress(label, sum(len(shards[number]) for number in mine), unit) as bar:
         for number in mine:
             path = out / shard_name(number)
             if about_file(path).exists():
@@ -288,7 +302,6 @@ def generate(
         "ended": ended,
         "shards": len(shards),
         "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
-        "instructions_too_long": left_out,
         "tokens_per_second": round(float(rate.sum()), 1) or None,
         "state_bytes": sum(path.stat().st_size for path in out.glob("shard-*.npy")),
         "precision": writer.precision.name,

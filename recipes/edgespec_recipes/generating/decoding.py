@@ -31,15 +31,19 @@ def stop_ids(model: Any) -> list[int]:
 
 
 @contextmanager
-def _head_sees(model: Any, keep: Tensor) -> Iterator[None]:
-    """The output layer gets the hidden states [n, H] at the kept positions instead of [B, T, H]."""
-    hook = model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, given: (given[0][keep], *given[1:])
-    )
+def _head_sees(model: Any, keep: Tensor) -> Iterator[list[Tensor]]:
+    """The output layer gets the hidden states [n, H] at the kept positions instead of [B, T, H], which are in what is yielded."""
+    seen: list[Tensor] = []
+
+    def hook(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen.append(given[0])
+        return given[0][keep], *given[1:]
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
     try:
-        yield
+        yield seen
     finally:
-        hook.remove()
+        handle.remove()
 
 
 def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
@@ -56,6 +60,13 @@ def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
     with _head_sees(inner, keep):
         logits: Tensor = model(**given, use_cache=False).logits
     return logits
+
+
+def states_at(model: Any, keep: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """(the last hidden states [B, T, H] as the output layer reads them, `logits_at` of the kept positions)."""
+    with torch.inference_mode(), _head_sees(model, keep) as seen:
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return seen[0], logits
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

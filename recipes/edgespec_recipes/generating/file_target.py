@@ -28,7 +28,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import PADDING
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.generating.top_k import compress, record_type
+from edgespec_recipes.kept.top_k import compress, record_type
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 

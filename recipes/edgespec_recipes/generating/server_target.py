@@ -23,7 +23,7 @@ from edgespec_recipes.data.prompts import render
 from edgespec_recipes.data.token_rows import PADDING
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.generating.top_k import LEAST, record_type
+from edgespec_recipes.kept.top_k import LEAST, record_type
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 

@@ -27,8 +27,8 @@ from edgespec.core.table import count
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
-from edgespec_recipes.generating.top_k import compress, divergence_errors, record_type, target_rows_of
-from edgespec_recipes.generating.written_states import WrittenTarget
+from edgespec_recipes.kept.top_k import compress, divergence_errors, record_type, target_rows_of
+from edgespec_recipes.kept.written_states import WrittenTarget
 from edgespec_recipes.losses.head_loss import TargetRows
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows

@@ -20,13 +20,13 @@ from edgespec.core.table import count
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses, stop_ids
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.generating.top_k import compress, record_type
-from edgespec_recipes.generating.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.kept.top_k import compress, record_type
+from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import shape_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
-from edgespec_recipes.parallel.precision import choose_precision
+from edgespec_recipes.parallel.precision import Precision, choose_precision
 
 
 class KeptStates:
@@ -61,11 +61,37 @@ class KeptStates:
         return {kind: np.concatenate(found[kind]) for kind in self.wanted.about()}
 
 
+def load_writing(folder: Path, how: InferenceOptions, *, features: bool) -> tuple[Any, Precision]:
+    """The target in torch for passes without gradient, in bf16 where the device has units for that; and what it computes in.
+
+    Raises InputError for what `load_target` refuses, and where `features` are wanted of a model without an output layer.
+    """
+    device = processes.device()
+    precision = choose_precision(device)
+    if precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
+        how = replace(how, dtype="bfloat16")
+    model = load_target(folder, how, device)
+    if features and model.get_output_embeddings() is None:
+        raise InputError(
+            f"generate.features is on, and a {model.config.model_type} model has no output layer to keep the input of"
+        )
+    return model, precision
+
+
+def wanted_of(model: Any, target: str, top_k: int, *, features: bool) -> Wanted:
+    """What is kept of this model, whose `stored.identity_of` is `target`. Raises InputError for a top_k above its vocabulary."""
+    shape = shape_of(model)
+    if top_k > shape.vocab_size:
+        raise InputError(
+            f"stored_top_k is {top_k}; the target's vocabulary has {shape.vocab_size} tokens: give at most that"
+        )
+    return Wanted(target, shape.vocab_size, shape.hidden, top_k, features)
+
+
 class TorchWriter:
     """The target's weights in torch; what all its answers depend on.
 
-    `target`: its `stored.identity_of`, to be written beside what is kept. Raises InputError for what `load_target` refuses, for
-    hidden states of a model without an output layer, and where more tokens of a distribution are wanted than there are.
+    `target`: its `stored.identity_of`, to be written beside what is kept. Raises what `load_writing` and `wanted_of` raise.
     """
 
     def __init__(
@@ -79,25 +105,12 @@ class TorchWriter:
         *,
         target: str,
     ) -> None:
-        device = processes.device()
-        self.precision = choose_precision(device)
-        if self.precision.name == "bf16" and how.dtype == "float32" and how.bits is None:
-            how = replace(how, dtype="bfloat16")
-        self.model = load_target(folder, how, device)
-        if options.features and self.model.get_output_embeddings() is None:
-            raise InputError(
-                f"generate.features is on, and a {self.model.config.model_type} model has no output layer to keep the input of"
-            )
+        self.model, self.precision = load_writing(folder, how, features=options.features)
         ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
         self.stops = sorted({*stop_ids(self.model), *ends})
         self.options, self.seed = options, seed
-        shape = shape_of(self.model)
-        if top_k > shape.vocab_size:
-            raise InputError(
-                f"stored_top_k is {top_k}; the target's vocabulary has {shape.vocab_size} tokens: give at most that"
-            )
-        self.context_length = shape.one_rope_length
-        self.wanted = Wanted(target, shape.vocab_size, shape.hidden, top_k, options.features)
+        self.context_length = shape_of(self.model).one_rope_length
+        self.wanted = wanted_of(self.model, target, top_k, features=options.features)
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         """See datagen.Writer."""

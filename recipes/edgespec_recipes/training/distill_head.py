@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from edgespec.core.errors import InputError
 from edgespec.model_folder.head import target_embedding
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
-from edgespec_recipes.data.mixing import TARGET, Mixture, shares
-from edgespec_recipes.generating.written_rows import WrittenRows
+from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, shares
+from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
@@ -73,6 +73,9 @@ def unrolled(batch: Batch, steps: int) -> Batch:
         for name, values in batch.items()
         if name != "features"
     }
+    several["kind"] = torch.full_like(
+        several["kind"], TARGET
+    )  # what the target read is stored as what it wrote is
     step = torch.arange(steps, device=several["slot"].device).repeat_interleave(len(batch["slot"]))
     return {**several, "slot": several["slot"] * steps + step, "features": batch["features"]}
 
@@ -97,10 +100,10 @@ class _HeadObjective(Objective):
 
 def head_problem(options: DistillOptions) -> str:
     """What a head cannot learn from, in words; '' where all is well."""
-    if options.text_fraction or options.fixed_fraction or options.student_fraction:
+    if options.text_fraction or options.student_fraction:
         return (
-            "a head learns from what the target wrote, with the hidden states that were kept then; give "
-            "distill.text_fraction, distill.fixed_fraction and distill.student_fraction 0"
+            "a head learns from what the target wrote and what it read of distill.fixed, with the hidden states that were kept "
+            "then; give distill.text_fraction and distill.student_fraction 0"
         )
     return ""
 
@@ -113,11 +116,14 @@ def distill_head(
     options: DistillOptions,
     seed: int,
     reference: Path | None = None,
+    read: Path | None = None,
 ) -> dict[str, Any]:
     """Train a feature drafter on what the target wrote into `written`; `out`/model is its folder. Goes on from a checkpoint.
 
-    `reference`: AdaSPEC's reference head, where tokens are selected. Raises InputError: data that a head cannot learn from, a
-    selection without a reference, no hidden states.
+    `reference`: AdaSPEC's reference head, where tokens are selected. `read`: what the target read of the fixed data
+    (state_reader.py), which `distill.fixed_fraction` of the rows come from.
+
+    Raises InputError: data that a head cannot learn from, a selection without a reference, no hidden states.
     """
     if problem := head_problem(options):
         raise InputError(problem)
@@ -148,12 +154,17 @@ def distill_head(
         reference=judge,
     )
     learnt, watched = _held_out(rows, options.watch_rows if options.watch_steps else 0)
+    sources: dict[int, Any] = {TARGET: learnt}
+    if read is not None:
+        foreign = WrittenRows(read, options.context)
+        objective.store = JoinedRows([rows, foreign])
+        sources[FIXED] = _Part(foreign, range(len(foreign)), first=len(rows))
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watched]
     scale = options.select_fraction if options.scale_learning_rate else 1.0
     before = objective.acceptance(model.to(device), batches) if batches else {}
     counts = train(
         model,
-        Mixture({TARGET: learnt}, shares(options), options.steps * options.batch_size, seed),
+        Mixture(sources, shares(options), options.steps * options.batch_size, seed),
         objective,
         out,
         replace(options, learning_rate=options.learning_rate * scale),
@@ -174,6 +185,7 @@ def distill_head(
         "divergence": options.losses,
         "alpha_before": round(before["alpha"], 4) if before else None,
         "response_rows": len(rows),
+        "read_rows": len(sources[FIXED]) if read is not None else 0,
         "written_tokens": int(rows.counts.sum()),
         "draft_vocab_size": head.shape.draft_vocab_size,
         "covered_share": round(float(covered), 4),
@@ -195,16 +207,17 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
 
 
 class _Part:
-    """Some of the rows; they keep their numbers."""
+    """Some of the rows; they keep their numbers, counted from `first`."""
 
-    def __init__(self, rows: Any, numbers: range) -> None:
-        self.rows, self.numbers = rows, numbers
+    def __init__(self, rows: Any, numbers: range, first: int = 0) -> None:
+        self.rows, self.numbers, self.first = rows, numbers, first
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[self.numbers[index]]
+        row = self.rows[self.numbers[index]]
+        return {**row, "row_id": row["row_id"] + self.first}
 
 
 def _held_out(rows: WrittenRows, wanted: int) -> tuple[_Part, list[Any]]:

@@ -22,7 +22,7 @@ from edgespec_recipes.data.token_rows import TextBlocks
 from edgespec_recipes.data.token_shards import STATE, TokenShards, shard_file
 from edgespec_recipes.generating import stored
 from edgespec_recipes.generating.stored import StoredTargets
-from edgespec_recipes.generating.top_k import record_type
+from edgespec_recipes.kept.top_k import record_type
 from edgespec_runtime.untrusted.gguf_file import check_gguf
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind

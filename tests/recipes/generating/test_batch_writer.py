@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating import batch_writer, stored, written_states
+from edgespec_recipes.generating import batch_writer, stored
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
@@ -23,7 +23,8 @@ from edgespec_recipes.generating.datagen import damaged_shards, generate, read_r
 from edgespec_recipes.generating.file_target import FileTarget, FileWriter
 from edgespec_recipes.generating.response_rows import Request
 from edgespec_recipes.generating.stored import store_targets
-from edgespec_recipes.generating.written_states import read_states
+from edgespec_recipes.kept import written_states
+from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.training.distill import responses_of
 from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
@@ -131,7 +132,7 @@ def test_greedy_texts_are_those_of_one_sequence(engine: LlamaCppSequences, alone
 
 def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
     import torch
-    from edgespec_recipes.generating.top_k import compress
+    from edgespec_recipes.kept.top_k import compress
 
     shared = some_prompts([30, 4, 11, 7, 600], temperature=1.0)
     prompts = [*shared, replace(shared[0], number=9, tokens=[*shared[0].tokens[:25], 77])]

@@ -12,10 +12,10 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.generating import datagen, stored, torch_writer
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.datagen import generate, read_responses, writer_of
-from edgespec_recipes.generating.top_k import compress
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.generating.written_rows import WrittenRows
-from edgespec_recipes.generating.written_states import read_states
+from edgespec_recipes.kept.top_k import compress
+from edgespec_recipes.kept.written_rows import WrittenRows
+from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import responses_of

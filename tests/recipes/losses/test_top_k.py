@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edgespec_recipes.generating.top_k import compress, divergence_errors, expand
+from edgespec_recipes.kept.top_k import compress, divergence_errors, expand
 from edgespec_recipes.losses.losses import fkl, jsd, rkl, tvd
 from torch import Tensor
 

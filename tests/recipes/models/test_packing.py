@@ -18,7 +18,7 @@ from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.datagen import write_shard
 from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
 from edgespec_recipes.generating.stored import _passes, _records
-from edgespec_recipes.generating.top_k import expand
+from edgespec_recipes.kept.top_k import expand
 from edgespec_recipes.losses.head_loss import in_head
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.packing import Form, fitted, form_of, packing_of

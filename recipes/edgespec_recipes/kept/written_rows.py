@@ -20,8 +20,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.token_rows import Row, Rows
-from edgespec_recipes.generating.top_k import target_rows_of
-from edgespec_recipes.generating.written_states import check_states, key_of, read_states, texts_of
+from edgespec_recipes.kept.top_k import target_rows_of
+from edgespec_recipes.kept.written_states import check_states, key_of, read_states, texts_of
 from edgespec_recipes.losses.head_loss import TargetRows
 
 
@@ -92,3 +92,29 @@ class WrittenRows(Dataset[Row]):
         """As `StoredTargets.rows`."""
         records = np.concatenate([self.records(row) for row in row_ids])
         return target_rows_of(records, self.vocab_size, device, ids)
+
+
+class JoinedRows:
+    """The rows of several folders as one source of distributions; each folder's rows are numbered behind those before it.
+
+    Raises InputError where the folders are not of one target.
+    """
+
+    def __init__(self, parts: Sequence[WrittenRows]) -> None:
+        first = parts[0]
+        for other in parts[1:]:
+            if (other.target, other.vocab_size, other.width) != (first.target, first.vocab_size, first.width):
+                raise InputError(
+                    f"what was written is of the target {first.target[:12]} and what was read of {other.target[:12]}; remove the "
+                    "folder of the older one and run the same command again"
+                )
+        self.parts, self.vocab_size = parts, first.vocab_size
+        self.starts = np.cumsum([0, *map(len, parts)])
+
+    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
+        """As `StoredTargets.rows`."""
+        records = []
+        for row in row_ids:
+            part = int(np.searchsorted(self.starts, row, side="right")) - 1
+            records.append(self.parts[part].records(row - int(self.starts[part])))
+        return target_rows_of(np.concatenate(records), self.vocab_size, device, ids)

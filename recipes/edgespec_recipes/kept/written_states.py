@@ -24,7 +24,7 @@ import numpy as np
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
 from edgespec_recipes.data.token_rows import PADDING
-from edgespec_recipes.generating.top_k import record_type
+from edgespec_recipes.kept.top_k import record_type
 from edgespec_recipes.parallel.precision import Precision
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,146 @@
+"""The target reads replies that somebody else wrote, and keeps what it computed for them: data for a head without writing any.
+
+Reading is one pass over a whole text, where writing takes one for every token: some ten times as fast. The shards are those of
+datagen.py, so a head learns from them as from the target's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import count
+from edgespec.model_folder.config import read_config
+from edgespec.recipe.schema import InferenceOptions
+from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.generating.datagen import is_made_from, write_shards
+from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
+from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.stored import identity_of
+from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
+from edgespec_recipes.kept.top_k import compress, record_type
+from edgespec_recipes.kept.written_states import FEATURES, RECORDS
+from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
+
+SHARD_SIZE = 256  # conversations
+CHUNK = 1024  # positions whose float32 logits are alive at once
+
+
+class StateReader:
+    """See datagen.StateWriter: its answers are the given ones, by the requests' ids."""
+
+    def __init__(
+        self,
+        folder: Path,
+        replies: Sequence[Sequence[int]],
+        stops: Sequence[int],
+        how: InferenceOptions,
+        top_k: int,
+    ) -> None:
+        self.model, self.precision = load_writing(folder, how, features=True)
+        self.replies, self.stops = replies, stops
+        self.context_length = shape_of(self.model).one_rope_length
+        self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True)
+
+    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+        """See datagen.Writer."""
+        return self.rows_and_states(number, requests, bar)[0]
+
+    def rows_and_states(
+        self, number: int, requests: list[Request], bar: Any
+    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+        """The rows in the order of the requests, and the arrays that are kept of them."""
+        found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        start, tokens = time.monotonic(), 0
+        for batch in _passes(requests, self.replies):
+            found |= dict(zip((each.id for each in batch), self._states(batch), strict=True))
+            tokens += sum(len(found[each.id][1]) for each in batch)
+            bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.update(len(batch))
+        rows = [row_of(each, list(self.replies[each.id])) for each in requests]
+        records, features = (np.concatenate([found[each.id][part] for each in requests]) for part in range(2))
+        return rows, {RECORDS: records, FEATURES: features}
+
+    def _states(self, batch: Sequence[Request]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(records, features) of each text of a pass. The last token of a text is not read; padding stands behind the others."""
+        texts = [[*each.prompt_ids, *self.replies[each.id]][:-1] for each in batch]
+        ids = torch.zeros(len(batch), max(map(len, texts)), dtype=torch.long)
+        drawn = torch.zeros_like(ids, dtype=torch.bool)  # where the next token is one of a reply
+        for row, (each, text) in enumerate(zip(batch, texts, strict=True)):
+            ids[row, : len(text)] = torch.tensor(text)
+            drawn[row, len(each.prompt_ids) - 1 : len(text)] = True
+        device = self.model.device
+        hidden, logits = states_at(self.model, drawn.to(device), ids.to(device))
+        records = np.empty(len(logits), record_type(self.wanted.top_k, self.wanted.vocab_size))
+        for at in range(0, len(logits), CHUNK):
+            part = records[at : at + CHUNK]
+            kept = compress(logits[at : at + CHUNK], self.wanted.top_k)
+            for name, values in zip(records.dtype.names or (), kept, strict=True):
+                part[name] = values.cpu().numpy()
+        features, end = hidden.to(torch.float16).cpu().numpy(), 0
+        for row, (each, text) in enumerate(zip(batch, texts, strict=True)):
+            start, end = end, end + len(self.replies[each.id])
+            yield records[start:end], features[row, : len(text)].copy()
+
+
+def _passes(requests: Sequence[Request], replies: Sequence[Sequence[int]]) -> Iterator[list[Request]]:
+    """Requests of like length together, PASS_TOKENS tokens of padded rows at most."""
+
+    def length(each: Request) -> int:
+        return len(each.prompt_ids) + len(replies[each.id])
+
+    batch: list[Request] = []
+    for each in sorted(requests, key=lambda each: (length(each), each.id)):
+        if batch and (len(batch) + 1) * length(each) > PASS_TOKENS:
+            yield batch
+            batch = []
+        batch.append(each)
+    yield batch
+
+
+def check_reads(folder: Path, how: InferenceOptions) -> None:
+    """Raise InputError where the weights in torch would not be those of the target that writes."""
+    if how.source != "torch" and not is_made_from(folder, how):
+        raise InputError(
+            f"distill.fixed_fraction is above 0, and inference.file {how.file!r} has other weights than {folder}, which reads "
+            "the fixed data in torch; give --inference.source torch, or distill.fixed_fraction 0"
+        )
+
+
+def read_conversations(
+    out: Path, target_folder: Path, source: str, tokens: int, how: InferenceOptions, top_k: int
+) -> dict[str, Any]:
+    """The target reads the answered conversations of `source`, in their order, until `tokens` tokens are read or none is left.
+
+    Writes shards as `datagen.generate` does, and returns its counts. A reply that is longer than the context loses its end; a
+    conversation whose prompt fills it is left out. Raises InputError where none is left, what `read_replies` and
+    `check_reads` raise.
+    """
+    check_reads(target_folder, how)
+    tokenizer = load_tokenizer(target_folder)
+    stops = stop_ids_of(target_folder, tokenizer)
+    pairs = read_replies(source, tokenizer, stops)
+    longest = ModelShape.from_config(read_config(target_folder)).one_rope_length
+    requests: list[Request] = []
+    replies: list[list[int]] = []
+    total = 0
+    for prompt, reply in pairs:
+        room = longest - len(prompt)
+        if room < 1 or not reply or total >= tokens:
+            continue
+        requests.append(Request(len(replies), [], prompt, 1.0))
+        replies.append(reply[:room])
+        total += len(prompt) + len(replies[-1])
+    if not requests:
+        raise InputError(
+            f"no conversation of {source} fits the target's context of {longest} tokens; give shorter ones"
+        )
+    reader = StateReader(target_folder, replies, stops, how, top_k)
+    return write_shards(out, reader, requests, SHARD_SIZE, "target reads conversations", "conversations")

@@ -1,0 +1,168 @@
+"""The target that reads given replies keeps what it keeps while it writes them, and a head learns from both together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from edgespec_recipes.generating import torch_writer
+from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.state_reader import StateReader, read_conversations
+from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
+from edgespec_recipes.kept.written_states import read_states
+from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.training.distill_head import distill_head
+from tiny_models import make_model_folder
+from writing_target import FILE, SEED_FILE, TARGET, make_writing_target
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_jsonl
+from edgespec.core.progress import Bar
+from edgespec.recipe.schema import DistillOptions, DrafterOptions, GenerateOptions, InferenceOptions
+
+TOP_K, CONTEXT, PLENTY = 8, 128, 10**6
+HOW = InferenceOptions()
+WORDS = "the sea is wide and a list has items "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = make_writing_target(tmp_path_factory.mktemp("state-reader"), context=256)
+    rows = [{"instruction": f"Say {n}", "response": WORDS * (n % 4 + 1)} for n in range(30)]
+    write_jsonl(root / "answered.jsonl", rows)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device multiplies in float32, whatever it can; one token in ten ends a text."""
+    monkeypatch.setattr(
+        torch_writer, "choose_precision", lambda device: Precision("float32", "said by a test")
+    )
+    monkeypatch.setattr(torch_writer, "stop_ids", lambda model: list(range(0, 512, 10)))
+
+
+@pytest.fixture
+def written(folder: Path, tmp_path: Path) -> Path:
+    options = GenerateOptions(
+        instructions=(str(folder / SEED_FILE),), prompts=40, max_new_tokens=20, shard_size=40, features=True
+    )
+    generate(tmp_path / "written", folder / TARGET, options, 3, top_k=TOP_K)
+    return tmp_path / "written"
+
+
+def read(folder: Path, out: Path, tokens: int = PLENTY, **how: Any) -> dict[str, Any]:
+    source = str(folder / "answered.jsonl")
+    return read_conversations(out, folder / TARGET, source, tokens, replace(HOW, **how), TOP_K)
+
+
+def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
+    stops = stop_ids_of(folder / TARGET, load_tokenizer(folder / TARGET))
+    kept = list(read_states(next(written.glob("shard-*.jsonl"))))
+    reader = StateReader(folder / TARGET, [row["response_ids"] for row, _, _ in kept], stops, HOW, TOP_K)
+    requests = [Request(number, [], row["prompt_ids"], 1.0) for number, (row, _, _) in enumerate(kept)]
+    rows, states = reader.rows_and_states(0, requests, Bar("read", len(requests), "texts", 0))
+    assert [row["response_ids"] for row in rows] == [row["response_ids"] for row, _, _ in kept]
+    records, features = (np.concatenate([each[part] for each in kept]) for part in (1, 2))
+    np.testing.assert_allclose(states["features"].astype(float), features.astype(float), atol=2e-2)
+    for name in ("log_p", "log_rest"):
+        np.testing.assert_allclose(
+            states["top_k"][name].astype(float), records[name].astype(float), atol=2e-2
+        )
+    assert len({len(reply) for reply in reader.replies}) > 3  # rows of a pass are padded
+
+
+def test_replies_stand_as_the_template_writes_them(folder: Path, tmp_path: Path) -> None:
+    counts = read(folder, tmp_path)
+    rows, tokenizer = read_responses(tmp_path), load_tokenizer(folder / TARGET)
+    assert counts["responses"] == len(rows) == 30
+    assert counts["ended"] == 30  # the token that ends the turn is learnt too
+    assert [tokenizer.decode(row["response_ids"][:-1]).strip() for row in rows[:2]] == [
+        (WORDS * times).strip() for times in (1, 2)
+    ]
+    model = load_model(folder / TARGET)
+    for row, _, features in read_states(next(tmp_path.glob("shard-*.jsonl"))):
+        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]][:-1]])
+        with torch.inference_mode():
+            hidden = model.model(ids).last_hidden_state[0]
+        np.testing.assert_allclose(features.astype(float), hidden.numpy(), atol=2e-2)
+
+
+def test_no_more_is_read_than_is_wanted_and_whole_shards_stay(folder: Path, tmp_path: Path) -> None:
+    counts = read(folder, tmp_path, tokens=300)
+    rows = read_responses(tmp_path)
+    sizes = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
+    assert sum(sizes[:-1]) < 300 <= sum(sizes)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("shard-*")}
+    assert read(folder, tmp_path, tokens=300)["remade_shards"] == []
+    damaged = tmp_path / "shard-00000.features.npy"
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    assert read(folder, tmp_path, tokens=300)["remade_shards"] == ["shard-00000.jsonl"]
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("shard-*")} == before
+    assert counts["responses"] == len(rows) < 30
+
+
+def test_what_does_not_fit_is_cut_or_left_out(folder: Path, tmp_path: Path) -> None:
+    long = [{"instruction": "Say", "response": WORDS * 99}, {"instruction": WORDS * 99, "response": "Yes"}]
+    write_jsonl(tmp_path / "long.jsonl", long)
+    read_conversations(tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, HOW, TOP_K)
+    (row,) = read_responses(tmp_path / "out")
+    assert len(row["prompt_ids"]) + len(row["response_ids"]) == 256
+    write_jsonl(tmp_path / "long.jsonl", [long[1], long[1]])
+    with pytest.raises(InputError, match=r"no conversation of .* fits the target's context of 256 tokens"):
+        read_conversations(tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, HOW, TOP_K)
+
+
+def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"f32.gguf' has other weights than .*model, which reads"):
+        read(
+            folder, tmp_path, source="file", file=str(folder / FILE)
+        )  # nothing says that the folder is of it
+
+
+def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp_path: Path) -> None:
+    read(folder, tmp_path / "read")
+    parts = [WrittenRows(written, CONTEXT), WrittenRows(tmp_path / "read", CONTEXT)]
+    joined, draft = JoinedRows(parts), torch.zeros(1, 512)
+    numbered = [(part, row) for part in parts for row in range(len(part))]
+    for number, (part, row) in enumerate(numbered):
+        some = slice(0, 3)
+        wanted = part.rows([row], torch.device("cpu"))(some, draft)
+        assert torch.equal(joined.rows([number], torch.device("cpu"))(some, draft), wanted)
+    assert len(numbered) > len(parts)
+    other = make_model_folder(tmp_path / "other" / TARGET, context=256, seed=5)
+    source = str(folder / "answered.jsonl")
+    read_conversations(tmp_path / "of-other", other, source, PLENTY, HOW, TOP_K)
+    with pytest.raises(InputError, match="what was written is of the target"):
+        JoinedRows([parts[0], WrittenRows(tmp_path / "of-other", CONTEXT)])
+
+
+def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) -> None:
+    """With all rows read, the loss falls on what was read; the log has the rows of each kind."""
+    read(folder, tmp_path / "read")
+    options = DistillOptions(
+        text_fraction=0.0,
+        fixed=str(folder / "answered.jsonl"),
+        fixed_fraction=0.75,
+        target_side="stored",
+        steps=24,
+        batch_size=4,
+        context=CONTEXT,
+        warmup_steps=2,
+        learning_rate=3e-3,
+        unrolled_steps=2,
+        watch_steps=0,
+    )
+    drafter = DrafterOptions(kind="head", vocabulary=128)
+    counts = distill_head(
+        tmp_path / "head", folder / TARGET, written, drafter, options, 0, read=tmp_path / "read"
+    )
+    assert counts["read_rows"] == len(WrittenRows(tmp_path / "read", CONTEXT))
+    assert counts["loss_last"] < 0.9 * counts["loss_first"]
+    assert read_json(tmp_path / "head" / "model" / "head.json")["unrolled_steps"] == 2
