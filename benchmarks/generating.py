@@ -5,8 +5,9 @@
 
 MODEL is the target's folder (config, tokenizer; weights for the torch way). Every measurement is a process of its own that runs
 the generate stage into a new folder; loading is not counted. "All kept" is the top 64 of every distribution and the hidden
-states. Prints tokens a second (median and range over the rounds), the ratio to the batched file within each round, and the peak
-of resident memory. The way of one sequence gets an eighth.
+states; the last way keeps them of answers that are there, which it only reads. Prints tokens of answers a second (median and
+range over the rounds), the ratio to the batched file within each round, and the peak of resident memory. The way of one sequence
+gets an eighth.
 --passes: milliseconds of processor time of one pass of 1 to 64 texts with 160 tokens each, of the file and of its float16 copy.
 """
 
@@ -34,7 +35,8 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TORCH, TORCH_KEEPS = "torch", "torch, all kept"
 ONE, MANY, KEEPS = "file, one sequence", "file, many", "file, many, all kept"
-WAYS = (TORCH, TORCH_KEEPS, ONE, MANY, KEEPS)
+READS = "torch, reads them"
+WAYS = (TORCH, TORCH_KEEPS, ONE, MANY, KEEPS, READS)
 TOP_K, PAST, PASSES = 64, 160, 8
 
 
@@ -47,21 +49,39 @@ def measured(
     from edgespec_recipes.generating.batch_writer import BatchWriter
     from edgespec_recipes.generating.file_target import FileTarget, FileWriter
 
-    in_torch, keeps = way in (TORCH, TORCH_KEEPS), way in (TORCH_KEEPS, KEEPS)
+    in_torch, keeps = way in (TORCH, TORCH_KEEPS, READS), way in (TORCH_KEEPS, KEEPS)
     how = InferenceOptions() if in_torch else InferenceOptions(source="file", file=file, threads=threads)
     if threads:
         torch.set_num_threads(threads)
     if not in_torch:  # where torch is faster, datagen would take it for a file too
-        datagen.writer_of = lambda folder, tokenizer, options, seed, how, top_k: (  # type: ignore[assignment]
-            FileWriter(FileTarget(how, folder), tokenizer, options, seed)
-            if way == ONE
-            else BatchWriter(how, folder, tokenizer, options, seed, top_k)
-        )
+
+        def writer(
+            folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, how: Any, top_k: int
+        ) -> Any:
+            if way == ONE:
+                return FileWriter(FileTarget(how, folder), tokenizer, options, seed)
+            return BatchWriter(how, folder, tokenizer, options, seed, top_k)
+
+        datagen.writer_of = writer
     options = replace(options, features=keeps)
     with tempfile.TemporaryDirectory() as out:
         counts = datagen.generate(Path(out), model, options, 0, how, TOP_K if keeps else 0)
+        if way == READS:
+            counts = read_again(Path(out), model, how)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     return {"rate": counts["tokens_per_second"], "tokens": counts["response_tokens"], "peak": peak}
+
+
+def read_again(written: Path, model: Path, how: InferenceOptions) -> dict[str, Any]:
+    """What the target keeps of its own answers when it reads them."""
+    from edgespec_recipes.generating import datagen, state_reader
+    from edgespec_recipes.generating.response_rows import Request
+
+    rows = datagen.read_responses(written)
+    replies = [row["response_ids"] for row in rows]
+    requests = [Request(number, [], row["prompt_ids"], 1.0) for number, row in enumerate(rows)]
+    reader = state_reader.StateReader(model, replies, [], how, TOP_K)
+    return datagen.write_shards(written / "read", reader, requests, len(rows), "the target reads", "texts")
 
 
 def child(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
