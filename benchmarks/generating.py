@@ -55,9 +55,8 @@ def measured(
         torch.set_num_threads(threads)
     if not in_torch:  # where torch is faster, datagen would take it for a file too
 
-        def writer(
-            folder: Path, tokenizer: Any, options: GenerateOptions, seed: int, how: Any, top_k: int
-        ) -> Any:
+        def writer(*given: Any) -> Any:
+            folder, tokenizer, options, seed, how, top_k = given
             if way == ONE:
                 return FileWriter(FileTarget(how, folder), tokenizer, options, seed)
             return BatchWriter(how, folder, tokenizer, options, seed, top_k)
