@@ -61,7 +61,7 @@ def measured(
                 return FileWriter(FileTarget(how, folder), tokenizer, options, seed)
             return BatchWriter(how, folder, tokenizer, options, seed, top_k)
 
-        datagen.writer_of = writer
+        datagen.writer_of = writer  # type: ignore[assignment]
     options = replace(options, features=keeps)
     with tempfile.TemporaryDirectory() as out:
         counts = datagen.generate(Path(out), model, options, 0, how, TOP_K if keeps else 0)
