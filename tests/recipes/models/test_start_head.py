@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from edgespec_recipes.data.mixing import FIXED, TARGET
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.start_head import covering, start_head, with_vocabulary
 from edgespec_recipes.training.distill_head import _HeadObjective, unrolled
@@ -85,11 +86,13 @@ def test_rows_of_own_steps_have_slots_of_their_own() -> None:
         "input_ids": torch.arange(6).view(2, 3),
         "features": torch.zeros(2, 3, 4),
         "slot": torch.tensor([5, 9]),
+        "kind": torch.tensor([FIXED, TARGET]),
     }
     several = unrolled(batch, 3)
     assert several["input_ids"].tolist() == 3 * batch["input_ids"].tolist()
     assert several["slot"].tolist() == [15, 27, 16, 28, 17, 29]
     assert several["features"] is batch["features"]
+    assert several["kind"].tolist() == [TARGET] * 6  # the distributions of both are stored
 
 
 def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
@@ -97,7 +100,11 @@ def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
     store: Any = SimpleNamespace(vocab_size=8)
     made = _HeadObjective(3, None, options, stops=[2], seed=0, store=store)
     for slot, finishes in ((0, False), (31, False), (32, True), (39, True)):
-        batch = {"slot": torch.tensor([slot]), "features": torch.zeros(1, 2, 4)}
+        batch = {
+            "slot": torch.tensor([slot]),
+            "kind": torch.tensor([TARGET]),
+            "features": torch.zeros(1, 2, 4),
+        }
         assert {bool(own >= made.finish_at) for own in unrolled(batch, 3)["slot"]} == {finishes}
 
 
