@@ -189,6 +189,8 @@ def writer_of(
     """
     if options.features:
         check_gives_states(inference)
+    if inference.source == "torch" and not options.features:
+        top_k = 0  # the store stage's pass over packed rows is cheap beside the writing, and keeping them twice takes disk
     if inference.source == "torch" or _is_fast_in_torch(target_folder, inference):
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
@@ -243,9 +245,8 @@ def generate(
 
     Process r makes the shards r, r + world, ...; all return the same counts. A shard that was whole and is damaged is named in
     the log and in the counts, and made again. `inference` says where the target runs (default: in torch, float32); its tokenizer
-    is that of `target_folder`. `top_k`: a target in torch or in a GGUF file keeps its distributions' k most probable tokens
-    beside the rows (written_states.py), so that storing them needs no pass of its own. `state_bytes`
-    of the counts is what that takes.
+    is that of `target_folder`. `top_k`: a target in a GGUF file, or one in torch that keeps features, keeps its distributions' k
+    most probable tokens beside the rows (written_states.py). `state_bytes` of the counts is what that takes.
 
     Raises InputError: no instruction fits, more processes than shards, what the source raises.
     """

@@ -85,7 +85,7 @@ def test_records_and_features_are_those_of_one_pass(written: Path, folder: Path)
 def test_keeping_changes_no_answer(
     written: Path, folder: Path, options: GenerateOptions, tmp_path: Path, floats: None
 ) -> None:
-    generate(tmp_path / "plain", folder / TARGET, replace(options, features=False), SEED)
+    generate(tmp_path / "plain", folder / TARGET, replace(options, features=False), SEED, top_k=TOP_K)
     assert read_responses(tmp_path / "plain") == read_responses(written)
     assert not list((tmp_path / "plain").glob("*.npy"))
 
