@@ -184,7 +184,7 @@ def writer_of(
     """The target where `inference` says it runs, with the `top_k` most probable tokens of what it writes kept where it can.
 
     A target that came as a GGUF file and is written from it runs in torch where the device multiplies in bf16, from the weights
-    in `target_folder`, which are the file's: three to four times as fast as llama.cpp on a processor with AMX.
+    in `target_folder`, which are the file's: faster than llama.cpp on a processor with AMX.
     Raises InputError where features are wanted of a target that gives none, and what the source raises.
     """
     if options.features:

@@ -1,7 +1,7 @@
 """The target reads replies that somebody else wrote, and keeps what it computed for them: data for a head without writing any.
 
-Reading is one pass over a whole text, where writing takes one for every token: some ten times as fast. The shards are those of
-datagen.py, so a head learns from them as from the target's own.
+Reading is one pass over a whole text, where writing takes one for every token. The shards are those of datagen.py, so a head
+learns from them as from the target's own.
 """
 
 from __future__ import annotations
