@@ -127,7 +127,6 @@ def main() -> None:
     held_out: list[Text] = []
     while sum(text.positions for text in held_out) < given.positions:
         held_out.append(texts.pop())
-    read = [token for text in texts for token in text.tokens]  # what is not held out
     made: list[tuple[str, Path]] = []
 
     def make(name: str, path: Path, write: Callable[[Path], Any]) -> None:
@@ -147,7 +146,7 @@ def main() -> None:
         make(
             f"onnxruntime {kind}",
             given.out / f"ort-{kind}",
-            lambda path, kind=kind: write_quantized(folder, path, kind, read),
+            lambda path, kind=kind: write_quantized(folder, path, kind),
         )
     for kind, budgets in (("onnx", given.bits), ("gguf", given.gguf)):
         for bits in budgets:

@@ -70,15 +70,17 @@ class HeadBuild(Build):
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
 
-        options, how = self.recipe.distill, self.recipe.inference
+        options, how, shard_size = self.recipe.distill, self.recipe.inference, self.recipe.generate.shard_size
         if not options.fixed_fraction:
             return None
         tokens = read_tokens(options)
         self.stage(
             READ,
             f"the target reads at most {tokens:,} tokens of the fixed data",
-            {"tokens": tokens, "stored_top_k": options.stored_top_k},
-            lambda place: read_conversations(place, target, options.fixed, tokens, how, options.stored_top_k),
+            {"tokens": tokens, "stored_top_k": options.stored_top_k, "shard_size": shard_size},
+            lambda place: read_conversations(
+                place, target, options.fixed, tokens, shard_size, how, options.stored_top_k
+            ),
             reads=writer | sources.conversations("distill.fixed", options.fixed),
             together=True,
             damaged=damaged_shards,

@@ -84,6 +84,7 @@ def _check_head(recipe: Recipe) -> None:
         "generate.features": (recipe.generate.features, True),
         "distill.target_side": (recipe.distill.target_side, "stored"),
         "distill.labels": (recipe.distill.labels, "soft"),
+        "distill.against": (recipe.distill.against, ""),
         "tune.steps": (recipe.tune.steps, 0),
         "export.npu": (recipe.export.npu, ()),
     }

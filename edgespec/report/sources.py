@@ -27,19 +27,9 @@ EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "comma
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
 DONE = "stage.json"
 STAGES = (
-    *(
-        "data",
-        "target",
-        "teacher",
-        "plan",
-        "tune",
-        READ,
-        SELF_PROMPTS,
-        SELF_TEXT,
-        SELF_INSTRUCTIONS,
-        "pretrain",
-    ),
-    *("generate", ROUNDED, "store", "reference", "distill", "evaluate", "export", "verify", "pack"),
+    *("data", "target", "teacher", "plan", "tune", READ, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS),
+    *("pretrain", "generate", ROUNDED, "store", "reference", "distill", "evaluate", "export", "verify"),
+    "pack",
 )
 """In the order of a build."""
 WANTED = (

@@ -243,6 +243,8 @@ def test_a_build_that_a_head_cannot_learn_from_is_refused(
     assert (
         "drafter.kind is 'head', which needs generate.features True (it is False)" in capsys.readouterr().err
     )
+    assert main([*words, "--inference.source", "torch", "--distill.against", "int4"]) == 2
+    assert "distill.against '' (it is 'int4')" in capsys.readouterr().err
     assert main([*words, "--distill.text-fraction", "0.1"]) == 2
     assert "--distill.text-fraction 0 and no" in capsys.readouterr().err
 

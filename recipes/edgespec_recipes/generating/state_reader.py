@@ -28,8 +28,8 @@ from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
 from edgespec_recipes.kept.top_k import compress, record_type
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
+from edgespec_recipes.parallel.memory import freed_memory_kept
 
-SHARD_SIZE = 256  # conversations
 CHUNK = 1024  # positions whose float32 logits are alive at once
 
 
@@ -53,6 +53,7 @@ class StateReader:
         """See datagen.Writer."""
         return self.rows_and_states(number, requests, bar)[0]
 
+    @freed_memory_kept()
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -115,7 +116,13 @@ def check_reads(folder: Path, how: InferenceOptions) -> None:
 
 
 def read_conversations(
-    out: Path, target_folder: Path, source: str, tokens: int, how: InferenceOptions, top_k: int
+    out: Path,
+    target_folder: Path,
+    source: str,
+    tokens: int,
+    shard_size: int,
+    how: InferenceOptions,
+    top_k: int,
 ) -> dict[str, Any]:
     """The target reads the answered conversations of `source`, in their order, until `tokens` tokens are read or none is left.
 
@@ -143,4 +150,4 @@ def read_conversations(
             f"no conversation of {source} fits the target's context of {longest} tokens; give shorter ones"
         )
     reader = StateReader(target_folder, replies, stops, how, top_k)
-    return write_shards(out, reader, requests, SHARD_SIZE, "target reads conversations", "conversations")
+    return write_shards(out, reader, requests, shard_size, "target reads conversations", "conversations")

@@ -116,6 +116,7 @@ class TorchWriter:
         """See datagen.Writer."""
         return self.rows_and_states(number, requests, bar)[0]
 
+    @freed_memory_kept()
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
@@ -125,18 +126,17 @@ class TorchWriter:
         found: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
         for batch in _batches(requests, self.options.batch_size):
             states = KeptStates(len(batch), self.wanted) if self.wanted.about() else None
-            with freed_memory_kept():
-                answers = sample_responses(
-                    self.model,
-                    [request.prompt_ids for request in batch],
-                    [request.temperature for request in batch],
-                    top_p=self.options.top_p,
-                    min_p=self.options.min_p,
-                    max_new_tokens=self.options.max_new_tokens,
-                    generator=generator,
-                    stops=self.stops,
-                    states=states,
-                )
+            answers = sample_responses(
+                self.model,
+                [request.prompt_ids for request in batch],
+                [request.temperature for request in batch],
+                top_p=self.options.top_p,
+                min_p=self.options.min_p,
+                max_new_tokens=self.options.max_new_tokens,
+                generator=generator,
+                stops=self.stops,
+                states=states,
+            )
             for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
                 found[request.id] = row_of(request, answer), states.of(place) if states else {}
             written += sum(map(len, answers))

@@ -73,9 +73,7 @@ def unrolled(batch: Batch, steps: int) -> Batch:
         for name, values in batch.items()
         if name != "features"
     }
-    several["kind"] = torch.full_like(
-        several["kind"], TARGET
-    )  # what the target read is stored as what it wrote is
+    several["kind"] = torch.full_like(several["kind"], TARGET)  # stored alike, whether written or read
     step = torch.arange(steps, device=several["slot"].device).repeat_interleave(len(batch["slot"]))
     return {**several, "slot": several["slot"] * steps + step, "features": batch["features"]}
 

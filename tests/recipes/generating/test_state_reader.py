@@ -59,7 +59,7 @@ def written(folder: Path, tmp_path: Path) -> Path:
 
 def read(folder: Path, out: Path, tokens: int = PLENTY, **how: Any) -> dict[str, Any]:
     source = str(folder / "answered.jsonl")
-    return read_conversations(out, folder / TARGET, source, tokens, replace(HOW, **how), TOP_K)
+    return read_conversations(out, folder / TARGET, source, tokens, 256, replace(HOW, **how), TOP_K)
 
 
 def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
@@ -111,12 +111,16 @@ def test_no_more_is_read_than_is_wanted_and_whole_shards_stay(folder: Path, tmp_
 def test_what_does_not_fit_is_cut_or_left_out(folder: Path, tmp_path: Path) -> None:
     long = [{"instruction": "Say", "response": WORDS * 99}, {"instruction": WORDS * 99, "response": "Yes"}]
     write_jsonl(tmp_path / "long.jsonl", long)
-    read_conversations(tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, HOW, TOP_K)
+    read_conversations(
+        tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K
+    )
     (row,) = read_responses(tmp_path / "out")
     assert len(row["prompt_ids"]) + len(row["response_ids"]) == 256
     write_jsonl(tmp_path / "long.jsonl", [long[1], long[1]])
     with pytest.raises(InputError, match=r"no conversation of .* fits the target's context of 256 tokens"):
-        read_conversations(tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, HOW, TOP_K)
+        read_conversations(
+            tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, 256, HOW, TOP_K
+        )
 
 
 def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
     assert len(numbered) > len(parts)
     other = make_model_folder(tmp_path / "other" / TARGET, context=256, seed=5)
     source = str(folder / "answered.jsonl")
-    read_conversations(tmp_path / "of-other", other, source, PLENTY, HOW, TOP_K)
+    read_conversations(tmp_path / "of-other", other, source, PLENTY, 256, HOW, TOP_K)
     with pytest.raises(InputError, match="what was written is of the target"):
         JoinedRows([parts[0], WrittenRows(tmp_path / "of-other", CONTEXT)])
 
