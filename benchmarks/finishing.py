@@ -1,6 +1,6 @@
 """Does another divergence in the last fifth of the steps help a head? The same training with and without, several seeds.
 
-    python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--seeds 3] [--steps 300] [--vocabulary 4096] [--out FOLDER]
+    python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--seeds 3] [--steps 300] [--batch-size 4]
 
 TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head. All arms begin with the same first
 guess and read the same rows; a seed is another order. α is the mean of Σ min(p, q) at temperature 1, on rows that no arm has
@@ -37,7 +37,7 @@ def alphas(out: Path, given: argparse.Namespace, finish: str, seed: int) -> tupl
             unrolled_steps=2,
             steps=given.steps,
             warmup_steps=given.steps // 10,
-            batch_size=4,
+            batch_size=given.batch_size,
             context=512,
             learning_rate=given.learning_rate,
             watch_steps=given.steps,
@@ -61,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--batch-size", type=int, default=4, help="rows of a step")
     parser.add_argument("--watched", type=int, default=32, help="rows of 512 tokens held out")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=Path("build/finishing"))

@@ -123,6 +123,14 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 
 PASS_TOKENS = 4096  # of one pass: buffers of more are slower to make than they are to fill
+ACCELERATOR_TOKENS = (
+    64 * PASS_TOKENS
+)  # an accelerator fills them faster than a pass begins; 2 GiB of hidden states at most
+
+
+def pass_tokens(device: torch.device) -> int:
+    """How many tokens one pass reads on this device."""
+    return PASS_TOKENS if device.type == "cpu" else ACCELERATOR_TOKENS
 
 
 class States(Protocol):
@@ -168,7 +176,7 @@ class BatchDecoder:
             self.mask = torch.zeros(len(tokens), 0, dtype=torch.bool, device=self.device)
             self.lengths = torch.zeros(len(tokens), dtype=torch.long, device=self.device)
         keep = keep or tokens.shape[1]
-        width = max(1, PASS_TOKENS // len(tokens))
+        width = max(1, pass_tokens(self.device) // len(tokens))
         last = (tokens.shape[1] - keep) // width * width  # the last piece has all that is kept
         pieces = [(start, start + width, 1) for start in range(0, last, width)]
         features = []

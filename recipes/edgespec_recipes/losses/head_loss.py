@@ -24,6 +24,7 @@ from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.models.packing import fitted
 
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
+ACCELERATOR_CHUNK = 2**26  # smaller ones are computed before the next can be asked for; 256 MiB in float32
 
 Rows = slice | Tensor
 """Row numbers: a slice, or where rows are left out an int64 tensor, ascending. Either indexes a tensor's first dimension."""
@@ -124,8 +125,10 @@ def live_rows(hidden: Tensor, head: Any) -> TargetRows:
     return rows_of
 
 
-def _chunks(count: int, vocabulary: int, chunk: int, weights: Tensor | None = None) -> list[Rows]:
+def _chunks(hidden: Tensor, vocabulary: int, chunk: int | None, weights: Tensor | None = None) -> list[Rows]:
     """Rows in pieces of at most `chunk` logits (at least one row); rows of weight 0 are in none."""
+    count = len(hidden)
+    chunk = chunk or (CHUNK if hidden.device.type == "cpu" else ACCELERATOR_CHUNK)
     size = max(1, chunk // vocabulary)
     size = size if size < 64 else size // 64 * 64
     if weights is not None and not bool(weights.all()):
@@ -139,19 +142,19 @@ def head_loss(
     head: Any,
     target_rows: TargetRows,
     weights: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     given: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Σ_i w_i D_i over the rows of `hidden` [n, H]: a scalar (float32; float64 for float64 input) whose gradient is at hand.
 
     `weights` [n] are 1 if not given; rows of weight 0 are skipped, and `target_rows` is not asked for them. Without any row
     the result is 0, with a gradient path. `hidden`, `head.weight` [V, H] and `head.bias` [V] (or None) get gradients. Under
-    autocast the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time. A factor
-    belongs in the weights: multiplied to the result, it costs another [V, H] in the backward pass. `given` has what
-    `divergence.takes` names, one number [n] for each row (whole_batch.py).
+    autocast the products are in its dtype, loss and sums in float32. `chunk` is how many logits live at a time (None: what suits
+    the device). A factor belongs in the weights: multiplied to the result, it costs another [V, H] in the backward pass. `given`
+    has what `divergence.takes` names, one number [n] for each row (whole_batch.py).
     """
     weight, bias = head_weights(head)
-    rows = _chunks(len(hidden), len(weight), chunk, weights)
+    rows = _chunks(hidden, len(weight), chunk, weights)
     taken = {name: (given or {})[name] for name in divergence.takes}
     job = _Job(divergence.per_token, taken, weight, bias, target_rows, weights, rows, torch.is_grad_enabled())
     loss: Tensor = _HeadLoss.apply(hidden, head.weight, getattr(head, "bias", None), job)  # type: ignore[no-untyped-call]
@@ -159,13 +162,17 @@ def head_loss(
 
 
 def head_values(
-    functions: Sequence[PerToken], hidden: Tensor, head: Any, target_rows: TargetRows, chunk: int = CHUNK
+    functions: Sequence[PerToken],
+    hidden: Tensor,
+    head: Any,
+    target_rows: TargetRows,
+    chunk: int | None = None,
 ) -> Tensor:
     """[len(functions), n]: per-token losses of all rows of `hidden` [n, H] in one pass, without gradient (token selection, α)."""
     weight, bias = head_weights(head)
     values = hidden.new_empty(len(functions), len(hidden), dtype=_loss_dtype(hidden))
     with torch.no_grad():
-        for rows in _chunks(len(hidden), len(weight), chunk):
+        for rows in _chunks(hidden, len(weight), chunk):
             logits = _product(hidden[rows].to(weight.dtype), weight, bias)
             target = target_rows(rows, logits)
             for value, function in zip(values, functions, strict=True):

@@ -32,10 +32,16 @@ def rank() -> int:
 
 
 def device() -> torch.device:
-    """The accelerator this process owns, else the CPU."""
+    """The accelerator of this process, else the CPU. Where there are fewer accelerators than processes, they share them."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _backend() -> str:
+    """How the processes speak: NCCL takes one process for each GPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cuda:nccl,cpu:gloo" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
 
 
 def start() -> None:
@@ -43,9 +49,7 @@ def start() -> None:
     if world() > 1 and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(device())
-        dist.init_process_group(
-            "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", timeout=PATIENCE
-        )
+        dist.init_process_group(_backend(), timeout=PATIENCE)
         # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
         atexit.register(leave)
 

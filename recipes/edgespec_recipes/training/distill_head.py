@@ -51,12 +51,12 @@ class UnrolledHead(nn.Module):
         return self.head.lm_head
 
     def forward(self, input_ids: Tensor, features: Tensor, document_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """input_ids, document_ids [K · B, T] (K times the same), features [B, T, F] -> logits of the K steps, one's rows after
-        the other's."""
+        """input_ids, document_ids [K · B, T] (K times the same), features [B, T, F] of any float -> logits of the K steps,
+        one's rows after the other's."""
         rows = len(features)
         steps = self.head.unrolled(
             nn.functional.embedding(input_ids[:rows], self.embedding),
-            features,
+            features.float(),  # they travel as they were kept, in half the bytes
             len(input_ids) // rows,
             document_ids[:rows],
         )
@@ -78,7 +78,7 @@ def unrolled(batch: Batch, steps: int) -> Batch:
     return {**several, "slot": several["slot"] * steps + step, "features": batch["features"]}
 
 
-class _HeadObjective(Objective):
+class HeadObjective(Objective):
     """The objective of the rows of every own step."""
 
     def __init__(self, steps: int, *arguments: Any, **named: Any) -> None:
@@ -142,7 +142,7 @@ def distill_head(
     judge = None
     if options.select_fraction < 1 and reference is not None:
         judge = UnrolledHead(load_head(reference), embedding).to(device).requires_grad_(False)
-    objective = _HeadObjective(
+    objective = HeadObjective(
         options.unrolled_steps,
         None,
         options,

@@ -28,7 +28,7 @@ from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
 from edgespec_recipes.generating.stored import Store
-from edgespec_recipes.losses.head_loss import TargetRows, head_loss, head_values, in_head
+from edgespec_recipes.losses.head_loss import PerToken, TargetRows, head_loss, head_values, in_head
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.mean_loss import label_losses
 from edgespec_recipes.losses.positions import LOSS, Positions, noise, positions_of
@@ -203,10 +203,21 @@ class Objective:
 
     def overlaps(self, model: Any, batch: Batch) -> Tensor:
         """Σ min(p, q) [n] at the compared positions, over all of the target's tokens."""
+        return self.measured([overlap], model, batch)[0]
+
+    def measured(self, functions: Sequence[PerToken], model: Any, batch: Batch) -> Tensor:
+        """[len(functions), n]: functions of the two sides' logits over all of the target's tokens, at the compared positions.
+
+        A drafter whose tokens are a part of the target's has -inf for the others.
+        """
         target_rows, found = self.target_rows(batch)(None), list[Tensor]()
 
         def note(hidden: Tensor, head: Any) -> Tensor:
-            found.append(_acceptance(hidden, head, target_rows))
+            spread = getattr(head, "spread", lambda logits: logits)
+            wide = [partial(_of_all, function, spread) for function in functions]
+            found.append(
+                head_values(wide, hidden, head, lambda part, logits: target_rows(part, spread(logits)))
+            )
             return hidden[:1]
 
         with torch.no_grad():
@@ -219,12 +230,16 @@ def _run(model: Any, batch: Batch, compute: Callable[[Tensor, Any], Tensor]) -> 
     return in_head(model, batch["compared"], inputs_of(batch), compute)
 
 
-def _acceptance(hidden: Tensor, head: Any, rows: TargetRows) -> Tensor:
-    """Σ min(p, q) [n] over the target's whole vocabulary, in which a drafter's tokens may be a part: it gives the others 0."""
-    spread = getattr(head, "spread", lambda logits: logits)
+def _of_all(function: PerToken, spread: Callable[[Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:
+    return function(spread(logits), target)
 
-    def overlap(logits: Tensor, target: Tensor) -> Tensor:
-        q, p = (torch.softmax(one.float(), -1) for one in (spread(logits), target))
-        return torch.as_tensor(expected_acceptance(p, q))
 
-    return head_values([overlap], hidden, head, lambda part, logits: rows(part, spread(logits)))[0]
+def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """Σ min(p, q) [n]: the acceptance rate at temperature 1."""
+    q, p = (torch.softmax(one.float(), -1) for one in (draft_logits, target_logits))
+    return torch.as_tensor(expected_acceptance(p, q))
+
+
+def same_choice(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
+    """1 where both have the same most likely token, else 0 [n]: the acceptance rate at temperature 0."""
+    return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float()

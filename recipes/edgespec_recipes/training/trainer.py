@@ -48,6 +48,7 @@ LossFunction = Callable[[Any, Sequence[Batch]], Iterator[torch.Tensor]]
 pass of the one before. Their sum, averaged over the processes, is the step's loss."""
 
 RECENT = 20  # losses that a diverged run's state.json shows
+LOADERS = 4  # processes that make rows while an accelerator computes; on a CPU they would take its cores
 
 
 class TrainingDiverged(EdgespecError):
@@ -68,14 +69,11 @@ def warmup_decay(step: int, steps: int, warmup_steps: int, floor: float) -> floa
 
 
 def collate(rows: list[Mapping[str, np.ndarray]]) -> Batch:
-    """Stack rows of equal shape; integers become int64, floats float32, bools stay."""
+    """Stack rows of equal shape; integers become int64, floats and bools stay."""
     batch = {}
     for name in rows[0]:
         stacked = np.stack([row[name] for row in rows])
-        kind = stacked.dtype.kind
-        batch[name] = torch.from_numpy(
-            stacked.astype({"u": np.int64, "i": np.int64, "f": np.float32}.get(kind, stacked.dtype))
-        )
+        batch[name] = torch.from_numpy(stacked.astype(np.int64) if stacked.dtype.kind in "ui" else stacked)
     return batch
 
 
@@ -229,6 +227,7 @@ def _arguments(out: Path, options: TrainingOptions, seed: int, max_grad_norm: fl
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_num_workers=LOADERS if torch.cuda.is_available() else 0,
         **trainer_settings(),
     )
 

@@ -12,7 +12,7 @@ import torch
 from edgespec_recipes.data.mixing import FIXED, TARGET
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.start_head import covering, start_head, with_vocabulary
-from edgespec_recipes.training.distill_head import _HeadObjective, unrolled
+from edgespec_recipes.training.distill_head import HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
 
@@ -98,7 +98,7 @@ def test_rows_of_own_steps_have_slots_of_their_own() -> None:
 def test_the_slots_of_a_heads_own_steps_finish_together() -> None:
     options = DistillOptions(steps=10, batch_size=4, divergence="fkl", finish="tvd++")
     store: Any = SimpleNamespace(vocab_size=8)
-    made = _HeadObjective(3, None, options, stops=[2], seed=0, store=store)
+    made = HeadObjective(3, None, options, stops=[2], seed=0, store=store)
     for slot, finishes in ((0, False), (31, False), (32, True), (39, True)):
         batch = {
             "slot": torch.tensor([slot]),

@@ -1,0 +1,225 @@
+"""How acceptance grows with the target's text: a head and an independent drafter, side by side, trained for the same time.
+
+    python benchmarks/acceptance_curve.py TARGET WRITTEN [--tokens 100000,300000,1000000] [--kinds head,model] [--seconds 600]
+
+TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head. Every run reads another share of
+the text; the last texts are held out from all of them. A run trains for as many steps as fit into --seconds at the rate of
+its first steps. Both kinds do about the same number of multiplications in a draft step. The independent drafter starts from the
+target's tables by principal components, and is not pretrained on other text. α is that of the first draft token, on the target's
+own words: the mean of Σ min(p, q) at T = 1, and the share of equal first choices at T = 0. A run that is done is not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from edgespec_recipes.data.mixing import TARGET, Mixture
+from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.kept.written_rows import WrittenRows
+from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted, read_states
+from edgespec_recipes.models.initialise import initial_drafter
+from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.start_head import start_head
+from edgespec_recipes.models.vocabulary import special_tokens
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.training.distill_head import FITTED, HeadObjective, UnrolledHead, unrolled
+from edgespec_recipes.training.objective import Objective, overlap, same_choice
+from edgespec_recipes.training.trainer import collate, train
+
+from edgespec.core.files import read_json, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.core.table import table
+from edgespec.model_folder.config import read_config
+from edgespec.model_folder.head import target_embedding
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.schema import DistillOptions, DrafterOptions
+
+PROBE = 20  # steps that tell the rate
+RESULT = "acceptance.json"
+UNROLLED = 2
+SHAPES = {  # 6.6 and 6.5 million multiplications a step at 4,096 tokens
+    "head": DrafterOptions(kind="head", layers=1),
+    "model": DrafterOptions(kind="model", layers=4, hidden=320, init="components"),
+}
+
+
+def texts(written: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
+    for shard in sorted(written.glob("shard-*.jsonl")):
+        for row, records, features in read_states(shard):
+            if records is None or features is None:
+                sys.exit(f"{shard} has no hidden states or no distributions; give the data of a head's build")
+            yield row, records, features
+
+
+def keep(out: Path, chosen: list[tuple[dict[str, Any], np.ndarray, np.ndarray]], written: Path) -> Path:
+    """A folder of one shard with these texts."""
+    about = read_json(next(iter(sorted(written.glob("shard-*.json")))))
+    wanted = Wanted(
+        about["top_k"]["target"],
+        about["top_k"]["vocab_size"],
+        about["features"]["width"],
+        about["top_k"]["top_k"],
+        True,
+    )
+    rows, records, features = zip(*chosen, strict=True)
+    out.mkdir(parents=True, exist_ok=True)
+    arrays = {RECORDS: np.concatenate(records), FEATURES: np.concatenate(features)}
+    write_shard(out / "shard-00000.jsonl", list(rows), arrays, wanted)
+    return out
+
+
+def part_of(written: Path, out: Path, tokens: int, held_out: int) -> tuple[Path, Path, int]:
+    """(the first texts with about `tokens` written tokens, the last `held_out` texts, how many tokens the first ones have)."""
+    total = sum(1 for _ in texts(written))
+    chosen, last, have = [], [], 0
+    for number, text in enumerate(texts(written)):
+        if number >= total - held_out:
+            last.append(text)
+        elif have < tokens:
+            chosen.append(text)
+            have += len(text[1])
+    return keep(out / "learnt", chosen, written), keep(out / "held-out", last, written), have
+
+
+class Run:
+    """One training: a kind of drafter on a part of the text."""
+
+    def __init__(self, kind: str, learnt: Path, held_out: Path, given: argparse.Namespace) -> None:
+        self.kind, self.given, self.seed = kind, given, given.seed
+        self.rows, self.held_out = (WrittenRows(folder, given.context) for folder in (learnt, held_out))
+        self.tokenizer = load_tokenizer(given.target)
+        self.options = DistillOptions(
+            divergence="fkl",
+            text_fraction=0.0,
+            target_side="stored",
+            unrolled_steps=UNROLLED,
+            batch_size=given.batch_size,
+            context=given.context,
+            learning_rate=given.learning_rate[kind],
+            save_steps=10_000,
+        )
+
+    def drafter(self) -> Any:
+        options = replace(SHAPES[self.kind], vocabulary=self.given.vocabulary)
+        target, special = self.given.target, special_tokens(self.tokenizer, self.given.target)
+        if self.kind == "head":
+            seen = self.rows.steps_seen(FITTED)
+            head = start_head(load_model(target), options, self.rows.counts, special, seen)
+            return UnrolledHead(head, target_embedding(target))
+        shape = derive(ModelShape.from_config(read_config(target)), options)
+        blocks = self.rows.packed.arrays["input_ids"]
+        return initial_drafter(shape, options, target, self.tokenizer, self.seed, blocks)
+
+    def objective(self, rows: WrittenRows, steps: int) -> Objective:
+        options = replace(self.options, steps=steps)
+        how = {"stops": stop_ids_of(self.given.target, self.tokenizer), "seed": self.seed, "store": rows}
+        return (
+            HeadObjective(UNROLLED, None, options, **how)
+            if self.kind == "head"
+            else Objective(None, options, **how)
+        )
+
+    def trained(self, out: Path, steps: int) -> tuple[Any, dict[str, Any]]:
+        model = self.drafter()
+        options = replace(self.options, steps=steps, warmup_steps=min(100, steps // 10))
+        data = Mixture({TARGET: self.rows}, {TARGET: 1.0}, steps * options.batch_size, self.seed)
+        label = f"{self.kind}, {self.rows.counts.sum():,} tokens"
+        objective = self.objective(self.rows, steps)
+        return model, train(model, data, objective, out, options, seed=self.seed, label=label, ordered=True)
+
+    def acceptance(self, model: Any) -> tuple[float, float]:
+        """α at T = 1 and at T = 0 of the first draft token, on the texts that nobody learnt."""
+        device, objective, found = processes.device(), self.objective(self.held_out, 1), []
+        model = model.to(device).eval()
+        for number in range(len(self.held_out)):
+            row = {**self.held_out[number], "kind": np.asarray(TARGET), "slot": np.asarray(number)}
+            batch = {name: values.to(device) for name, values in collate([row]).items()}
+            batch = unrolled(batch, 1) if self.kind == "head" else batch
+            found.append(objective.measured([overlap, same_choice], model, batch).cpu())
+        warm, greedy = torch.cat(found, 1).mean(1).tolist()
+        return warm, greedy
+
+
+def measured(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[str, Any]:
+    """What one run gave; trained now, unless it was before."""
+    if not (out / RESULT).is_file():
+        learnt, held_out, have = part_of(given.written, out, tokens, given.held_out)
+        run = Run(kind, learnt, held_out, given)
+        rate = PROBE / run.trained(out / "probe", PROBE)[1]["train_seconds"]
+        model, counts = run.trained(out / "training", max(PROBE, round(rate * given.seconds)))
+        warm, greedy = run.acceptance(model)
+        peak = (
+            torch.cuda.max_memory_allocated()
+            if torch.cuda.is_available()
+            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        )
+        found = {"text": have, "alpha": warm, "greedy": greedy, "parameters": _size(model), "peak": peak}
+        write_json(out / RESULT, {**found, **counts})
+    return dict(read_json(out / RESULT))
+
+
+def _size(model: Any) -> int:
+    return sum(values.numel() for values in model.parameters())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("target", type=Path)
+    parser.add_argument("written", type=Path)
+    parser.add_argument(
+        "--tokens", default="100000,300000,1000000", help="how much of the text each run reads"
+    )
+    parser.add_argument("--kinds", default="head,model")
+    parser.add_argument("--seconds", type=float, default=600, help="of one training")
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=4, help="rows of a step")
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--rates", default="2e-4,1e-3", help="learning rates of a head and of a model")
+    parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("build/acceptance-curve"))
+    given = parser.parse_args(arguments)
+    given.learning_rate = dict(zip(SHAPES, map(float, given.rates.split(",")), strict=True))
+    rows = []
+    for tokens in map(int, given.tokens.split(",")):
+        for kind in given.kinds.split(","):
+            found = measured(given.out / f"{kind}-{tokens}", kind, tokens, given)
+            rows.append(
+                (
+                    kind,
+                    f"{found['text']:,}",
+                    f"{found['tokens']:,}",
+                    f"{found['train_seconds']:.0f} s",
+                    f"{found['tokens'] / found['train_seconds']:,.0f}",
+                    f"{found['peak'] / 2**30:.2f} GiB",
+                    f"{found['alpha']:.3f}",
+                    f"{found['greedy']:.3f}",
+                )
+            )
+            print(f"{kind} {tokens}: {rows[-1]}", flush=True)
+    heads = (
+        "drafter",
+        "tokens written",
+        "tokens trained",
+        "time",
+        "tok/s",
+        "memory",
+        "α at T = 1",
+        "at T = 0",
+    )
+    print(table(heads, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
