@@ -5,7 +5,7 @@ a_i = accepted_i / offered_i,   the probability that token i of a draft stays wh
 
 from __future__ import annotations
 
-DECAY = 0.98  # of all counts, per draft: about the last 50 drafts count, so a new topic shows after some sentences
+DECAY = 0.98  # of all counts, per block: about the last 50 blocks count, so a new topic shows after some sentences
 PRIOR = 8.0  # offered tokens that the first guess is worth: one lucky or unlucky draft must not overrule it
 
 
@@ -21,13 +21,17 @@ class AcceptanceRates:
 
     def learn(self, offered: int, accepted: int) -> None:
         """The target looked at the first `offered` tokens of a draft, and the first `accepted` of them stayed."""
-        for position in range(len(self._offered)):
-            self._accepted[position] *= DECAY
-            self._offered[position] *= DECAY
+        self.fade(1)
         # Behind the first rejection nothing was tested.
         for position in range(min(offered, accepted + 1, len(self._offered))):
             self._offered[position] += 1.0
             self._accepted[position] += position < accepted
+
+    def fade(self, blocks: int) -> None:
+        """So many blocks go by: what was counted before them tells less of what comes."""
+        kept = DECAY**blocks
+        self._accepted = [kept * count for count in self._accepted]
+        self._offered = [kept * count for count in self._offered]
 
     def estimate(self) -> list[float]:
         """a_1 ... a_longest. The prior of a position is the estimate of the one before it: deep positions are seldom tested."""

@@ -31,6 +31,14 @@ def test_counts_decay_and_positions_behind_a_rejection_are_not_tested() -> None:
     assert rates.estimate() == pytest.approx([first, second, third, third])
 
 
+def test_blocks_that_go_by_without_a_draft_make_old_counts_weigh_less() -> None:
+    rates = AcceptanceRates(0.5, LENGTH)
+    rates.learn(1, 1)
+    rates.fade(10)
+    kept = DECAY**10
+    assert rates.estimate()[0] == pytest.approx((kept + PRIOR * 0.5) / (kept + PRIOR))
+
+
 def test_a_draft_that_was_cut_short_tests_only_its_own_tokens() -> None:
     rates = AcceptanceRates(0.5, LENGTH)
     rates.learn(1, 1)

@@ -101,7 +101,7 @@ def test_drafts_that_never_pay_are_tried_ever_later() -> None:
     costs = costs_of(STEEP, 0.1)
     schedule = Adaptive(costs, 0.5)
     runs = plain_runs([step(schedule, costs, nothing) for _ in range(10_000)])
-    assert runs[:7] == [1 + REST, 64, 128, 256, 512, LONGEST_REST, LONGEST_REST]
+    assert runs[:5] == [1 + REST, 64, 128, LONGEST_REST, LONGEST_REST]
 
 
 def test_drafts_that_pay_again_are_made_again_and_the_rests_are_short_again() -> None:
@@ -113,6 +113,19 @@ def test_drafts_that_pay_again_are_made_again_and_the_rests_are_short_again() ->
     assert sum(length > 0 for length in good[-100:]) >= 98
     bad = plain_runs([step(schedule, costs, nothing) for _ in range(200)])
     assert REST in bad
+
+
+def test_a_reply_on_which_drafts_fail_does_not_keep_them_from_the_next_ones() -> None:
+    """First nothing is accepted, for some replies; then as much as the evaluation said, and that pays."""
+    costs, draws = costs_of([1, 1.26, 1.45, 1.55, 1.67, 1.78, 1.9, 2, 2.2], 0.1), np.random.default_rng(0)
+    schedule = Adaptive(costs, 0.55)
+    for _ in range(500):
+        step(schedule, costs, nothing)
+    lengths = [
+        step(schedule, costs, lambda length: int((draws.random(length) < 0.55).cumprod().sum()))
+        for _ in range(1000)
+    ]
+    assert sum(length > 0 for length in lengths) > 600
 
 
 def copying(
