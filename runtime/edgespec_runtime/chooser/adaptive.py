@@ -26,7 +26,7 @@ from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
 EVERY = 8  # blocks for which a length stays: choosing takes microseconds, and a few blocks change the estimates little
 REFRESH = 64  # blocks with a draft after which one plain step is made: it shows what drafts are compared with
 REST = 32  # blocks without drafts of an origin before they are tried again, the first time; then twice as many, and so on
-LONGEST_REST = 256  # the same, at most: EVERY drafts that lose a third of their time each are then 1 % of all of it
+LONGEST_REST = 256  # the same, at most: eight drafts that lose a third of their time are 1 % of it
 LOSS = 0.02  # share of the session's time that speculation may lose: less than a person notices
 FEW = 2.0  # plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
 
