@@ -164,7 +164,7 @@ def demo_smollm2(arguments: list[str]) -> int:
         print(
             f"\nThat drafter read some thousand tokens. The one that comes with edgespec read more: {PAIR}\n"
         )
-        few = ("--max-prompts", "14", "--max-new-tokens", "48", "--draft-lengths", "1")
+        few = ("--max-prompts", "14", "--max-new-tokens", "48", "--draft-lengths", "1,2")
         code = run(edgespec, "bench", PAIR, "--suite", "built-in", *few, "--json", bench)
     if code == 0:
         print(f"$ {edgespec} chat {PAIR}", flush=True)
