@@ -252,23 +252,29 @@ def shortfalls(
 
 
 def verdict(summaries: Sequence[Summary]) -> str:
-    """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs."""
+    """Whether speculation pays for this pair on this machine; where it does not, the cause, from the measured costs.
+
+    The chosen γ is judged where it was measured, since chat and generate have no other.
+    """
     best = fastest_fixed(summaries)
-    value, low, high = best.speedup
-    measured = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] at {best.name}"
-    fastest = max((s for s in summaries if s.draft_length != AUTO), key=lambda s: s.of_fastest[0])
-    chosen = "".join(
-        f" With γ chosen block by block: {interval(*s.speedup)}x; "
-        f"over all tokens {interval(*s.of_fastest)} of {fastest.name}, the fastest in hindsight."
-        for s in summaries
-        if s.draft_length == AUTO
-    )
+    chosen = next((s for s in summaries if s.draft_length == AUTO), None)
+    value, low, high = (chosen or best).speedup
+    measured, beside = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] ", ""
+    if chosen is None:
+        measured += f"at {best.name}"
+    else:
+        fastest = max((s for s in summaries if s is not chosen), key=lambda s: s.of_fastest[0])
+        measured += "with γ chosen block by block"
+        beside = (
+            f" At {best.name} it is {interval(*best.speedup)}x. Over all tokens the chosen γ has {interval(*chosen.of_fastest)} "
+            f"of the rate of {fastest.name}, the fastest in hindsight."
+        )
     if low > 1.0:
-        return f"Speculation pays here: {measured}.{chosen}"
+        return f"Speculation pays here: {measured}.{beside}"
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
-        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{chosen}"
-    return f"Speculation does not pay here: at best {measured}. {_cause(best)}{chosen}"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{beside}"
+    return f"Speculation does not pay here: {measured}. {_cause(best)}{beside}"
 
 
 def _sums(s: Summary) -> str:
