@@ -38,8 +38,8 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
-def _backend() -> str:
-    """How the processes speak: NCCL takes one process for each GPU."""
+def backend() -> str:
+    """torch.distributed's backend for these processes: NCCL takes one process for each GPU."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cuda:nccl,cpu:gloo" if gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")) else "gloo"
 
@@ -49,7 +49,7 @@ def start() -> None:
     if world() > 1 and not dist.is_initialized():
         if torch.cuda.is_available():
             torch.cuda.set_device(device())
-        dist.init_process_group(_backend(), timeout=PATIENCE)
+        dist.init_process_group(backend(), timeout=PATIENCE)
         # a process that ends with the group's threads still running is at times aborted (SIGABRT) after its work is done
         atexit.register(leave)
 

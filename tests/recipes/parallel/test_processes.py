@@ -1,0 +1,28 @@
+"""Which accelerator a process computes on, and how several processes speak."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from edgespec_recipes.parallel import processes
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rank", "world", "device", "backend"),
+    [
+        (0, 1, 2, "cpu", "gloo"),
+        (4, 3, 4, "cuda:3", "cuda:nccl,cpu:gloo"),
+        (1, 0, 1, "cuda:0", "cuda:nccl,cpu:gloo"),
+        (1, 2, 3, "cuda:0", "gloo"),  # NCCL refuses two processes on one GPU
+        (2, 3, 4, "cuda:1", "gloo"),
+    ],
+)
+def test_processes_share_what_accelerators_there_are(
+    gpus: int, rank: int, world: int, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world))
+    assert processes.device() == torch.device(device)
+    assert processes.backend() == backend
