@@ -31,7 +31,7 @@ from edgespec_recipes.models.start_head import start_head
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.distill_head import FITTED, HeadObjective, UnrolledHead, unrolled
-from edgespec_recipes.training.objective import Objective, overlap, same_choice
+from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train
 
 from edgespec.core.files import read_json, write_json
@@ -49,6 +49,11 @@ SHAPES = {  # 6.6 and 6.5 million multiplications a step at 4,096 tokens
     "head": DrafterOptions(kind="head", layers=1),
     "model": DrafterOptions(kind="model", layers=4, hidden=320, init="components"),
 }
+
+
+def same_choice(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
+    """1 where both have the same most likely token, else 0 [n]: the acceptance rate at temperature 0."""
+    return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float()
 
 
 def texts(written: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:

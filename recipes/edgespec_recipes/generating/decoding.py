@@ -123,9 +123,7 @@ class _RoomyLayer(DynamicLayer):  # type: ignore[misc]
 
 
 PASS_TOKENS = 4096  # of one pass: buffers of more are slower to make than they are to fill
-ACCELERATOR_TOKENS = (
-    2**16
-)  # an accelerator wants more at once; of a 7B model's widest layer these are 1.4 GiB in bf16
+ACCELERATOR_TOKENS = 2**16  # of a 7B model's widest layer they take 1.4 GiB in bf16
 
 
 def pass_tokens(device: torch.device) -> int:

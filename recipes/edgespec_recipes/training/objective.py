@@ -238,8 +238,3 @@ def overlap(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Σ min(p, q) [n]: the acceptance rate at temperature 1."""
     q, p = (torch.softmax(one.float(), -1) for one in (draft_logits, target_logits))
     return torch.as_tensor(expected_acceptance(p, q))
-
-
-def same_choice(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """1 where both have the same most likely token, else 0 [n]: the acceptance rate at temperature 0."""
-    return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float()
