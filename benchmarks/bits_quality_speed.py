@@ -1,15 +1,16 @@
-"""Every precision of one model beside plain llama.cpp: bits per weight, how far it keeps the answers, speed; table and plot.
+"""Every way to store one model: bits per weight, how far it keeps the answers, speed; table and plot.
 
-    python benchmarks/bits_quality_speed.py smollm2-135m-instruct [--replies 32] [--rounds 20] [--files FOLDER]
-                                            [--json FILE] [--plot FILE.png] [--markdown]
+    python benchmarks/bits_quality_speed.py smollm2-135m-instruct [--bits 5.25,5.5] [--gguf-bits 6.2] [--ort GPTQ,HQQ]
+                                            [--replies 32] [--rounds 20] [--files FOLDER] [--json FILE] [--plot FILE.png]
 
-The model is a name of `edgespec targets list` that is a GGUF file, such a file, or a model folder. It is exported in every
-precision that edgespec knows; `--files` keeps the exports for the next run. Beside them stand files that llama.cpp's quantizer
-makes alone from the F16 file, and, where the model is a GGUF file itself, that file.
+The model is a name of `edgespec targets list` that is a GGUF file, such a file, or a model folder. bits_files.py says which files
+are made; `--files` keeps them for the next run. The model answers the questions of `edgespec bench` itself: `--replies` of the
+answers judge every file, the others are what mixed bits and GPTQ are fitted to.
 
-    bits/w     8 x bytes of the file / parameters: embeddings, output layer and tables counted
-    top-1 ...  against the model in torch (float32), on its own replies to prompts of `edgespec bench`; intervals over replies
+    bits       8 x bytes of the file / parameters: embeddings, output layer and tables counted
+    top-1 ...  against the model in torch (float32), on its own replies; intervals over replies
     tok/s      greedy decoding behind a past of 64 tokens, one token after the other; the median over rounds
+    x int4     that over the rate of the engine's usual four bits in the same round: int4 in fast mode, plain Q4_K_M; the median
     v(4)       a pass of four tokens, in plain steps of the same round: the median
 
 Files with two modes have two lines. Speeds: all files are open at once and take turns, `--rounds` times, in another order each
@@ -31,35 +32,36 @@ from time import perf_counter
 from typing import Any
 
 from against_llamacpp import native_loop
+from bits_files import THEIRS, Files
 from edgespec_export.answers.held_out import HeldOut
-from edgespec_export.answers.in_torch import adopt_from_torch
+from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
 from edgespec_export.answers.quality import Answers
-from edgespec_export.answers.replies import questions_of
+from edgespec_export.answers.replies import Questions, questions_of
 from edgespec_export.answers.verdict import CLOSE, SAME
+from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.gguf import quantize
-from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.file_check import fast_opener, opener
 from edgespec_runtime.bench.suite import BUILT_IN, read_suite
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.session import CachedEngine
-from gguf.constants import LlamaFileType
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
+from ort_quantizers import KINDS
 
 from edgespec.building.find_target import gguf_target
-from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.metrics import bootstrap, median
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import interval, table
-from edgespec.recipe.schema import PRECISIONS
-from edgespec.stages.own_gguf import own_file
 
 CONTEXT, PAST, NEW = 512, 64, 16  # tokens
-PLAIN = {"q4_k_m": LlamaFileType.MOSTLY_Q4_K_M, "q4_0": LlamaFileType.MOSTLY_Q4_0}
-THEIRS = "plain llama.cpp"
-COLOURS = {"onnxruntime": "#1f6f8b", "llama.cpp": "#c2571a", THEIRS: "#555555"}
+COLOURS = {
+    ONNXRUNTIME: "#1f6f8b",
+    LLAMACPP: "#c2571a",
+    THEIRS[LLAMACPP]: "#555555",
+    THEIRS[ONNXRUNTIME]: "#8a6bbd",
+}
+USUAL = ((ONNXRUNTIME, "int4", "fast"), (THEIRS[LLAMACPP], "q4_k_m", ""))
 
 
 @dataclass
@@ -80,6 +82,16 @@ class Line:
     def label(self) -> str:
         return f"{self.engine} {self.name}{', fast' if self.mode == 'fast' else ''}"
 
+    @property
+    def runs_on(self) -> str:
+        """The engine, whoever made the file."""
+        return LLAMACPP if self.path.is_file() else ONNXRUNTIME
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is what the engine's other files are timed against."""
+        return (self.engine, self.name, self.mode) in USUAL
+
 
 def size_of(file: ExportedFile, fast: bool) -> int:
     """Bytes of what a mode reads: an ONNX graph and its data, or the GGUF file."""
@@ -92,62 +104,39 @@ def size_of(file: ExportedFile, fast: bool) -> int:
     return sum(one.stat().st_size for one in [*data, graph] if one is not None)
 
 
-def exports(model: Path, out: Path) -> list[ExportedFile]:
-    """Every precision there is; one that this model cannot have is named and left out."""
-    found = []
-    wanted = [("onnxruntime", name, out / f"onnx-{name}") for name in PRECISIONS["onnx"]]
-    wanted += [("llama.cpp", name, out / f"{name}.gguf") for name in PRECISIONS["gguf"]]
-    with progress("export", len(wanted), "file") as bar:
-        for engine, name, path in wanted:
-            bar.set_postfix_str(f"{engine} {name}")
-            try:
-                if not path.exists():
-                    (export_onnx if engine == "onnxruntime" else export_gguf)(model, path, name)
-                found.append(ExportedFile("target", engine, name, path))
-            except EdgespecError as error:
-                print(f"{engine} {name} is left out: {error}", file=sys.stderr)
-            bar.update(1)
-    own = own_file(model)
-    if own is not None:
-        found.append(
-            ExportedFile("target", "llama.cpp", f"{own.precision}, the user's", own.path, own.precision)
-        )
-    for name, kind in PLAIN.items():
-        path = out / f"plain-{name}.gguf"
-        if not path.exists():
-            quantize.quantize_file(out / "f16.gguf", path, quantize.Precision(quantize.Kind.F16, kind))
-        found.append(ExportedFile("target", "llama.cpp", name, path, THEIRS))
-    return found
-
-
 def lines_of(files: Sequence[ExportedFile], threads: int) -> list[Line]:
     found = []
     for file in files:
-        theirs = file.stored == THEIRS
+        theirs = file.stored in THEIRS.values()
         exact, fast = opener(file, threads, CONTEXT), fast_opener(file, threads, CONTEXT)
-        if theirs:  # llama.cpp's default attention
+        if theirs:  # llama.cpp's default attention, int8 activations
             exact, fast = fast, None
         for mode, ways in (("exact", exact), ("fast", fast)):
             if ways is not None:
-                engine = THEIRS if theirs else file.engine
-                size = size_of(file, mode == "fast" and file.engine == "onnxruntime")
+                engine = file.stored if theirs else file.engine
+                size = size_of(file, mode == "fast" and file.engine == ONNXRUNTIME)
                 found.append(Line(engine, file.precision, "" if theirs else mode, size, ways, file.path))
     return found
 
 
-def held_out(model: Path, shape: ModelShape, replies: int) -> HeldOut:
-    """The model's replies and its logits on them; the model itself is gone afterwards."""
+def replies_of(model: Path, shape: ModelShape, replies: int) -> tuple[HeldOut, list[Text]]:
+    """(what judges the files: the model's replies and its logits on them; its replies to the other questions)."""
     from transformers import AutoModelForCausalLM
 
-    questions = [question.turns[0] for question in read_suite(BUILT_IN)]
-    step = max(1, len(questions) // replies)
-    chats = [[{"role": "user", "content": text}] for text in questions[::step][:replies]]
-    asked = questions_of(model, chats)
-    assert asked is not None
-    held = HeldOut(replace(asked, seconds=inf), shape)  # a fixed set of replies, however busy the machine
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in read_suite(BUILT_IN)]
+    judging = chats[:: max(1, len(chats) // replies)][:replies]
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+
+    def asked(some: list[Any]) -> Questions:
+        found = questions_of(model, some)
+        assert found is not None
+        return replace(found, seconds=inf)  # a fixed set of replies, however busy the machine
+
+    held = HeldOut(asked(judging), shape)
     held.context = min(held.context, CONTEXT)
-    adopt_from_torch(held, AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval())
-    return held
+    adopt_from_torch(held, loaded)
+    others = written_in_torch(loaded, asked([chat for chat in chats if chat not in judging]), held.context)
+    return held, [Text([*reply.prompt, *reply.tokens], len(reply.prompt)) for reply in others]
 
 
 def measure_answers(lines: Sequence[Line], held: HeldOut) -> None:
@@ -168,7 +157,7 @@ def measure_speed(lines: Sequence[Line], text: Sequence[int], rounds: int, threa
     loops = {
         line.label: native_loop(line.path, CONTEXT, threads, NEW, False)
         for line in lines
-        if line.engine == THEIRS
+        if line.engine == THEIRS[LLAMACPP]
     }
     past, new = list(text[:PAST]), list(text[PAST : PAST + NEW])
     order = list(lines)
@@ -207,7 +196,7 @@ def timed(engine: Engine, past: Sequence[int], new: Sequence[int]) -> tuple[floa
     return median(steps), median(passes)
 
 
-def row_of(line: Line, parameters: int) -> list[str]:
+def row_of(line: Line, lines: Sequence[Line], parameters: int) -> list[str]:
     cells = [line.label, f"{line.bytes / 1e6:.1f}", f"{8 * line.bytes / parameters:.2f}"]
     answers = line.answers
     if answers is None:
@@ -221,8 +210,10 @@ def row_of(line: Line, parameters: int) -> list[str]:
         ]
     if line.steps:
         rates = bootstrap([1 / step for step in line.steps], median)
+        usual = next(one.steps for one in lines if one.is_usual and one.runs_on == line.runs_on)
+        against = median([theirs / own for theirs, own in zip(usual, line.steps, strict=True)])
         four = median([b / a for a, b in zip(line.steps, line.passes, strict=True)])
-        cells += [interval(*rates, digits=1), f"{four:.2f}"]
+        cells += [interval(*rates, digits=1), f"{against:.2f}", f"{four:.2f}"]
     return cells
 
 
@@ -274,11 +265,18 @@ def plot(file: Path, lines: Sequence[Line], title: str) -> None:
     save(figure, file)
 
 
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("model")
     parser.add_argument("--replies", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--bits", type=numbers, default=[5.25, 5.5], help="budgets of mixed ONNX files")
+    parser.add_argument("--gguf-bits", type=numbers, default=[5.5, 6.2], help="budgets of mixed GGUF files")
+    parser.add_argument("--ort", default="", help=f"onnxruntime's own quantizers: {', '.join(KINDS)}")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
@@ -291,16 +289,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         out = given.files or Path(scratch)
         out.mkdir(parents=True, exist_ok=True)
-        lines = lines_of(exports(model, out), given.threads)
-        held = held_out(model, shape, given.replies)
+        held, calibration = replies_of(model, shape, given.replies)
+        files = Files(model, out, calibration)
+        ort = [kind for kind in given.ort.split(",") if kind]
+        lines = lines_of(files.all(given.bits, given.gguf_bits, ort), given.threads)
         measure_answers(lines, held)
         if given.rounds:
             text = [token for reply in held.replies for token in reply.tokens]
             measure_speed(lines, text, given.rounds, given.threads)
-    speeds = (f"tok/s, {given.threads} threads", "v(4)") if given.rounds else ()
-    headers = ("file", "MB", "bits/w", "top-1 [95 %]", "KL [95 %]", "TV [95 %]", "answers", *speeds)
+    speeds = (f"tok/s, {given.threads} threads", "x int4", "v(4)") if given.rounds else ()
+    headers = ("file", "MB", "bits", "top-1 [95 %]", "KL [95 %]", "TV [95 %]", "answers", *speeds)
     rows = [
-        row_of(line, shape.parameters) for line in sorted(lines, key=lambda line: (line.engine, -line.bytes))
+        row_of(line, lines, shape.parameters)
+        for line in sorted(lines, key=lambda line: (line.engine, -line.bytes))
     ]
     print(f"{len(held.replies)} replies, {sum(map(len, held.logits))} tokens\n")
     print(table(headers, rows, markdown=given.markdown))

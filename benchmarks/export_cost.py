@@ -1,9 +1,11 @@
 """What an export of a published shape costs: time, peak memory and size, each format in a process of its own.
 
     python benchmarks/export_cost.py [TARGET] [--formats q4_0,f16,onnx-int4] [--shard-gib 1] [--folder build/export-cost] [--keep]
+    python benchmarks/export_cost.py tinyllama-1.1b-chat --formats onnx-mixed,q_mixed
 
 The checkpoint has the target's shape and random bf16 weights, written shard by shard (a matrix in memory at a time), a byte-level
-tokenizer and nothing else. A format is a GGUF precision, or onnx- and an ONNX one. "peak" is the largest resident memory of the
+tokenizer and nothing else. A format is a GGUF precision, or onnx- and an ONNX one; mixed files choose their bits first, at 5.5 a
+weight, on random tokens: what that takes does not depend on the text. "peak" is the largest resident memory of the
 exporting process (Python, libraries and mapped files included), beside the largest shard: GGUF's bar is 1.3 times that, or 6 GiB.
 Each file is then opened in its engine and has to give finite logits. What is measured is kept in results.json, so an interrupted
 run goes on where it was; the models are removed once measured unless --keep is given. Linux only (the peak is read from /proc).
@@ -37,7 +39,15 @@ import sys, time
 from pathlib import Path
 model, out, precision, onnx = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "onnx"
 start = time.monotonic()
-if onnx:
+if "mixed" in precision:
+    import random
+    from edgespec.recipe.schema import ExportOptions
+    from edgespec_export.bits.files import Mixed
+    from edgespec_export.bits.texts import LONGEST, Text
+    texts = [Text([random.randrange(200) for _ in range(LONGEST)], 64) for _ in range(64)]
+    mixed = Mixed(model, "target", lambda: texts, ExportOptions(bits=5.5))
+    export = lambda model, out, precision: (mixed.onnx if onnx else mixed.gguf)(out)
+elif onnx:
     from edgespec_export.onnx.to_onnx import export_onnx as export
 else:
     from edgespec_export.gguf.to_gguf import export_gguf as export
