@@ -33,6 +33,11 @@ def _or(name: str, file: Path) -> str:
     return str(file) if name == SELF else name
 
 
+def cost_ratio(target: Path, drafter: ModelShape) -> float:
+    """c by parameters, the paper's, beside the target in a folder."""
+    return cost_ratios(ModelShape.from_config(read_config(target)), drafter)["parameters"]
+
+
 @dataclass
 class Build(ExportStages):
     """One run of the way from target to bundle; `run` is the order of the stages."""
@@ -42,20 +47,21 @@ class Build(ExportStages):
         self._readable(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         folder = Path(found["folder"])
-        target, shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
+        shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
         folder = self._tuned(folder)
         self._own_prompts(folder)
-        drafter = self._made(folder, cost_ratios(target, shape)["parameters"], shape)
+        drafter = self._made(folder, shape)
         self._packed(folder, drafter, found)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
         total = duration(sum(seconds for _, seconds in self.times))
         print(f"total {total}; bundle: {self.out / 'bundle'}", flush=True)
         return self.out / "bundle"
 
-    def _made(self, target: Path, cost_ratio: float, shape: DrafterShape) -> Path:
+    def _made(self, target: Path, planned: DrafterShape) -> Path:
         """The drafter, trained, evaluated, exported and verified."""
-        pretrained, drafter = self._trained(target, shape)
-        self._evaluated(target, pretrained, drafter, cost_ratio)
+        pretrained, drafter = self._trained(target, planned)
+        made = ModelShape.from_config(read_config(drafter))  # its text may have asked for fewer tokens
+        self._evaluated(target, pretrained, drafter, cost_ratio(target, made))
         self._exported(target, drafter)
         return drafter
 
@@ -109,7 +115,7 @@ class Build(ExportStages):
         )
         return self.out / "tune" / "model"
 
-    def _planned(self, target: Path) -> tuple[ModelShape, DrafterShape]:
+    def _planned(self, target: Path) -> DrafterShape:
         options = self.recipe.drafter
         target_shape = ModelShape.from_config(read_config(target))
         if options.init == "checkpoint" and options.kind == "model":
@@ -137,7 +143,7 @@ class Build(ExportStages):
 
         reads = self._model("target", target) | self._checkpoint()
         self.stage("plan", "the drafter's shape", options, plan, reads=reads)
-        return target_shape, shape
+        return shape
 
     def _checkpoint(self) -> Reads:
         """The model that training starts from, where it is one of the user's."""
@@ -333,7 +339,7 @@ class Build(ExportStages):
             written.add(SELF_INSTRUCTIONS)
         return recipe, written
 
-    def _evaluated(self, target: Path, pretrained: Path, drafter: Path, cost_ratio: float) -> None:
+    def _evaluated(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate
         from edgespec_recipes.evaluation.report import evaluation_table
 
@@ -348,7 +354,7 @@ class Build(ExportStages):
                 {"pretrained": pretrained, "distilled": drafter},
                 options,
                 self.recipe.seed,
-                cost_ratio,
+                c,
                 self.recipe.inference,
             ),
             reads=self._model("target", target)

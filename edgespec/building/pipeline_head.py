@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.building.pipeline import Build
+from edgespec.building.pipeline import Build, cost_ratio
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.reference import reference_options
@@ -21,10 +21,10 @@ from edgespec.stages.record import Reads
 class HeadBuild(Build):
     """From a target that gives its hidden states to a bundle with a head."""
 
-    def _made(self, target: Path, cost_ratio: float, shape: DrafterShape) -> Path:
+    def _made(self, target: Path, planned: DrafterShape) -> Path:
         drafter = self._distilled(target)
         self._exported(target, drafter)
-        self._measured_files(target, drafter, cost_ratio)
+        self._measured_files(target, drafter, cost_ratio(target, planned))
         return drafter
 
     def _distilled(self, target: Path) -> Path:
@@ -87,7 +87,7 @@ class HeadBuild(Build):
         )
         return self.out / READ
 
-    def _measured_files(self, target: Path, drafter: Path, cost_ratio: float) -> None:
+    def _measured_files(self, target: Path, drafter: Path, c: float) -> None:
         """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""
         from edgespec_export.verify.exported_pair import open_first_pair
         from edgespec_recipes.evaluation.file_pair import evaluate_files
@@ -104,7 +104,7 @@ class HeadBuild(Build):
                 lambda: open_first_pair(self.out / "export", target, drafter, recipe.export),
                 recipe.evaluate,
                 recipe.seed,
-                cost_ratio,
+                c,
             ),
             reads=self._model("target", target) | sources.stages(self.out, "export") | self._prompts(),
         )

@@ -107,7 +107,7 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     return Plan(
         recipe=recipe,
         recipe_name=options.recipe,
-        recipes=_recipes_for(recipe.target),
+        recipes=recipes_for(recipe.target),
         target=target,
         drafter=drafter,
         hardware=hardware,
@@ -142,7 +142,7 @@ def _device(
     return None, ways
 
 
-def _recipes_for(target: str) -> tuple[str, ...]:
+def recipes_for(target: str) -> tuple[str, ...]:
     """Shipped recipes whose target this is."""
     return tuple(
         name for name, file in shipped_recipes().items() if load_recipe(file).get("target") == target

@@ -6,7 +6,9 @@ the embeddings are the target's; the hidden size is the multiple of the step nea
 hidden 1024, FFN 2816, 8 heads (direct alignment, Table 1).
 
 With a vocabulary subset the tables have one row for each token kept and one that is read in the place of any other token, and the
-size budget counts them so. A head (EAGLE) has the target's widths and one layer; its output rows are what is counted as a table.
+size budget counts them so. The drafter of a narrow target with a large vocabulary keeps a quarter of the tokens at most: with all
+of SmolLM2's 49,152 its tables would be 94 % of it, and its width 64. A head (EAGLE) has the target's widths and one layer; its
+output rows are what is counted as a table.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ WIDE_TARGET = 1024
 WIDE_STEP = 256
 NARROW_STEP = 64
 LAYERS_RATIO = 8
+LARGE_VOCABULARY = 2**15  # tokens: up to here (Llama 2) a drafter keeps them all
+KEPT_SHARE = 4  # a quarter of SmolLM2's tokens are 99 % of what it writes
 
 
 @dataclass(frozen=True)
@@ -55,15 +59,17 @@ def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
     }
 
 
-def _vocab_size(target: ModelShape, kept: int | None) -> int:
-    """Rows of the drafter's tables. Raises InputError where the subset is none."""
+def _vocab_size(target: ModelShape, options: DrafterOptions) -> int:
+    """Rows of the drafter's tables, at most. Raises InputError where the target has fewer tokens than are to be kept."""
+    kept, tokens = options.vocabulary, target.vocab_size
     if kept is None:
-        return target.vocab_size
-    if kept >= target.vocab_size:
+        is_cut = options.kind == "model" and target.hidden < WIDE_TARGET and tokens > LARGE_VOCABULARY
+        return tokens // KEPT_SHARE + 1 if is_cut else tokens
+    if kept > tokens:
         raise InputError(
-            f"drafter.vocabulary is {kept} and the target has {target.vocab_size} tokens; give fewer, or leave it out to keep all"
+            f"drafter.vocabulary is {kept} and the target has {tokens} tokens; give at most {tokens}, which keeps all"
         )
-    return kept + 1
+    return min(kept + 1, tokens)
 
 
 def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: int) -> DrafterShape:
@@ -88,8 +94,11 @@ def _shape(target: ModelShape, hidden: int, layers: int, step: int, vocab_size: 
 
 
 def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
-    """The drafter for a target. Raises InputError where it, or its vocabulary, would not be smaller than the target's."""
-    vocab_size = _vocab_size(target, options.vocabulary)
+    """The drafter for a target; its vocabulary may be cut further where the text is known.
+
+    Raises InputError where it would not be smaller than the target, or is to keep more tokens.
+    """
+    vocab_size = _vocab_size(target, options)
     if options.kind == "head":
         wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True)
         return DrafterShape(**asdict(wide))

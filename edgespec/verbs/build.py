@@ -24,9 +24,9 @@ from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import give, json_knob, step
 from edgespec.planning.estimate import size
-from edgespec.planning.plan import PlanOptions
+from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
 from edgespec.recipe.gguf_file import gguf_of
@@ -149,6 +149,10 @@ def folder_of(target: str, out: str) -> Path:
 def run(given: dict[str, Any]) -> int:
     recipe, options = _read_options(given)
     check_packages(recipe)
+    if not options.recipe and (made := recipes_for(recipe.target)):
+        step(
+            f"Note: {recipe.target} has recipes of its own, {', '.join(made)} (--recipe NAME); this build takes the defaults."
+        )
     out = folder_of(recipe.target, options.out)
     processes = _processes(options.parallel)
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from edgespec.core.errors import InputError
@@ -65,10 +67,38 @@ def test_a_vocabulary_subset_makes_room_for_width() -> None:
     assert "tokens kept" not in describe(target, whole)
 
 
-@pytest.mark.parametrize("kept", [32000, 50000])
-def test_a_subset_of_all_tokens_is_none(kept: int) -> None:
-    with pytest.raises(InputError, match=rf"drafter\.vocabulary is {kept} and the target has 32000 tokens"):
-        derive(ModelShape.from_config(LLAMA_2_7B), DrafterOptions(vocabulary=kept))
+def test_more_tokens_than_there_are() -> None:
+    target = ModelShape.from_config(LLAMA_2_7B)
+    assert derive(target, DrafterOptions(vocabulary=32000)) == derive(target, DrafterOptions())
+    with pytest.raises(InputError, match=r"drafter\.vocabulary is 32001 and the target has 32000 tokens"):
+        derive(target, DrafterOptions(vocabulary=32001))
+
+
+SMOLLM2_135M = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_a_narrow_target_with_a_large_vocabulary() -> None:
+    """The tables would be nearly all of the drafter; all tokens can be had by their number."""
+    target = ModelShape.from_config(SMOLLM2_135M)
+    drafter = derive(target, DrafterOptions())
+    everything = derive(target, DrafterOptions(vocabulary=49152))
+    assert (drafter.vocab_size, everything.vocab_size) == (12289, 49152)
+    assert 49152 * everything.hidden > 0.9 * everything.parameters
+    assert drafter.hidden > everything.hidden
+    assert drafter.parameters == pytest.approx(0.0164 * target.parameters, rel=0.1)
+    wide = replace(target, hidden=1024)  # other engines know no subsets, and its drafter has room
+    assert derive(wide, DrafterOptions()).vocab_size == 49152
+    assert derive(target, DrafterOptions(kind="head")).vocab_size == 49152
 
 
 def test_a_drafter_is_smaller_than_its_target() -> None:

@@ -24,6 +24,7 @@ from edgespec_recipes.models.subcloning import subclone
 from edgespec_recipes.models.vocabulary import (
     Blocks,
     choose_vocabulary,
+    covering,
     is_restricted,
     restrict,
     special_tokens,
@@ -44,7 +45,7 @@ def checkpoint_shape(folder: Path, vocabulary: int | None = None) -> DrafterShap
     shape = DrafterShape.from_config(read_json(folder / "config.json"))
     assert isinstance(shape, DrafterShape)
     subset = vocabulary_of(folder)
-    if vocabulary is None:
+    if vocabulary is None or vocabulary == shape.vocab_size:
         return shape
     if subset is None:
         return replace(shape, vocab_size=vocabulary + 1)
@@ -67,7 +68,8 @@ def initial_drafter(
     """The drafter that training starts from, float32.
 
     Args:
-        shape: its shape, the tables of a vocabulary subset included.
+        shape: its shape. Without `options.vocabulary`, tables with fewer rows than the target's may get fewer still, as many
+            as cover the text.
         tokenizer: the target's.
         seed: of random weights.
         text: [n, context] token ids of the training text: what the vocabulary is counted on and subcloning measures on.
@@ -75,7 +77,8 @@ def initial_drafter(
     Raises InputError: a tokenizer that does not fit, a checkpoint of another kind, a target that cannot be cut down.
     """
     full = ModelShape.from_config(read_json(target_folder / "config.json")).vocab_size
-    whole = shape if options.vocabulary is None else replace(shape, vocab_size=full)
+    is_cut = shape.vocab_size < full
+    whole = replace(shape, vocab_size=full) if is_cut else shape
     size = full if options.init == "checkpoint" else whole.vocab_size
     if len(tokenizer) > size:
         raise InputError(
@@ -90,9 +93,10 @@ def initial_drafter(
             model.load_state_dict(subclone(target, whole, text))
         elif options.init == "components":
             start_from_components(model, load_model(target_folder), token_counts(text, full))
-    if options.vocabulary is not None and not is_restricted(model):
+    if is_cut and not is_restricted(model):
         counts = token_counts(text, full)
-        chosen = choose_vocabulary(counts, special_tokens(tokenizer, target_folder), options.vocabulary)
+        size = options.vocabulary or min(shape.vocab_size - 1, covering(counts))
+        chosen = choose_vocabulary(counts, special_tokens(tokenizer, target_folder), size)
         restrict(model, chosen, None if options.init == "random" else counts)
     return model
 

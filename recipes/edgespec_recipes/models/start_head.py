@@ -20,20 +20,11 @@ from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
-from edgespec_recipes.models.vocabulary import choose_vocabulary
+from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 
-COVERAGE = 0.98  # of the tokens that the target wrote: what is outside is always rejected
 RIDGE = 0.01  # of the mean square: what little text does not tell stays small
 SMALLEST = 1e-3  # a norm's weight below that gives nothing to divide by
 WRITES = ("o_proj.weight", "down_proj.weight")  # into the residual stream
-STEP = 256  # rows: the vocabulary is a multiple, which the products like
-
-
-def covering(counts: np.ndarray, share: float = COVERAGE) -> int:
-    """How many tokens, a multiple of STEP, hold `share` of all that were counted [V]; at most V − 1."""
-    falling = np.sort(counts)[::-1].cumsum()
-    size = int(np.searchsorted(falling, share * falling[-1])) + 1
-    return min(-(-size // STEP) * STEP, len(counts) - 1)
 
 
 def start_head(

@@ -22,6 +22,8 @@ from torch.nn import functional
 from edgespec.core.errors import InputError
 from edgespec.model_folder.config import TOKEN_IDS, read_config, read_generation_config
 
+COVERAGE = 0.98  # of the target's text: a token outside is always rejected
+STEP = 256  # rows: the vocabulary is a multiple, which the products like
 COUNTED_TOKENS = 100_000_000  # of a longer text, so many in rows at equal distances
 
 
@@ -43,6 +45,13 @@ def token_counts(blocks: Blocks, vocab_size: int) -> np.ndarray:
         tokens = np.concatenate([blocks[row] for row in rows[start : start + together]])
         counts += np.bincount(tokens, minlength=vocab_size)
     return counts
+
+
+def covering(counts: np.ndarray, share: float = COVERAGE) -> int:
+    """How many tokens, a multiple of STEP, hold `share` of all that were counted [V]; at most V − 1."""
+    falling = np.sort(counts)[::-1].cumsum()
+    size = int(np.searchsorted(falling, share * falling[-1])) + 1
+    return min(-(-size // STEP) * STEP, len(counts) - 1)
 
 
 def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
@@ -74,4 +76,5 @@ def pretrain(
         label="pretrain the drafter",
     )
     finish(model, target_folder, out)
-    return {"parameters": shape.parameters, "text_tokens": int(blocks.size), **counts}
+    made = ModelShape.from_config(read_config(out / "model"))
+    return {"parameters": made.parameters, "text_tokens": int(blocks.size), **counts}

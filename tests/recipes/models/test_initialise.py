@@ -86,6 +86,22 @@ def test_a_subset_of_the_same_weights(target: Path, init: str) -> None:
     assert cut.get_input_embeddings().other.abs().sum() > 0
 
 
+def test_the_text_says_how_many_tokens_are_enough(target: Path) -> None:
+    """A planned subset is an upper bound: fewer tokens are kept where they cover the text."""
+    tokenizer = load_tokenizer(target)
+    few = np.random.default_rng(0).choice(np.arange(4, 512), 150, replace=False)
+    text = np.random.default_rng(1).choice(few, (400, 32)).astype(np.uint16)
+    planned = shape_of(target, **TINY, vocab_size=401)
+    model = initial_drafter(planned, DrafterOptions(), target, tokenizer, 0, text)
+    kept = model.get_output_embeddings().ids.tolist()
+    assert len(kept) == 256  # 147 cover 98 %; a multiple of 256
+    assert set(few.tolist()) <= set(kept)
+    whole = initial_drafter(planned, DrafterOptions(vocabulary=400), target, tokenizer, 0, text)
+    assert len(whole.get_output_embeddings().ids) == 400
+    narrow = initial_drafter(replace(planned, vocab_size=201), DrafterOptions(), target, tokenizer, 0, text)
+    assert len(narrow.get_output_embeddings().ids) == 200  # never more than planned
+
+
 def test_a_checkpoint_is_taken_as_it_is(target: Path, tmp_path: Path) -> None:
     made = make_model_folder(tmp_path / "made", seed=5, hidden=32, intermediate=96, context=64)
     shape = checkpoint_shape(made)
@@ -127,11 +143,10 @@ def test_checkpoints_that_cannot_be_used(target: Path, tmp_path: Path) -> None:
         initial_drafter(checkpoint_shape(other), options, target, load_tokenizer(target), 0, TEXT)
 
 
-def test_a_shape_must_hold_the_tokenizer(target: Path) -> None:
+def test_a_target_must_hold_the_tokenizer(target: Path, tmp_path: Path) -> None:
+    small = make_model_folder(tmp_path / "small", vocab_size=300)
     with pytest.raises(InputError, match=r"tokenizer has 512 tokens and the drafter's vocabulary 300"):
-        initial_drafter(
-            shape_of(target, vocab_size=300), DrafterOptions(), target, load_tokenizer(target), 0, TEXT
-        )
+        initial_drafter(shape_of(small), DrafterOptions(), small, load_tokenizer(target), 0, TEXT)
 
 
 # Subcloning

@@ -11,7 +11,8 @@ import pytest
 import torch
 from edgespec_recipes.data.mixing import FIXED, TARGET
 from edgespec_recipes.models.loading import load_model
-from edgespec_recipes.models.start_head import covering, start_head, with_vocabulary
+from edgespec_recipes.models.start_head import start_head, with_vocabulary
+from edgespec_recipes.models.vocabulary import covering
 from edgespec_recipes.training.distill_head import HeadObjective, unrolled
 from tiny_models import make_model_folder
 from torch.nn import functional
