@@ -144,13 +144,10 @@ def runs_of(
     while done < planned * rounds:
         repeat, index = divmod(done, planned)
         dialogue, runs = dialogues[index], []
-        for turn, prompt in enumerate(
-            dialogue.prompts
-        ):  # in the first round, each answer adds the next prompt
+        for turn, prompt in enumerate(dialogue.prompts):  # in the first round each answer adds a prompt
             number = repeat * len(dialogues) + index + turn * TURN_SEEDS
             for length in shuffled(lengths, number):
-                # prompts that share a seed are not independent
-                seeded = numbered(how[length], number)
+                seeded = numbered(how[length], number)  # prompts that share a seed are not independent
                 schedule = chosen if length == AUTO else None
                 run = measure(pair, prompt, seeded, length, (index, repeat), schedule)
                 runs.append(replace(run, turn=turn))

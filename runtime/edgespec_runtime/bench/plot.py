@@ -23,14 +23,8 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     figure.suptitle(title, fontsize=11)
 
     _points(left, lengths, [summary.block_efficiency for summary in drafted], "measured")
-    left.plot(
-        lengths,
-        [length + 1 for length in lengths],
-        ":",
-        color=_TARGET,
-        linewidth=1,
-        label="most possible, γ + 1",
-    )
+    most = [length + 1 for length in lengths]
+    left.plot(lengths, most, ":", color=_TARGET, linewidth=1, label="most possible, γ + 1")
     left.set_ylim(bottom=1)
     left.set_ylabel("block efficiency τ (tokens per target pass)")
 
@@ -39,13 +33,8 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     right.axhspan(low, high, color=_TARGET, alpha=0.15, linewidth=0)
     _points(right, lengths, [summary.token_rate for summary in drafted], "speculative decoding")
     for summary in chosen:
-        right.axhline(
-            summary.token_rate[0],
-            color=_DRAFT,
-            linestyle="--",
-            linewidth=1.2,
-            label="γ chosen block by block",
-        )
+        look = {"color": _DRAFT, "linestyle": "--", "linewidth": 1.2}
+        right.axhline(summary.token_rate[0], **look, label="γ chosen block by block")
     right.set_ylim(bottom=0)
     right.set_ylabel("tokens per second (prefill apart)")
     for axes in (left, right):
@@ -60,14 +49,5 @@ def _points(
     axes: Any, lengths: Sequence[int], values: Sequence[tuple[float, float, float]], label: str
 ) -> None:
     middle, errors = bars(values)
-    axes.errorbar(
-        lengths,
-        middle,
-        yerr=errors,
-        fmt="o-",
-        color=_DRAFT,
-        capsize=3,
-        markersize=4,
-        linewidth=1.5,
-        label=label,
-    )
+    look = {"fmt": "o-", "color": _DRAFT, "capsize": 3, "markersize": 4, "linewidth": 1.5}
+    axes.errorbar(lengths, middle, yerr=errors, **look, label=label)

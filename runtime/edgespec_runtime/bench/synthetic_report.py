@@ -12,18 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec import __version__
-from edgespec.core.metrics import (
-    RawCounts,
-    bootstrap,
-    mbsu,
-    median,
-    ratio_of_sums,
-)
+from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums
 from edgespec.core.table import count, interval, table
+from edgespec_runtime.bench.report import Interval
 from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even
 from edgespec_runtime.engines.exactness import EXACT
 
-Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
 Trace = tuple[float, ...]  # acceptance rate at each position of a block; the last one goes on
 GB = 1e9
 
@@ -198,17 +192,8 @@ def _speed_table(section: Section, rows: Sequence[Row], plain: Interval, markdow
         )
         for row in rows
     ]
-    headers = (
-        "",
-        "γ",
-        "tok/s [95 %]",
-        "x plain [95 %]",
-        "limit",
-        "of limit",
-        "loop [95 %]",
-        *(f"MBSU by {n}" for n in names),
-    )
-    return table(headers, lines, markdown=markdown)
+    headers = ("", "γ", "tok/s [95 %]", "x plain [95 %]", "limit", "of limit", "loop [95 %]")
+    return table((*headers, *(f"MBSU by {name}" for name in names)), lines, markdown=markdown)
 
 
 def _percent(share: Interval) -> str:

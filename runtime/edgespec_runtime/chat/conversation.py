@@ -66,12 +66,8 @@ class Conversation:
 
     def prompt(self, text: str) -> list[int]:
         """Ids of the whole chat with `text` as its next user message, up to where the reply begins."""
-        if not self.ids:
-            return self._tokenizer.encode_chat(self._with(self.messages, text))
-        continued = self._continue(text)
-        return (
-            self._tokenizer.encode_chat(self._with(self.messages, text)) if continued is None else continued
-        )
+        continued = self._continue(text) if self.ids else None
+        return self._encoded(self.messages, text) if continued is None else continued
 
     def add(self, text: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
         """Record a finished turn: the user's text, the prompt ids it was answered from, the reply's ids as decoded."""
@@ -89,7 +85,7 @@ class Conversation:
         prompt, messages = self.prompt(text), self.messages
         while len(prompt) > room and messages:
             messages = messages[2:]
-            prompt = self._tokenizer.encode_chat(self._with(messages, text))
+            prompt = self._encoded(messages, text)
         if len(prompt) > room:
             raise InputError(_too_long(f"{len(prompt)}", room))
         dropped = (len(self.messages) - len(messages)) // 2
@@ -101,6 +97,9 @@ class Conversation:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *messages, {"role": "user", "content": text}]
 
+    def _encoded(self, messages: Sequence[Message], text: str) -> list[int]:
+        return self._tokenizer.encode_chat(self._with(messages, text))
+
     def _continue(self, text: str) -> list[int] | None:
         """The ids kept, then what the template writes after the last reply; None for a template that rewrites earlier turns."""
         safe, hidden = self._tokenizer.hide(self._with(self.messages, text))
@@ -109,20 +108,14 @@ class Conversation:
         place = {"role": "assistant", "content": _PLACE}
         head, _, tail = self._tokenizer.render([*before, asked, place, said]).partition(_PLACE)
         real = self._tokenizer.render(safe)
-        kept = (
-            head.startswith(start)
-            and not head[len(start) :].strip()
-            and real.startswith(head)
-            and real.endswith(tail)
-        )
+        kept = head.startswith(start) and not head[len(start) :].strip()
+        kept = kept and real.startswith(head) and real.endswith(tail)
         if not kept or real[len(head) : len(real) - len(tail)].strip() != answered["content"].strip():
             return None
         after = self._tokenizer.encode_hidden(tail, hidden)
         if self.ids[-1] not in self._tokenizer.stop_ids:  # the reply was cut off: the template closes it
             return self.ids + after
-        if (
-            self.ids[-1] in after[:2]
-        ):  # the model closed the turn with the template's own token (a space may stand before it)
+        if self.ids[-1] in after[:2]:  # the model closed the turn itself, perhaps behind a space
             return self.ids + after[after.index(self.ids[-1]) + 1 :]
         return self.ids[:-1] + after
 

@@ -22,9 +22,7 @@ from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import Message
 
 SCHEMA = 1
-MAX_BYTES = (
-    4 * 1024 * 1024
-)  # of a file: some hundred contexts of 8,192 tokens; older turns than these are of no use
+MAX_BYTES = 4 * 1024 * 1024  # of a file: some hundred contexts of 8,192 tokens; older turns are of no use
 MOST_CHATS = 100  # bundles whose last chat is kept
 
 
@@ -80,10 +78,8 @@ def restored(value: Any, where: Path) -> tuple[str, list[Message]]:
 
 def save(conversation: Conversation, bundle: str, path: Path) -> None:
     """Write a conversation whole or not at all. Raises InputError for a path that has something else."""
-    if path.exists() or path.is_symlink():
-        restored(
-            read_json(path, limit=MAX_BYTES), path
-        )  # a chat may be saved over a chat, and over nothing else
+    if path.exists() or path.is_symlink():  # a chat may be saved over a chat, and over nothing else
+        restored(read_json(path, limit=MAX_BYTES), path)
     write_bytes(path, dumped(conversation, bundle))
 
 

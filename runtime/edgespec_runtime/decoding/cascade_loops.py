@@ -166,9 +166,7 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     before the decision. With `mean` it is the geometric mean over the tokens (Gupta et al. 2024).
     """
     common = takewhile(lambda pair: pair[0] == pair[1], zip(reply.target.tokens, reply.ids, strict=False))
-    reply.target.rewind(
-        sum(1 for _ in common)
-    )  # it may never be asked, and must not keep another conversation
+    reply.target.rewind(sum(1 for _ in common))  # it may never be asked, and must keep no other conversation
     reply.prefill(reply.draft)
     reply.begin()
     drafted, log_q, keeps = 0, 0.0, True

@@ -227,9 +227,7 @@ class LookupDrafter:
         return iter(())
 
     def origins(self, ids: Sequence[int]) -> tuple[int, ...]:
-        self._index.cut(
-            len(ids) - 1
-        )  # the last token is the target's own, in the place of a copy that it rejected
+        self._index.cut(len(ids) - 1)  # the last token is the target's own, in place of a rejected copy
         match = self._match(ids)
         if match is None:
             return ()

@@ -20,9 +20,7 @@ class NgramIndex:
     def __init__(self, longest: int) -> None:
         self.tokens: list[int] = []
         self._sizes = range(longest, min(longest, SHORTEST) - 1, -1)
-        self._following: dict[
-            tuple[int, ...], int
-        ] = {}  # n-gram -> place of the token after its last occurrence
+        self._following: dict[tuple[int, ...], int] = {}  # n-gram -> place after its last occurrence
         self._before: list[int] = []  # for each token and size: the place its entry replaced, -1 for none
 
     def extend(self, tokens: Sequence[int]) -> None:

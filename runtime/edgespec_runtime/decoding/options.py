@@ -13,11 +13,8 @@ from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
-LOSSLESS_RULES = (
-    LOSSLESS,
-    BLOCK,
-    REPRODUCIBLE,
-)  # rules of which copies join the model unasked: the text stays distributed as it is
+# Rules of which copies join the model unasked: the text stays distributed as it is.
+LOSSLESS_RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
 STOP, SHIFT = "stop", "shift"
 UNMEASURED = 3  # γ where nobody chose one and no costs are at hand: the direct-alignment paper's

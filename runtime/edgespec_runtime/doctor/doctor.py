@@ -20,13 +20,7 @@ from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances
 from edgespec_runtime.chooser.kept_costs import costs_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor.block_difference import block_difference
-from edgespec_runtime.doctor.report import (
-    Findings,
-    Threads,
-    Variant,
-    as_json,
-    text,
-)
+from edgespec_runtime.doctor.report import Findings, Threads, Variant, as_json, text
 from edgespec_runtime.engines.device import read_bandwidth, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.exactness import FAST
@@ -87,9 +81,7 @@ def run(given: dict[str, Any]) -> int:
 def examine(options: Options) -> Findings:
     """Measure everything; the bundle's files are checked once. Raises what `open_pair` raises."""
     notes: list[str] = []
-    pair = open_pair(
-        Path(options.bundle), options
-    )  # before the progress: what is refused is refused in one line
+    pair = open_pair(Path(options.bundle), options)  # before the progress bar: a refusal is one line
     with progress("doctor", 4, "parts") as bar:
         try:
             bar.set_postfix_str("passes of each length")

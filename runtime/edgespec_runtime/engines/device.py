@@ -77,9 +77,7 @@ def free_share(threads: int, seconds: float = 0.15) -> float:
 
     What is measured beside other programs are their costs too.
     """
-    piece = bytes(
-        2**20
-    )  # hashed in about a millisecond without the interpreter's lock: threads do not wait for each other
+    piece = bytes(2**20)  # hashed in about a millisecond, without the interpreter's lock
     end = perf_counter() + seconds
 
     def spin(_: int) -> None:

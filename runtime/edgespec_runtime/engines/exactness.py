@@ -116,18 +116,13 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
     for check in files if isinstance(files, list) else []:
         if not isinstance(check, Mapping):
             continue
-        if (check.get("role"), check.get("engine"), check.get("precision")) != (
-            "target",
-            way.engine,
-            way.precision,
-        ):
+        what = (check.get("role"), check.get("engine"), check.get("precision"))
+        if what != ("target", way.engine, way.precision):
             continue
         measured = {EXACT: check, FAST: check.get("fast")}.get(way.runs)
         numbers = _numbers(measured, check.get("positions")) if isinstance(measured, Mapping) else None
         if numbers is not None:
-            if (
-                not remark and way.mode == EXACT and numbers[0] > ROUNDING
-            ):  # weights of which no kernel is exact
+            if not remark and way.mode == EXACT and numbers[0] > ROUNDING:  # no kernel is exact
                 remark = "not exact: a block of these weights is computed in another way than single steps"
             if way.rope_border is not None and check.get("rope_border") != way.rope_border:
                 below = (

@@ -169,9 +169,7 @@ class LlamaCppEngine:
             params.type_v = self._kernels.value_type
         params.embeddings, params.pooling_type = self._gives_features, lib.LLAMA_POOLING_TYPE_NONE
         params.no_perf = True
-        self._make_context(
-            self.context_length
-        )  # the longest there will be: what memory does not hold is said now
+        self._make_context(self.context_length)  # the longest: what memory does not hold is said now
         self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
         self._tokens = np.ctypeslib.as_array(batch.token, shape=(self.block_length,))
@@ -245,9 +243,7 @@ class LlamaCppEngine:
         batch.n_tokens = count
         status = lib.llama_decode(self._context, batch)
         if status != 0:
-            lib.llama_memory_seq_rm(
-                self._memory, 0, self.n_past, -1
-            )  # the cache is as it was before the call
+            lib.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)  # as it was before the call
             bad = [token for token in tokens if not 0 <= token < self.vocab_size]
             if bad:
                 raise InputError(
@@ -268,9 +264,7 @@ class LlamaCppEngine:
         """The first `count` rows of llama.cpp's output buffer, wrapped anew only where it has moved."""
         address = self._logits_address(self._context)
         if address != self._buffer_address:
-            size = (
-                self.block_length * self.vocab_size
-            )  # rows behind `count` need not exist; nobody gets to see them
+            size = self.block_length * self.vocab_size  # rows behind `count` need not exist, and are not seen
             values = (ctypes.c_float * size).from_address(address)
             self._buffer: Logits = np.ctypeslib.as_array(values).reshape(self.block_length, self.vocab_size)
             self._buffer_address = address

@@ -20,10 +20,8 @@ from edgespec_runtime.engines.engine import Features, Logits, check_rewind, chec
 from edgespec_runtime.untrusted.genai_settings import OnnxSettings, read_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
-ROPE_BORDER = (
-    "edgespec.rope_border"  # metadata of the graph: most tokens of a text with the short RoPE factors
-)
-SPARE_TOKENS = "edgespec.spare_tokens"  # metadata of the graph: places behind the text that a pass writes to
+# Metadata of the graph: most tokens of a text with the short RoPE factors; places behind the text that a pass writes to.
+ROPE_BORDER, SPARE_TOKENS = "edgespec.rope_border", "edgespec.spare_tokens"
 MOST_SPARE = 16
 HIDDEN_STATES = "hidden_states"  # an output of a graph whose drafter is a head
 MOST_WIDTH = 2**17  # of hidden states, which size memory

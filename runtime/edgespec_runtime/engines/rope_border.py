@@ -22,9 +22,8 @@ from edgespec_runtime.engines.engine import Engine, Logits, check_rewind, check_
 class TwoRopes(Engine, Protocol):
     """An engine whose model may have two sets of RoPE factors."""
 
-    rope_border: (
-        int | None
-    )  # most tokens of a text with the short set; None: the model, or the context, has one set only
+    rope_border: int | None
+    """Most tokens of a text with the short set; None: the model, or the context, has one set only."""
 
     def use_rope(self, *, long: bool) -> None:
         """Empty the cache; keys have the long factors from now on, or the short ones."""

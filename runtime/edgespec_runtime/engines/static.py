@@ -54,9 +54,7 @@ class StaticEngine:
         self.n_past = 0
         size = (1, settings.kv_heads, settings.length, settings.head_dim)
         self._past = {name: np.zeros(size, dtype=np.float32) for name in names_of_cache(settings, "past")}
-        self._graphs = sorted(
-            (tokens, name) for name, tokens in settings.blocks.items()
-        )  # the shortest that has room comes first
+        self._graphs = sorted((tokens, name) for name, tokens in settings.blocks.items())  # shortest first
         self._masks = {name: _mask(tokens, settings) for name, tokens in settings.blocks.items()}
         self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
         open_program = _opener(backend, device)

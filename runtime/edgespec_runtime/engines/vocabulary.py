@@ -128,9 +128,7 @@ class SubsetEngine:
         rows = self.inner.forward(places.tolist())
         self.n_past = self.inner.n_past
         logits = self._logits[: len(rows)]
-        for row, known in zip(
-            logits, rows, strict=True
-        ):  # 8 µs a row of 8,000; in one statement for all rows 21
+        for row, known in zip(logits, rows, strict=True):  # 8 µs a row of 8,000; in one statement 21
             row[self._ids] = known[:-1]
         return logits
 

@@ -22,13 +22,8 @@ GRAPH, SETTINGS = "model.onnx", "head.json"
 BLOCK_LENGTH = 128  # as the target's prefill pieces
 MOST = 2**24  # of every number in the settings, which size memory
 _NUMBERS = (
-    "hidden_size",
-    "kv_heads",
-    "head_dim",
-    "layers",
-    "feature_size",
-    "draft_vocab_size",
-    "context_length",
+    *("hidden_size", "kv_heads", "head_dim", "layers", "feature_size"),
+    *("draft_vocab_size", "context_length"),
 )
 
 

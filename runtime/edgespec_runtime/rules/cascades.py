@@ -64,9 +64,8 @@ def cascade(defers: Callable[[Position], bool]) -> Rule:
     def accept(position: Position, token: int) -> float:
         return accept_ratio(position.p, position.q, token) if defers(position) else 1.0
 
-    return TokenRule(
-        accept, LOSSLESS.residual, mixes=True, raw=True
-    )  # it rejects only where it defers: π is p there
+    # It rejects only where it defers, and π is p there.
+    return TokenRule(accept, LOSSLESS.residual, mixes=True, raw=True)
 
 
 def chow(a: float) -> Rule:

@@ -38,9 +38,7 @@ MAX_BODY = 8 * 1024 * 1024
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are being read
 SMALL = 4 * 1024  # bytes that are read and tokenised in about the time that a thread takes to begin
 SECONDS_TO_READ = 30.0  # a client that is slower to send its request, or to take its answer, is hung up on
-SECONDS_UNTIL_STREAM = (
-    10.0  # a stream that has not begun by then does, with pings: proxies give up on silence
-)
+SECONDS_UNTIL_STREAM = 10.0  # then a stream begins with pings: proxies give up on silence
 LONGEST_RETRY = 60  # seconds that a client is told to wait at most
 
 T = TypeVar("T")

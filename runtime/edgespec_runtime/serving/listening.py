@@ -20,9 +20,8 @@ from edgespec_runtime.serving.line import Line
 
 MAX_CONNECTIONS = 256  # a process may usually open 1024 files
 MAX_HEAD = 64 * 1024  # bytes of a request's line and headers
-SECONDS_KEPT = (
-    30  # an idle connection; longer than clients keep theirs (5 s in httpx), or they send into a closed one
-)
+# An idle connection: longer than clients keep theirs (5 s in httpx), or they send into a closed one.
+SECONDS_KEPT = 30
 SECONDS_TO_END = 5  # for what is being sent when the server is stopped
 
 
@@ -79,9 +78,7 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
     """(family, address) of a name or an IPv4 or IPv6 address, with or without brackets. Raises OSError where there is none."""
     name = host.removeprefix("[").removesuffix("]") if ":" in host else host
     found = socket.getaddrinfo(name or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, _, _, _, address = min(
-        found, key=lambda one: one[0] != socket.AF_INET
-    )  # of a name with both, IPv4
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)  # of both, IPv4
     return family, address
 
 

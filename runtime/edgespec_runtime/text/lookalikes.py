@@ -131,9 +131,8 @@ class Lookalikes:
         else:  # Unigram: [[piece, score], ...]
             model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
         if "merges" in model:
-            pairs = [
-                merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
-            ]  # two forms
+            merges = model["merges"]  # each "a b" or ["a", "b"]
+            pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
             model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]

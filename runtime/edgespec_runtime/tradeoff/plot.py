@@ -11,16 +11,8 @@ from edgespec_runtime.tradeoff.arms import LARGE, SMALL
 from edgespec_runtime.tradeoff.report import Study, Summary, curves_of
 
 _COLOURS = (
-    "#1f6f8b",
-    "#c1666b",
-    "#4d7c3a",
-    "#8a5fa8",
-    "#d9822b",
-    "#3a9d9d",
-    "#a0527a",
-    "#7a6a4f",
-    "#2b4c9b",
-    "#888c1f",
+    *("#1f6f8b", "#c1666b", "#4d7c3a", "#8a5fa8", "#d9822b"),
+    *("#3a9d9d", "#a0527a", "#7a6a4f", "#2b4c9b", "#888c1f"),
 )
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 _ENDS = {LARGE: ("*", 13, "#222222"), SMALL: ("d", 8, "#777777")}
@@ -41,10 +33,8 @@ def plot_tradeoff(file: Path, study: Study, summaries: Sequence[Summary]) -> Non
         _panel(row[1], summaries, metric, lambda s: s.rejection_rate)
         row[0].set_ylabel(study.label(metric))
         row[1].sharey(row[0])
-    for axes, words in zip(
-        panels[-1], ("seconds per token / AR-large's", "rejected / tested draft tokens"), strict=True
-    ):
-        axes.set_xlabel(words)
+    panels[-1][0].set_xlabel("seconds per token / AR-large's")
+    panels[-1][1].set_xlabel("rejected / tested draft tokens")
     handles = {
         label: handle
         for axes in panels[0]

@@ -29,9 +29,7 @@ _READ = frozenset(
     rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
     """.split()  # noqa: SIM905
 )
-_SAYS_NOTHING = frozenset(
-    {"rope.scaling.finetuned", "tensor_data_layout"}
-)  # llama.cpp computes the same with any value
+_SAYS_NOTHING = frozenset({"rope.scaling.finetuned", "tensor_data_layout"})  # to llama.cpp all values are one
 _USUAL: Mapping[str, Any] = {"attention.causal": True}  # values that change nothing; of every other key 0
 
 

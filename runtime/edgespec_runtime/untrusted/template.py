@@ -45,23 +45,12 @@ AGAIN = "fetch or build the bundle again"
 # Methods a template may call; none of these makes more than it is given, but for those which `_check_method` asks first.
 _METHODS: dict[type, frozenset[str]] = {
     str: frozenset(
-        (
-            *("capitalize", "casefold", "lower", "swapcase", "title", "upper", "strip", "lstrip", "rstrip"),
-            *("count", "find", "index", "rfind", "rindex", "startswith", "endswith"),
-            *(
-                "isalnum",
-                "isalpha",
-                "isascii",
-                "isdecimal",
-                "isdigit",
-                "isidentifier",
-                "islower",
-                "isnumeric",
-            ),
-            *("isprintable", "isspace", "istitle", "isupper"),
-            *("partition", "rpartition", "split", "rsplit", "splitlines", "removeprefix", "removesuffix"),
-            *("format", "format_map", "join", "replace", "ljust", "rjust", "center", "zfill"),
-        )
+        """
+        capitalize casefold lower swapcase title upper strip lstrip rstrip count find index rfind rindex startswith endswith
+        isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper
+        partition rpartition split rsplit splitlines removeprefix removesuffix
+        format format_map join replace ljust rjust center zfill
+        """.split()  # noqa: SIM905
     ),
     dict: frozenset(("keys", "values", "items", "get", "copy")),
     list: frozenset(("index", "count", "copy")),
@@ -70,37 +59,13 @@ _METHODS: dict[type, frozenset[str]] = {
     int: frozenset(),
     float: frozenset(("is_integer",)),
 }
-_FILTERS = (
-    *("abs", "float", "int", "max", "min", "round", "sum"),
-    *(
-        "capitalize",
-        "center",
-        "e",
-        "escape",
-        "filesizeformat",
-        "forceescape",
-        "format",
-        "indent",
-        "lower",
-        "replace",
-    ),
-    *("safe", "string", "title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"),
-    *(
-        "batch",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "first",
-        "groupby",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-    ),
-    *("map", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "unique"),
-)
+_FILTERS = """
+    abs float int max min round sum
+    capitalize center e escape filesizeformat forceescape format indent lower replace
+    safe string title tojson trim truncate upper urlencode wordcount
+    batch count d default dictsort first groupby items join last length list
+    map reject rejectattr reverse select selectattr sort unique
+""".split()  # noqa: SIM905
 
 
 class _Metered(NodeTransformer):
@@ -194,11 +159,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(__obj, "__self__", None) is __self:
             return __obj(*args)  # put there by _Metered; the keywords are Jinja's notes on loops
-        given = [
-            *args,
-            *(value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")),
-        ]
-        __self.meter.spend(sum(map(weight, given)))
+        named = (value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars"))
+        __self.meter.spend(sum(map(weight, (*args, *named))))
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str | bytes | list | tuple | dict | int | float):
             args = tuple(__self._plain(one) for one in args)
@@ -319,9 +281,7 @@ class SafeTemplate:
             self._template = Template.from_code(environment, code, environment.make_globals(None))
         except TemplateError:
             raise
-        except (
-            Exception
-        ) as error:  # too deep for a compiler: RecursionError, MemoryError, SyntaxError by Python's version
+        except Exception as error:  # too deep: RecursionError, MemoryError or SyntaxError by Python's version
             raise BundleError(
                 f"the chat template cannot be compiled ({type(error).__name__}: {error!s:.200}); {AGAIN}"
             ) from error

@@ -131,9 +131,8 @@ def test_the_fastest_in_hindsight_is_that_over_all_tokens() -> None:
     low, high = summaries[-1].of_fastest[1:]
     assert 90 / 110 <= low < 150 / 160 < high < 1.21
     said = verdict(summaries)
-    assert (
-        "2.40x plain decoding [0.55, 2.40] with γ chosen block by block" in said
-    )  # not γ = 3, which is 3.00x
+    # not γ = 3, which is 3.00x
+    assert "2.40x plain decoding [0.55, 2.40] with γ chosen block by block" in said
     assert said.endswith(f"has 0.94 [{low:.2f}, {high:.2f}] of the rate of γ = 1, the fastest in hindsight.")
 
 
@@ -187,19 +186,8 @@ def test_tables_have_a_row_for_every_draft_length() -> None:
     assert speed_table(summaries).splitlines()[2].startswith("plain")
     assert "γ = 3" in speed_table(summaries, markdown=True)
     assert "1.67 [1.67, 1.67]" in speed_table(summaries)
-    assert cost_table(summaries).splitlines()[2].split() == [
-        "γ",
-        "=",
-        "3",
-        "3.00",
-        "[3.00,",
-        "3.00]",
-        "0.667",
-        "2.83",
-        "2.61",
-        "0.100",
-        "1.50",
-    ]
+    row = " ".join(cost_table(summaries).splitlines()[2].split())
+    assert row == "γ = 3 3.00 [3.00, 3.00] 0.667 2.83 2.61 0.100 1.50"
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +210,8 @@ def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
             assert (counts.drafted == 0) is (run["draft_length"] == PLAIN)
         assert run["first_token_seconds"] > 0
     assert [summary["draft_length"] for summary in report["summaries"]] == [0, 1, 3, AUTO]
-    assert all(
-        summary["identical"] == 4 for summary in report["summaries"]
-    )  # greedy: lossless on this engine's exact mode
+    # greedy: lossless on this engine's exact mode
+    assert all(summary["identical"] == 4 for summary in report["summaries"])
     efficiencies = [summary["block_efficiency"][0] for summary in report["summaries"]]
     assert 1.0 == efficiencies[0] < efficiencies[1] < efficiencies[2]  # the drafter often agrees
     assert report["verdict"].startswith("Speculation ")

@@ -80,21 +80,8 @@ def test_a_category_in_which_nothing_was_drafted_has_no_acceptance() -> None:
     runs = [run_of(0, PLAIN, 60, 0.6), replace(run_of(0, PLAIN, 60, 0.6), draft_length=AUTO)]
     (row,) = by_category(runs, {0: "maths"}, AUTO)
     assert row.acceptance_rate is None
-    cells = category_table([row]).splitlines()[2].split()
-    assert cells == [
-        "maths",
-        "1",
-        "1.00",
-        "[1.00,",
-        "1.00]",
-        "-",
-        "100.0",
-        "100.0",
-        "1.00",
-        "[1.00,",
-        "1.00]",
-        "10.0",
-    ]
+    cells = " ".join(category_table([row]).splitlines()[2].split())
+    assert cells == "maths 1 1.00 [1.00, 1.00] - 100.0 100.0 1.00 [1.00, 1.00] 10.0"
     assert category_table([row], markdown=True).splitlines()[0].startswith("|")
 
 
@@ -296,18 +283,8 @@ def test_a_suite_says_nothing_of_random_weights(capsys: pytest.CaptureFixture[st
 
 
 def test_the_suite_that_comes_along_runs_by_name(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--suite",
-        "built-in",
-        "--draft-lengths",
-        "1",
-        "--no-choose",
-        "--max-new-tokens",
-        "2",
-        "--seconds",
-        "0",
-    ]
-    assert main(["bench", str(bundle), *flags]) == 0
+    flags = "--suite built-in --draft-lengths 1 --no-choose --max-new-tokens 2 --seconds 0"
+    assert main(["bench", str(bundle), *flags.split()]) == 0
     said = capsys.readouterr().out
     for name in ("chat", "translation", "question answering", "maths", "code", ALL):
         assert f"\n{name} " in said

@@ -44,14 +44,8 @@ def new_chat(pair: Pair, **options: Any) -> Chat:
 
 def chat_process(bundle: Path, text: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "edgespec", "chat", str(bundle), "--draft-length", "3", *flags]
-    return subprocess.run(
-        command,
-        input=text,
-        capture_output=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        check=False,
-    )
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return subprocess.run(command, input=text, capture_output=True, cwd=REPOSITORY, env=env, check=False)
 
 
 # Turns and the cache
@@ -236,16 +230,9 @@ def test_quiet_leaves_the_replies_and_what_was_asked_for(bundle: Path) -> None:
 
 def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path) -> None:
     """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
-    lines = [
-        b"word " * 400,
-        b"word " * 10**6,
-        b"/set temperature -1",
-        b"caf\xe9",
-        b"Hello",
-        b"/quit",
-        b"never",
-    ]
-    done = chat_process(bundle, b"\n".join(lines), "--max-new-tokens", "4", "--no-draft")
+    long = b"word " * 400 + b"\n" + b"word " * 10**6 + b"\n"
+    rest = b"/set temperature -1\ncaf\xe9\nHello\n/quit\nnever"
+    done = chat_process(bundle, long + rest, "--max-new-tokens", "4", "--no-draft")
     assert done.returncode == 2
     errors = done.stderr.decode().splitlines()
     assert len(errors) == 5

@@ -50,14 +50,9 @@ class Terminal:
             **environment,
         }
         command = [sys.executable, "-c", SLOW, *arguments]
+        ends = {"stdin": slave, "stdout": slave, "stderr": slave}
         self.process = subprocess.Popen(
-            command,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            cwd=REPOSITORY,
-            env=variables,
+            command, **ends, start_new_session=True, cwd=REPOSITORY, env=variables
         )
         os.close(slave)
         self.text = ""

@@ -299,20 +299,10 @@ def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.Cap
 
 
 def test_bytes_that_are_no_text_are_refused_and_the_lines_after_them_answered(bundle: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "edgespec",
-        "chat",
-        str(bundle),
-        "--draft-length",
-        "3",
-        "--max-new-tokens",
-        "4",
-    ]
-    done = subprocess.run(
-        command, input=b"\xff\xfe\nHello\n", capture_output=True, cwd=REPOSITORY, check=False
-    )
+    command = [sys.executable, "-m", "edgespec", "chat", str(bundle)]
+    command += ["--draft-length", "3", "--max-new-tokens", "4"]
+    sent = b"\xff\xfe\nHello\n"
+    done = subprocess.run(command, input=sent, capture_output=True, cwd=REPOSITORY, check=False)
     errors = done.stderr.decode().splitlines()
     assert done.returncode == 2
     assert "a line of standard input is not UTF-8" in errors[0]

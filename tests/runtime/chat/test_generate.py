@@ -25,41 +25,21 @@ def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[s
 
 
 def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--json",
-        "--max-new-tokens",
-        "30",
-        "--draft-length",
-        "4",
-        "--system",
-        "Be brief.",
-        "--drafter",
-        "model",
-    ]
-    assert main(["generate", str(bundle), "Hello there", *flags]) == 0
+    flags = "--json --max-new-tokens 30 --draft-length 4 --drafter model --system"
+    assert main(["generate", str(bundle), "Hello there", *flags.split(), "Be brief."]) == 0
     report = json.loads(capfd.readouterr().out)
     counts = RawCounts(**report["counts"])
     assert counts.emitted == 30
     assert report["finish"] == "length"
     assert report["metrics"]["block_efficiency"] == pytest.approx(counts.block_efficiency)
-    assert report["metrics"]["mbsu_parameters"] == pytest.approx(
-        counts.block_efficiency / 5
-    )  # c = 1 in this bundle
+    # c = 1 in this bundle
+    assert report["metrics"]["mbsu_parameters"] == pytest.approx(counts.block_efficiency / 5)
     assert report["options"]["draft_length"] == 4
 
 
 def test_generate_reads_standard_input(bundle: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "edgespec",
-        "generate",
-        str(bundle),
-        "--max-new-tokens",
-        "8",
-        "--raw",
-        *FIXED,
-    ]
+    command = [sys.executable, "-m", "edgespec", "generate", str(bundle)]
+    command += ["--max-new-tokens", "8", "--raw", *FIXED]
 
     def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=False)

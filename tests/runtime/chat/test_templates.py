@@ -108,11 +108,7 @@ CASES = [
     ("smollm2", ONE, chatml(SMOL, ("user", "Hi there"))),
     ("smollm2", LONG, chatml(*spoken(LONG))),
     ("smollm2", MARKS, chatml(SMOL, *spoken(MARKS))),
-    (
-        "qwen3",
-        ONE,
-        chatml(("user", "Hi there")),
-    ),  # no system prompt of its own, and thinking is not switched off
+    ("qwen3", ONE, chatml(("user", "Hi there"))),  # no system prompt of its own; thinking stays on
     ("qwen3", SYSTEM, chatml(("system", "Be brief."), ("user", "Hi there"))),
     ("qwen3", THOUGHT, chatml(("user", "2 + 2?"), ("assistant", "Four."), ("user", "And 3 + 3?"))),
     ("qwen3", MARKS, chatml(*spoken(MARKS))),
@@ -198,10 +194,8 @@ def test_a_template_that_refuses_is_quoted(tmp_path: Path) -> None:
     ("settings", "wanted"),
     [
         ({"eos_token_id": 2, "temperature": 0.6, "top_p": 0.9}, {2}),  # Llama 2's
-        (
-            {"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20},
-            {2, 0},
-        ),  # Qwen's: end of turn, end of text
+        # Qwen's: end of turn, end of text
+        ({"eos_token_id": [2, 0], "temperature": 0.7, "top_k": 20}, {2, 0}),
         ({"temperature": 0.6}, {2}),  # falls back to the tokenizer's
     ],
 )

@@ -160,9 +160,8 @@ def test_counts_of_a_token_cascade() -> None:
     assert setup.run([0], max_new_tokens=14, rule="token-cascade:a=0.3") == count_up(14)
     counts = setup.counts
     assert (counts.emitted, counts.blocks, counts.drafted) == (14, 2, 12)
-    assert (
-        sum(counts.accepted) == sum(counts.tested) == 12
-    )  # the last two draft tokens had no pass behind them
+    # the last two draft tokens had no pass behind them
+    assert sum(counts.accepted) == sum(counts.tested) == 12
     assert setup.target_engine.passes == [4, 8]
 
 

@@ -123,14 +123,8 @@ def test_what_the_loop_emits_is_distributed_as_the_target(name: str, drafter: st
     target, prompt, length = random_model(21, SMALL, 1.0), [0, 1, 0, 1], 3
     setup = Setup(target, random_model(22, SMALL, 1.0) if drafter != LOOKUP else None, SMALL)
     how = WARPS[name]
-    options = DecodingOptions(
-        **vars(how),
-        rule="lossless",
-        drafter=drafter,
-        draft_length=gamma,
-        max_new_tokens=length,
-        lookup_ngram=2,
-    )
+    lengths = {"draft_length": gamma, "max_new_tokens": length, "lookup_ngram": 2}
+    options = DecodingOptions(**vars(how), **lengths, rule="lossless", drafter=drafter)
     drafted = RawCounts()
 
     def run() -> list[int]:
@@ -268,15 +262,7 @@ def test_the_model_catches_up_in_pieces_on_what_lookup_wrote() -> None:
     assert reply[27:30] == [20, 20, 20]
     passes = setup.draft_engine.passes
     assert passes[:3] == [4, 4, 4]  # the prompt
-    assert passes[3:10] == [
-        4,
-        4,
-        4,
-        4,
-        4,
-        4,
-        4,
-    ]  # what came since, when the model is asked for the first time
+    assert passes[3:10] == [4] * 7  # what came since, when the model is asked for the first time
     assert len(setup.draft_engine.seen) > 40
 
 
@@ -303,9 +289,8 @@ def test_origins_say_who_can_draft_and_a_block_is_of_one_of_them() -> None:
     how = (Warp(), Uniforms(0), rule_of("lossless"))
     copied = propose(drafter, [9, 1, 2, 3, 1, 2, 3], 2, *how, LONG_COPY)  # type: ignore[arg-type]
     assert (copied.tokens, copied.copied) == ([1, 2], 2)
-    assert drafter.origins([9, 1, 2, 3, 1, 2, 3, 1, 5]) == (
-        FROM_MODEL,
-    )  # the copy was rejected, and is forgotten
+    # the copy was rejected, and is forgotten
+    assert drafter.origins([9, 1, 2, 3, 1, 2, 3, 1, 5]) == (FROM_MODEL,)
     computed = propose(drafter, [9, 1, 2, 3, 1, 2, 3], 2, *how, FROM_MODEL)  # type: ignore[arg-type]
     assert (computed.tokens, computed.copied) == ([4, 5], 0)
 

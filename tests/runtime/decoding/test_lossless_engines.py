@@ -15,9 +15,8 @@ from pair_law import fit, law_of_pairs
 from edgespec.core.metrics import RawCounts
 
 EXACT_MODES = (("onnxruntime", "fp32"), ("onnxruntime", "int4"), ("llama.cpp", "q8_0"))
-NEARLY_EXACT_MODES = (
-    ("llama.cpp", "f16"),
-)  # llama.cpp sums F16 products in another order for a block than for one token
+# llama.cpp sums F16 products in another order for a block than for one token.
+NEARLY_EXACT_MODES = (("llama.cpp", "f16"),)
 NEAR_TIE = 0.02  # logits; several times the block difference measured on F16 files
 FIRST_TOKENS = 12  # continuations are told apart after this many most probable first tokens
 SAMPLES = 2500

@@ -149,9 +149,8 @@ def sequence_cascade(on: Measured) -> tuple[str, Pairs]:
 def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, int]]:
     """The first two tokens of replies, half with a γ of 1: the token behind a whole block follows the law too."""
     lengths = (1, 2)
-    length = (
-        2 if text.startswith("sequence") else 4
-    )  # room for a whole draft after a first token that was rejected
+    # room for a whole draft after a first token that was rejected
+    length = 2 if text.startswith("sequence") else 4
     found: Counter[tuple[int, int]] = Counter()
     for seed in range(SAMPLES):
         options = DecodingOptions(

@@ -95,18 +95,8 @@ def test_samples_across_a_shift_follow_the_target_alone(drafter: str, draft_capa
     setup = Setup(target, None, 3, context_length=5)
     if drafter != LOOKUP:
         setup.draft = CachedEngine(ToyEngine(random_model(42, 3, 1.0), 3, context_length=draft_capacity))
-    law = law_of(
-        lambda: _run(
-            setup,
-            prompt,
-            **vars(how),
-            drafter=drafter,
-            draft_length=2,
-            max_new_tokens=length,
-            keep=1,
-            lookup_ngram=2,
-        )
-    )
+    lengths = {"draft_length": 2, "max_new_tokens": length, "keep": 1, "lookup_ngram": 2}
+    law = law_of(lambda: _run(setup, prompt, **vars(how), drafter=drafter, **lengths))
     wanted = target_law(target, prompt, length, how, lambda ids: shown(ids, 5, 1, 3))
     assert distance(law, wanted) < 1e-6
     without = target_law(target, prompt, length, how)

@@ -49,9 +49,8 @@ def fed(engine: LlamaCppEngine, start: int, step: int) -> np.ndarray:
     return np.concatenate(pieces)
 
 
-@pytest.mark.parametrize(
-    "start", [0, 280]
-)  # 280: llama.cpp looks at 512 positions, and may share a token's among threads
+# 280: llama.cpp looks at 512 positions, and may share a token's among threads.
+@pytest.mark.parametrize("start", [0, 280])
 @pytest.mark.parametrize(("precision", "threads"), CASES)
 @pytest.mark.parametrize("bf16_keys", [False, True])
 def test_a_block_is_as_single_steps(

@@ -32,9 +32,7 @@ from edgespec.recipe.schema import ExportOptions
 ROUNDING = 1e-4  # of a logit; what float sums in another order may differ by, several times over
 ROUNDED = 1e-2  # of a logit; what int8 activations and blocks summed in another way differ by at least, on these weights
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 128).tolist() for seed in range(4)]
-POSITIONS = sum(
-    len(prompt) for prompt in PROMPTS
-)  # rounding steps by block are rare: a few dozen tokens may show none
+POSITIONS = sum(map(len, PROMPTS))  # rounding steps by block are rare: a few dozen tokens may show none
 CHATS = [[{"role": "user", "content": text}] for text in ("Hello", "What is a list?", "def f(x):")]
 
 

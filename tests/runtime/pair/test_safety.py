@@ -95,9 +95,8 @@ def test_names_that_leave_the_bundle_or_harm_a_terminal(copy: Path, path: str) -
     secret(copy)
     value = read_json(copy / "manifest.json")
     value["files"][path] = value["files"]["prompts.jsonl"]
-    (copy / "manifest.json").write_text(
-        json.dumps(value)
-    )  # in ASCII: a lone surrogate cannot be written otherwise
+    # in ASCII: a lone surrogate cannot be written otherwise
+    (copy / "manifest.json").write_text(json.dumps(value))
     with pytest.raises(BundleError, match=r"leaves the bundle|is no file name") as error:
         open_manifest(copy)
     assert str(error.value).isprintable()

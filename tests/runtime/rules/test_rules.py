@@ -191,9 +191,8 @@ def test_tuned_beta_by_hand() -> None:
     assert tuned_beta(p, q, 0.25) == pytest.approx(1.5, rel=1e-5)
     assert tuned_beta(p, p, 0.25) == 1.0
     few = Categorical(np.array([0, 1]), np.array([0.5, 0.5], np.float32))
-    assert (
-        tuned_beta(few, Categorical(np.array([0]), np.ones(1, np.float32)), 0.5) == math.inf
-    )  # all accepted
+    one = Categorical(np.array([0]), np.ones(1, np.float32))
+    assert tuned_beta(few, one, 0.5) == math.inf  # all accepted
 
 
 def test_a_residual_that_is_empty_is_the_target() -> None:

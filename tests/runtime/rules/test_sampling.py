@@ -73,9 +73,8 @@ def test_inversion_is_that_of_a_plain_cumulative_sum(size: int) -> None:
             goal = uniform * total[-1]
             assert probs[place] > 0
             below = total[place] - probs[place].astype(np.float64)
-            assert (
-                below - 1e-12 <= goal <= total[place] + 1e-12
-            )  # block sums round differently in the last bits
+            # block sums round differently in the last bits
+            assert below - 1e-12 <= goal <= total[place] + 1e-12
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -110,9 +110,8 @@ def test_a_seed_gives_its_reply_whatever_the_draft_length(bundle: Path) -> None:
             for _ in range(3):
                 answer = ask(server.url, "/v1/chat/completions", body)[1]
                 texts.add(answer["choices"][0]["message"]["content"])
-                ask(
-                    server.url, "/v1/chat/completions", {**body, "seed": None}
-                )  # what is learnt goes on changing
+                # what is learnt goes on changing
+                ask(server.url, "/v1/chat/completions", {**body, "seed": None})
     assert len(texts) == 1
 
 

@@ -120,17 +120,9 @@ def test_every_prompt_has_random_numbers_of_its_own(bundle: Path, tmp_path: Path
     """The same prompt five times: with one seed for all, its sampled replies would be the same (else they are equal by chance
     with a probability far below 1e-6: a random model's replies of 16 tokens)."""
     file = prompts_file(tmp_path / "p.jsonl", [None] * 5)
-    flags = [
-        "--prompts",
-        str(file),
-        "--temperature",
-        "1",
-        "--rules",
-        "lossless",
-        "--json",
-        str(tmp_path / "t.json"),
-    ]
-    assert main(["tradeoff", str(bundle), "--max-new-tokens", "16", *flags]) == 0
+    flags = ["--temperature", "1", "--rules", "lossless", "--max-new-tokens", "16"]
+    files = ["--prompts", str(file), "--json", str(tmp_path / "t.json")]
+    assert main(["tradeoff", str(bundle), *flags, *files]) == 0
     for runs in runs_by_arm(tmp_path / "t.json").values():
         assert len({tuple(run["reply"]) for run in runs}) == 5
 
@@ -269,17 +261,8 @@ def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> No
 
 
 def test_no_time_still_gives_three_prompts(bundle: Path, tmp_path: Path) -> None:
-    flags = [
-        "--seconds",
-        "0",
-        "--rules",
-        "lossless",
-        "--max-new-tokens",
-        "4",
-        "--json",
-        str(tmp_path / "t.json"),
-    ]
-    assert main(["tradeoff", str(bundle), *flags]) == 0
+    flags = ["--seconds", "0", "--rules", "lossless", "--max-new-tokens", "4"]
+    assert main(["tradeoff", str(bundle), *flags, "--json", str(tmp_path / "t.json")]) == 0
     assert {run["prompt"] for run in json.loads((tmp_path / "t.json").read_text())["runs"]} == {0, 1, 2}
 
 

@@ -17,22 +17,16 @@ def names(rules: str, alphas: tuple[float, ...] = (0.0, 0.5)) -> list[str]:
 def test_a_rule_takes_every_alpha_and_the_ends_come_first() -> None:
     arms = arms_of(["chow", "opt"], (0.0, 0.5))
     assert arms[:2] == [LARGE, SMALL]
-    assert [(arm.curve, arm.value) for arm in arms[2:]] == [
-        ("chow", 0.0),
-        ("chow", 0.5),
-        ("opt", 0.0),
-        ("opt", 0.5),
-    ]
+    points = [("chow", 0.0), ("chow", 0.5), ("opt", 0.0), ("opt", 0.5)]
+    assert [(arm.curve, arm.value) for arm in arms[2:]] == points
     assert [arm.at for arm in arms] == ["", "", "a=0", "a=0.5", "a=0", "a=0.5"]
 
 
 def test_a_rule_without_a_or_with_its_own_is_one_point() -> None:
     assert names("lossless,match-greedy") == ["lossless", "match-greedy"]
     assert names("lenient-lin") == ["lenient-lin:epsilon=0.5"]
-    assert names("lenient-lin:epsilon=0.2,lenient-lin:epsilon=0.8") == [
-        "lenient-lin:epsilon=0.2",
-        "lenient-lin:epsilon=0.8",
-    ]
+    two = ["lenient-lin:epsilon=0.2", "lenient-lin:epsilon=0.8"]
+    assert names(",".join(two)) == two
     assert names("opt:a=-0.25") == ["opt:a=-0.25"]
     assert {arm.curve for arm in arms_of(["opt", "opt:a=0.7"], (0.5,))[2:]} == {"opt"}
     assert names("opt,opt:a=0.5,opt") == ["opt:a=0.0", "opt:a=0.5"]  # the same point is measured once

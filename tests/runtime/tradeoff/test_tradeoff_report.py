@@ -116,9 +116,8 @@ def test_repeats_of_a_prompt_are_one_item() -> None:
     assert half.latency == pytest.approx((0.5, 0.5, 0.5))
     trials = [trial(arm, 0, 0.6, 1.0) for arm in (LARGE, SMALL) for _ in range(3)]
     trials += [trial(HALF, 0, seconds, 0.4) for seconds in (0.3, 9.0, 0.3)]
-    assert summarise(study(trials, HALF))[2].latency[0] == pytest.approx(
-        0.5
-    )  # one hiccup of three is left out
+    # one hiccup of three is left out
+    assert summarise(study(trials, HALF))[2].latency[0] == pytest.approx(0.5)
 
 
 def test_the_frontier_leaves_out_what_is_beaten() -> None:
