@@ -29,7 +29,7 @@ from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
-from edgespec_runtime.engines.static_openvino import is_available
+from edgespec_runtime.engines.static_program import has_openvino
 
 from edgespec.core.table import table
 from edgespec.recipe.schema import ExportOptions
@@ -96,7 +96,7 @@ def forms(model: Path, rows: list[list[int]], out: Path, threads: int) -> dict[s
     seen = calibrate(floats, rows)
     for precision in BITS:
         export_qdq(floats, out / f"static {precision}", precision, seen)
-    for backend in (ONNXRUNTIME, OPENVINO) if is_available() else (ONNXRUNTIME,):
+    for backend in (ONNXRUNTIME, OPENVINO) if has_openvino() else (ONNXRUNTIME,):
         for precision in (FLOAT_PRECISION, *BITS):
             folder = out / f"static {precision}"
             size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in (".onnx", ".data"))

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from itertools import takewhile
 from time import perf_counter
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.drafters import highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.session import CachedEngine, common_length
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
 from edgespec_runtime.rules.cascades import Logits, discrepancy, log_total
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
@@ -165,8 +164,8 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     The confidence is the probability of the reply that was written, in place of the most probable one; nothing leaves the loop
     before the decision. With `mean` it is the geometric mean over the tokens (Gupta et al. 2024).
     """
-    common = takewhile(lambda pair: pair[0] == pair[1], zip(reply.target.tokens, reply.ids, strict=False))
-    reply.target.rewind(sum(1 for _ in common))  # it may never be asked, and must keep no other conversation
+    # It may never be asked, and must not keep another conversation.
+    reply.target.rewind(common_length(reply.target.tokens, reply.ids))
     reply.prefill(reply.draft)
     reply.begin()
     drafted, log_q, keeps = 0, 0.0, True

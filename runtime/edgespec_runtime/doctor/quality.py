@@ -1,4 +1,4 @@
-"""How good one reply is: three measures of text and tokens. Standard library only; knows no models, no files, no rules.
+"""How good one reply is: three measures of text and tokens. Knows no models, no files, no rules.
 
 All of them are higher for a better reply. What is averaged over prompts, and its interval, is the caller's business.
 """
@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
+
+from edgespec_runtime.engines.session import common_length
 
 _NUMBER = r"(?:(?<![\w.)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _ANSWER = re.compile(r"####[ \t]*(" + _NUMBER + ")")
@@ -56,10 +58,5 @@ def common_prefix(reply: Sequence[int], reference: Sequence[int]) -> float:
     chance hits and a reply that says the same is counted as all wrong. The tokens before the first difference are sure.
     Both without tokens: 1.
     """
-    same = 0
-    for mine, wanted in zip(reply, reference, strict=False):
-        if mine != wanted:
-            break
-        same += 1
     longest = max(len(reply), len(reference))
-    return same / longest if longest else 1.0
+    return common_length(reply, reference) / longest if longest else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,14 +16,19 @@ Features = NDArray[np.float32]
 """[n, H]: a target's last hidden states behind the final norm, which a feature drafter reads."""
 
 
-class Engine(Protocol):
-    """One model with one KV cache. Not safe for use from two threads."""
+class Cache(Protocol):
+    """What has a KV cache of bounded length: an engine, or a feature drafter's head."""
 
     name: str
-    vocab_size: int
     context_length: int
     block_length: int  # most tokens one `forward` takes
     n_past: int  # tokens in the KV cache
+
+
+class Engine(Cache, Protocol):
+    """One model with one KV cache. Not safe for use from two threads."""
+
+    vocab_size: int
 
     def forward(self, tokens: Sequence[int]) -> Logits:
         """Append `tokens` (at most `block_length`) to the cache; float32 logits [len(tokens), vocab_size].
@@ -35,15 +41,6 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the model."""
-
-
-class Cache(Protocol):
-    """What has a KV cache of bounded length: an engine, or a feature drafter's head."""
-
-    name: str
-    context_length: int
-    block_length: int
-    n_past: int
 
 
 def check_room(engine: Cache, count: int) -> None:
@@ -65,6 +62,4 @@ def check_rewind(engine: Cache, n_past: int) -> None:
 
 def default_threads() -> int:
     """Processors this process may run on."""
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

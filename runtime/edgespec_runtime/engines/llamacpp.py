@@ -93,7 +93,7 @@ class LlamaCppEngine:
     """One GGUF model and its key/value cache (16 bits).
 
     `flash_attention=None` chooses by the file: on for quantised weights, where it and what block_kernels adds make a block's
-    logits equal those of single steps exactly, off for F16 and F32 weights (`flash_attention_reason` says which and why).
+    logits equal those of single steps exactly, off for F16 and F32 weights.
     `threads=None` takes every core this process may use. `float_weights`: the file is F32, F16 or BF16, whose blocks are not
     exact. With `features` a pass gives the last hidden states too: the attribute `features`, float32 [n, H], else None.
 
@@ -131,10 +131,6 @@ class LlamaCppEngine:
     ) -> None:
         if flash_attention is None:
             flash_attention = not self.float_weights
-            weights = "quantised" if flash_attention else "float"
-            self.flash_attention_reason = f"{'on' if flash_attention else 'off'}: the weights are {weights}"
-        else:
-            self.flash_attention_reason = "as asked"
         self.flash_attention = flash_attention
         self.threads = threads or default_threads()
         self._kernels: BlockKernels = kernels_for(

@@ -60,14 +60,8 @@ class OnnxRuntimeEngine:
         check_onnx(folder / filename)
         self.name = f"onnxruntime {folder.name}"
         self.n_past = 0
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or default_threads()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
         try:
-            self._session = ort.InferenceSession(
-                str(folder / filename), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = open_session(folder / filename, threads or default_threads())
             spare = self._told(SPARE_TOKENS) or 0
             if spare >= min(MOST_SPARE, own_context):
                 raise ValueError(f"its {SPARE_TOKENS} is {spare}; a few are wanted")
@@ -108,9 +102,8 @@ class OnnxRuntimeEngine:
         self._bind_tokens(1)  # logits before the cache: the binding keeps the order of its outputs
         kv_shape = (1, settings.kv_heads, self.context_length + spare, settings.head_size)
         kinds = {value.name: value.type for value in self._session.get_inputs()}
-        shapes = {
-            value.name: value.shape for value in self._session.get_inputs() + self._session.get_outputs()
-        }
+        values = self._session.get_inputs() + self._session.get_outputs()
+        shapes = {value.name: value.shape for value in values}
         _check_shape("vocab_size", settings.vocab_size, shapes[settings.logits][-1])
         past_shape = shapes[settings.past_key % 0]
         _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
@@ -185,6 +178,16 @@ class OnnxRuntimeEngine:
 
     def close(self) -> None:
         del self._binding, self._session
+
+
+def open_session(graph: Path, threads: int, *entries: tuple[str, str]) -> ort.InferenceSession:
+    """A graph on the processor; `entries`: of the session's configuration."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    options.log_severity_level = 3
+    for name, value in entries:
+        options.add_session_config_entry(name, value)
+    return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
 
 
 def _check_shape(name: str, told: int, seen: int | str | None) -> None:

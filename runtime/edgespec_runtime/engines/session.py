@@ -6,8 +6,9 @@ Keys that are not those of the text at its new length (rope_border.py) count as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 import numpy as np
 
@@ -16,10 +17,10 @@ from edgespec_runtime.engines.engine import Engine, Features, Logits
 from edgespec_runtime.engines.rope_border import BorderedEngine
 
 
-def feature_width(engine: Engine) -> int:
-    """Width of the hidden states that an engine gives beside its logits; 0 where it gives none."""
-    features = getattr(engine, "features", None)
-    return 0 if features is None else int(features.shape[1])
+def common_length(one: Iterable[object], other: Iterable[object]) -> int:
+    """How many items both begin with."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class CachedEngine:
@@ -34,10 +35,9 @@ class CachedEngine:
         self.engine = engine
         self.tokens: list[int] = []
         self.before_pass: Callable[[], None] | None = None
-        width = feature_width(engine)
-        self.features: Features | None = (
-            np.zeros((engine.context_length, width), np.float32) if width else None
-        )
+        self.features: Features | None = None
+        if (given := getattr(engine, "features", None)) is not None:
+            self.features = np.zeros((engine.context_length, given.shape[1]), np.float32)
         self._bordered = engine if isinstance(engine, BorderedEngine) else None
         engine.rewind(0)
 
@@ -119,14 +119,9 @@ class CachedEngine:
         At least one more token follows: the keys are those of a text of one token more. The cache is true to `tokens` after every
         pass, so a caller may stop in between.
         """
-        keep, whole = 0, len(tokens) + 1
-        for mine, wanted in zip(self.tokens, tokens, strict=False):
-            if mine != wanted:
-                break
-            keep += 1
-        self.rewind(keep if self.holds_for(whole) else 0)
-        keep = len(self.tokens)
-        for start in range(keep, len(tokens), self.engine.block_length):
+        whole = len(tokens) + 1
+        self.rewind(common_length(self.tokens, tokens) if self.holds_for(whole) else 0)
+        for start in range(len(self.tokens), len(tokens), self.engine.block_length):
             piece = tokens[start : start + self.engine.block_length]
             self.forward(piece, of=whole)
             yield len(piece)

@@ -16,7 +16,7 @@ import numpy as np
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
 from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
-from edgespec_runtime.engines.static_program import Array, Feeds, Program, open_onnxruntime
+from edgespec_runtime.engines.static_program import Array, Feeds, Program, open_onnxruntime, openvino_opener
 from edgespec_runtime.engines.static_settings import StaticSettings, read_static_settings
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
@@ -141,7 +141,5 @@ def _opener(backend: str, device: str) -> Callable[[Path, int, Feeds, Feeds], Pr
     if backend == ONNXRUNTIME:
         return open_onnxruntime
     if backend == OPENVINO:
-        from edgespec_runtime.engines.static_openvino import opener
-
-        return opener(device)
+        return openvino_opener(device)
     raise InputError(f"backend {backend!r} is unknown{did_you_mean(backend, (ONNXRUNTIME, OPENVINO))}")

@@ -1,12 +1,16 @@
-"""One static graph as a program: named arrays in, named arrays out. On ONNX Runtime; engine_static_openvino.py has the other."""
+"""One static graph as a program: named arrays in, named arrays out. On ONNX Runtime, or OpenVINO (its own extra)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
+
+from edgespec.core.errors import InputError, MissingExtra
 
 Array = NDArray[Any]
 Feeds = dict[str, Array]
@@ -21,15 +25,10 @@ class Program(Protocol):
 
 def open_onnxruntime(path: Path, threads: int, inputs: Feeds, outputs: Feeds) -> Program:
     """A graph in ONNX Runtime that takes arrays like `inputs`, and writes into those of `outputs`."""
-    import onnxruntime as ort
+    from edgespec_runtime.engines.onnx_runtime import open_session
 
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
     # Without VNNI the products of unsigned activations and signed weights saturate in 16 bits; so they do not.
-    options.add_session_config_entry("session.x64quantprecision", "1")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    session = open_session(path, threads, ("session.x64quantprecision", "1"))
     seen = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
     check_shapes(seen, inputs | outputs)
     binding = session.io_binding()
@@ -43,6 +42,53 @@ def open_onnxruntime(path: Path, threads: int, inputs: Feeds, outputs: Feeds) ->
         return outputs
 
     return run
+
+
+@cache
+def _core() -> Any:
+    """Raises MissingExtra without OpenVINO."""
+    try:
+        import openvino
+    except ImportError as error:
+        raise MissingExtra("openvino", "openvino", "Running static graphs in OpenVINO") from error
+    return openvino.Core()
+
+
+def has_openvino() -> bool:
+    """Whether OpenVINO is installed."""
+    try:
+        _core()
+    except MissingExtra:
+        return False
+    return True
+
+
+def openvino_opener(device: str) -> Callable[[Path, int, Feeds, Feeds], Program]:
+    """What opens a graph on a device; on the CPU in float32. Raises InputError for a device that OpenVINO does not see."""
+    core = _core()
+    if device not in core.available_devices:
+        raise InputError(
+            f"OpenVINO sees no device {device!r} here; it sees {', '.join(core.available_devices)}"
+        )
+
+    def open_program(path: Path, threads: int, inputs: Feeds, outputs: Feeds) -> Program:
+        settings: dict[str, Any] = {}
+        if device == "CPU":  # elsewhere the precision is the device's own
+            settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+            # Its integer products saturate in 16 bits on processors without VNNI; in floats the integer graph means the same
+            # on all of them.
+            settings["LP_TRANSFORMS_MODE"] = "NO"
+        request = core.compile_model(str(path), device, settings).create_infer_request()
+        wanted = inputs | outputs
+        check_shapes({name: tuple(request.get_tensor(name).shape) for name in wanted}, wanted)
+
+        def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+            request.infer(dict(feeds), share_inputs=True)
+            return {name: np.asarray(request.get_tensor(name).data) for name in outputs}
+
+        return run
+
+    return open_program
 
 
 def check_shapes(seen: Mapping[str, tuple[Any, ...]], wanted: Feeds) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json
-from edgespec_runtime.untrusted.genai_settings import unusable
+from edgespec_runtime.untrusted.genai_settings import count_of, unusable
 
 SETTINGS = "static.json"
 FORMAT = 1
@@ -50,7 +49,7 @@ def read_static_settings(folder: Path) -> StaticSettings:
     value = read_json(where, error=BundleError, limit=MAX_SETTINGS_BYTES, strict=True)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BundleError(f"{where} is no static export of format {FORMAT}; export the model again")
-    counts = {key: _count(value, key, most, where) for key, most in MOST.items()}
+    counts = {key: count_of(value, key, most, where) for key, most in MOST.items()}
     blocks = value.get("blocks")
     if not isinstance(blocks, dict) or set(blocks) != set(BLOCKS):
         raise unusable(where, "blocks", blocks, f"an object with {', '.join(BLOCKS)}")
@@ -63,13 +62,6 @@ def read_static_settings(folder: Path) -> StaticSettings:
     return StaticSettings(
         precision=precision,
         masked=float(masked),
-        blocks={name: _count(blocks, name, counts["length"], where) for name in BLOCKS},
+        blocks={name: count_of(blocks, name, counts["length"], where) for name in BLOCKS},
         **counts,
     )
-
-
-def _count(value: Mapping[str, Any], key: str, most: int, where: Path) -> int:
-    found = value.get(key)
-    if type(found) is not int or not 1 <= found <= most:
-        raise unusable(where, key, found, f"1 to {most}")
-    return found

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.files import read_json
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room
+from edgespec_runtime.engines.onnx_runtime import open_session
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 GRAPH, SETTINGS = "model.onnx", "head.json"
@@ -37,7 +37,7 @@ class FeatureHead:
     Raises BundleError where the folder is no such head.
     """
 
-    def __init__(self, folder: Path, context_length: int | None = None, threads: int = 1) -> None:
+    def __init__(self, folder: Path, context_length: int | None = None) -> None:
         shape = _shape(folder)
         check_onnx(folder / GRAPH)
         self.name = f"onnxruntime {folder.name}"
@@ -46,13 +46,8 @@ class FeatureHead:
         self.context_length = min(context_length or shape["context_length"], shape["context_length"])
         self.block_length = min(BLOCK_LENGTH, self.context_length)
         self.n_past = 0
-        options = ort.SessionOptions()
-        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
-        options.log_severity_level = 3
         try:
-            self._session = ort.InferenceSession(
-                str(folder / GRAPH), options, providers=["CPUExecutionProvider"]
-            )
+            self._session = open_session(folder / GRAPH, threads=1)
             self._bind(shape)
         # ONNX Runtime has an exception class for every status, with no base of their own
         except Exception as error:
@@ -87,19 +82,17 @@ class FeatureHead:
                 self._binding.bind_output(present, "cpu", 0, np.float32, dims, buffer.ctypes.data)
 
     def _bind_slots(self, count: int) -> None:
-        bind = self._binding
+        bind, rows = self._binding, (1, count)
         bind.bind_input("seqlens_k", "cpu", 0, np.int32, (1,), self._last.ctypes.data)
         bind.bind_input("total_length", "cpu", 0, np.int32, (), self._total.ctypes.data)
-        bind.bind_input("input_ids", "cpu", 0, np.int64, (1, count), self._ids.ctypes.data)
-        bind.bind_input(
-            "features", "cpu", 0, np.float32, (1, count, self.feature_size), self._features.ctypes.data
+        bind.bind_input("input_ids", "cpu", 0, np.int64, rows, self._ids.ctypes.data)
+        read, logits, own = (
+            (array.dtype, (*rows, array.shape[1]), array.ctypes.data)
+            for array in (self._features, self._logits, self._own)
         )
-        bind.bind_output(
-            "logits", "cpu", 0, np.float32, (1, count, self.vocab_size), self._logits.ctypes.data
-        )
-        bind.bind_output(
-            "own_features", "cpu", 0, np.float32, (1, count, self.hidden_size), self._own.ctypes.data
-        )
+        bind.bind_input("features", "cpu", 0, *read)
+        bind.bind_output("logits", "cpu", 0, *logits)
+        bind.bind_output("own_features", "cpu", 0, *own)
         self._bound = count
 
     def forward(self, tokens: Sequence[int], features: Features) -> tuple[Logits, Features]:

@@ -48,11 +48,11 @@ def read_settings(folder: Path) -> OnnxSettings:
     decoder = _object(model, "decoder", where)
     inputs, outputs = _object(decoder, "inputs", where), _object(decoder, "outputs", where)
     return OnnxSettings(
-        vocab_size=_count(model, "vocab_size", 2**24, where),
-        context_length=_count(model, "context_length", 2**24, where),
-        layers=_count(decoder, "num_hidden_layers", 1024, where),
-        kv_heads=_count(decoder, "num_key_value_heads", 4096, where),
-        head_size=_count(decoder, "head_size", 2**16, where),
+        vocab_size=count_of(model, "vocab_size", 2**24, where),
+        context_length=count_of(model, "context_length", 2**24, where),
+        layers=count_of(decoder, "num_hidden_layers", 1024, where),
+        kv_heads=count_of(decoder, "num_key_value_heads", 4096, where),
+        head_size=count_of(decoder, "head_size", 2**16, where),
         filename=_name(decoder, "filename", where),
         ids=_name(inputs, "input_ids", where),
         mask=_name(inputs, "attention_mask", where),
@@ -71,7 +71,8 @@ def _object(value: Any, key: str, where: Path) -> dict[str, Any]:
     return found
 
 
-def _count(value: dict[str, Any], key: str, most: int, where: Path) -> int:
+def count_of(value: dict[str, Any], key: str, most: int, where: Path) -> int:
+    """A whole number from 1 to `most`. Raises BundleError where there is something else."""
     found = value.get(key)
     if type(found) is not int or not 1 <= found <= most:
         raise unusable(where, key, found, f"1 to {most}")

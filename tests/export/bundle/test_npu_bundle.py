@@ -15,7 +15,7 @@ from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
-from edgespec_runtime.engines import static_openvino as engine_static_openvino
+from edgespec_runtime.engines import static_program
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from safetensors.torch import load_file, save_file
 from tiny_bundle import disturbed
@@ -128,7 +128,7 @@ def test_what_cannot_be_opened_is_said(bundle: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(InputError, match=r"no 'int4' pair for static"):
         open_pair(bundle, LoadOptions(engine="openvino", precision="int4"))
     monkeypatch.setitem(sys.modules, "openvino", None)
-    engine_static_openvino._core.cache_clear()
+    static_program._core.cache_clear()
     with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[openvino\]'"):
         open_pair(bundle, LoadOptions(engine="openvino", precision="fp32"))
-    engine_static_openvino._core.cache_clear()
+    static_program._core.cache_clear()

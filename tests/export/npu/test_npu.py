@@ -13,7 +13,7 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
-from edgespec_runtime.engines.static_openvino import is_available
+from edgespec_runtime.engines.static_program import has_openvino
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder, torch_logits
 
@@ -64,7 +64,7 @@ def test_logits_are_those_of_torch_in_every_graph(
 
 def test_openvino_is_there_to_be_tested() -> None:
     """It comes with the test extra; its parity must not be skipped unnoticed."""
-    assert is_available()
+    assert has_openvino()
 
 
 def test_a_graph_has_plain_operators_and_no_free_dimension(static: dict[str, Path]) -> None:
