@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_bundle(folder / "bundle", folder / "target-onnx", folder / "drafter-onnx", target)
 
     return once(tmp_path_factory, "pair", make) / "bundle"
+
+
+@pytest.fixture(scope="module")
+def pair(bundle: Path) -> Iterator[Any]:
+    """`bundle`, opened."""
+    from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+
+    opened = open_pair(bundle, LoadOptions(threads=1))
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

@@ -108,9 +108,8 @@ def measure(
 ) -> Run:
     """Decode one prompt once from empty caches. `place`: index of the prompt and of the repeat."""
     draft = None if length == PLAIN else pair.draft
-    for model in (pair.target, pair.draft):
-        if model is not None:
-            model.rewind(0)
+    for model in pair.models:
+        model.rewind(0)
     counts = RawCounts()
     reply: list[int] = []
     first_token = 0.0
@@ -170,15 +169,22 @@ def shared_of(options: Options) -> dict[str, Any]:
     return shared | {"rule": options.rule_name, "seed": options.seed or 0}
 
 
-def about(pair: Pair, given: dict[str, Any]) -> dict[str, Any]:
-    """What was run, where and when. `bundle`: the SHA-256 of its manifest, which names every file's."""
-    assert pair.manifest.folder is not None
+def ran(verb: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Which command ran, when and where."""
     words = {name: value for name, value in given.items() if name != "bundle"}
     return {
         "edgespec": __version__,
-        "command": shlex.join(["edgespec", "bench", str(given["bundle"]), *as_flags(words)]),
+        "command": shlex.join(["edgespec", verb, str(given["bundle"]), *as_flags(words)]),
         "date": time.strftime("%Y-%m-%d"),
         "device": str(this_device()),
+    }
+
+
+def about(pair: Pair, given: dict[str, Any]) -> dict[str, Any]:
+    """What was run, where and when. `bundle`: the SHA-256 of its manifest, which names every file's."""
+    assert pair.manifest.folder is not None
+    return {
+        **ran("bench", given),
         "target": pair.manifest.target.name,
         "drafter": pair.manifest.drafter.name,
         "bundle": sha256_file(pair.manifest.folder / MANIFEST),

@@ -5,8 +5,9 @@ Costs are in units of one plain target step and come from the raw counts: c_t = 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from edgespec.core.metrics import (
     RawCounts,
@@ -67,16 +68,22 @@ class Summary:
 
     @property
     def name(self) -> str:
-        chosen = f"γ = {self.draft_length}"
-        return {PLAIN: "plain", AUTO: f"γ chosen ({self.mean_draft_length:.1f})"}.get(
-            self.draft_length, chosen
-        )
+        named = {PLAIN: "plain", AUTO: f"γ chosen ({self.mean_draft_length:.1f})"}
+        return named.get(self.draft_length, f"γ = {self.draft_length}")
 
     @property
     def predicted(self) -> float:
         """τ / (γ·c_t + v(γ + 1)), from the measured costs."""
         efficiency = self.block_efficiency[0]
         return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
+
+
+def summed(counts: Iterable[RawCounts]) -> RawCounts:
+    """The counts of several runs as of one."""
+    total = RawCounts()
+    for one in counts:
+        total.add(one)
+    return total
 
 
 class _Prompt:
@@ -103,14 +110,7 @@ class _Prompt:
         )
 
     def summed(self, length: int) -> RawCounts:
-        total = RawCounts()
-        for run in self._runs[length]:
-            total.add(run.counts)
-        return total
-
-
-def _rate(run: Run) -> float:
-    return run.counts.token_rate
+        return summed(run.counts for run in self._runs[length])
 
 
 _rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
@@ -119,10 +119,6 @@ _rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: cou
 def _ratio_over_all(pairs: Sequence[tuple[RawCounts, RawCounts]]) -> float:
     mine, theirs = zip(*pairs, strict=True)
     return _rate_over_all(mine) / _rate_over_all(theirs)
-
-
-def _first_token_seconds(run: Run) -> float:
-    return run.first_token_seconds
 
 
 def _pass_seconds(run: Run) -> float:
@@ -147,32 +143,28 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
     prompts = [_Prompt(group) for group in grouped.values()]
 
     lengths = sorted({run.draft_length for run in runs}, key=lambda length: (length == AUTO, length))
-    summed = {length: [prompt.summed(length) for prompt in prompts] for length in lengths}
+    found = {length: [prompt.summed(length) for prompt in prompts] for length in lengths}
     fixed = [length for length in lengths if length != AUTO]
-    fastest = summed[max(fixed, key=lambda length: _rate_over_all(summed[length]))]
+    fastest = found[max(fixed, key=lambda length: _rate_over_all(found[length]))]
+    rate, first = attrgetter("counts.token_rate"), attrgetter("first_token_seconds")
     summaries = []
     for length in lengths:
-        counts = summed[length]
-        total = RawCounts()
-        for one in counts:
-            total.add(one)
+        counts = found[length]
+        total = summed(counts)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
         mean = total.mean_draft_length if length == AUTO else float(length)
         summaries.append(
             Summary(
                 draft_length=length,
                 mean_draft_length=mean,
-                token_rate=bootstrap([prompt.of(length, _rate) for prompt in prompts], median),
-                first_token_seconds=median([prompt.of(length, _first_token_seconds) for prompt in prompts]),
+                token_rate=bootstrap([prompt.of(length, rate) for prompt in prompts], median),
+                first_token_seconds=median([prompt.of(length, first) for prompt in prompts]),
                 step_seconds=median([prompt.of(length, _pass_seconds) for prompt in prompts]),
-                speedup=bootstrap([prompt.ratio(length, _rate, _rate) for prompt in prompts], median),
+                speedup=bootstrap([prompt.ratio(length, rate, rate) for prompt in prompts], median),
                 of_fastest=bootstrap(list(zip(counts, fastest, strict=True)), _ratio_over_all),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
-                mbsu={
-                    name: mbsu(efficiency[0], total.computed(mean), ratio)
-                    for name, ratio in cost_ratios.items()
-                },
+                mbsu={name: mbsu(efficiency[0], total.computed(mean), c) for name, c in cost_ratios.items()},
                 draft_cost=_draft_cost(length, prompts),
                 verify_cost=median(
                     [prompt.ratio(length, _pass_seconds, _pass_seconds) for prompt in prompts]
@@ -185,21 +177,18 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
 
 def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     """Token rate, against plain decoding, and time to the first token."""
-    rows = []
-    for s in summaries:
-        plain = s.draft_length == PLAIN
-        rows.append(
-            (
-                s.name,
-                interval(*s.token_rate, digits=1),
-                "1" if plain else interval(*s.speedup),
-                "" if plain else f"{s.predicted:.2f}",
-                f"{1e3 * s.first_token_seconds:.1f}",
-            )
+    rows = [
+        (
+            s.name,
+            interval(*s.token_rate, digits=1),
+            "1" if s.draft_length == PLAIN else interval(*s.speedup),
+            "" if s.draft_length == PLAIN else f"{s.predicted:.2f}",
+            f"{1e3 * s.first_token_seconds:.1f}",
         )
-    return table(
-        ("", "tok/s [95 %]", "x plain [95 %]", "predicted", "first token ms"), rows, markdown=markdown
-    )
+        for s in summaries
+    ]
+    headers = ("", "tok/s [95 %]", "x plain [95 %]", "predicted", "first token ms")
+    return table(headers, rows, markdown=markdown)
 
 
 def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:

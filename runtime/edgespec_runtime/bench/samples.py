@@ -30,9 +30,8 @@ def samples_of(pair: Pair, dialogues: Sequence[Dialogue], how: DecodingOptions) 
 
 
 def _sample(pair: Pair, dialogue: Dialogue, how: DecodingOptions) -> dict[str, Any]:
-    for model in (pair.target, pair.draft):
-        if model is not None:
-            model.rewind(0)
+    for model in pair.models:
+        model.rewind(0)
     counts = RawCounts()
     blocks = list(decode(pair.target, pair.draft, dialogue.prompts[0], how, pair.tokenizer.stop_ids, counts))
     return {

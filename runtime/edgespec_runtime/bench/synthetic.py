@@ -62,10 +62,7 @@ class Options(bench.Options):
         "lengths chosen from measured costs, unless you give these; takes --seconds for each",
     )
     alphas: tuple[float, ...] = knob(
-        (0.5, 0.6, 0.7, 0.8, 0.9),
-        "with --synthetic: acceptance rates to replay",
-        at_least=0.0,
-        at_most=1.0,
+        (0.5, 0.6, 0.7, 0.8, 0.9), "with --synthetic: acceptance rates to replay", at_least=0.0, at_most=1.0
     )
     alphas_by_position: tuple[float, ...] = knob(
         (),

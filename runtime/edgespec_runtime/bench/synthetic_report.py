@@ -14,7 +14,7 @@ from typing import Any
 from edgespec import __version__
 from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums
 from edgespec.core.table import count, interval, table
-from edgespec_runtime.bench.report import Interval
+from edgespec_runtime.bench.report import Interval, summed
 from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length, break_even
 from edgespec_runtime.engines.exactness import EXACT
 
@@ -104,17 +104,17 @@ def rows_of(section: Section) -> list[Row]:
 
 def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
     runs = [run for run in section.runs if run.arm == arm]
-    counts, total = [run.counts for run in runs], RawCounts()
-    for one in counts:
-        total.add(one)
+    counts = [run.counts for run in runs]
+    total = summed(counts)
 
     def in_plain_steps(seconds: Callable[[RawCounts], float]) -> float:
         """Median over rounds, each against the plain run of its round."""
         return median([seconds(run.counts) / _pass_seconds(plain[run.round]) for run in runs])
 
     context = section.costs.contexts[0]
-    drafting = all(one.drafted for one in counts)
-    draft_cost = in_plain_steps(_draft_seconds) if drafting else section.costs.c_t(context)
+    draft_cost = section.costs.c_t(context)
+    if all(one.drafted for one in counts):
+        draft_cost = in_plain_steps(lambda counts: counts.draft_seconds / counts.drafted)
     efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
     length = total.drafted / total.blocks
     best, predicted = best_draft_length(section.costs, sum(arm.trace) / len(arm.trace), context)
@@ -137,10 +137,6 @@ def _row(section: Section, arm: Arm, plain: dict[int, RawCounts]) -> Row:
 
 def _pass_seconds(counts: RawCounts) -> float:
     return counts.verify_seconds / counts.blocks
-
-
-def _draft_seconds(counts: RawCounts) -> float:
-    return counts.draft_seconds / counts.drafted
 
 
 def text(section: Section, *, markdown: bool = False) -> str:

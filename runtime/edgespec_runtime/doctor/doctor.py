@@ -119,7 +119,7 @@ def examine(options: Options) -> Findings:
         others=others,
         thread_counts=counts,
         acceptances=known,
-        verified=pair.exactness(),
+        verified=str(pair.measured_exactness()),
         asked=_asked(options),
         kept=kept,
         notes=tuple(notes),

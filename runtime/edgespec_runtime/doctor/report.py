@@ -165,10 +165,7 @@ def variant_table(findings: Findings, *, markdown: bool = False) -> str:
 def thread_table(counts: Sequence[Threads], *, markdown: bool = False) -> str:
     """Milliseconds at each thread count."""
     rows = [
-        (
-            str(row.threads),
-            *(f"{1e3 * seconds:.3g}" for seconds in (row.target, row.target4, row.draft)),
-        )
+        (str(row.threads), *(f"{1e3 * seconds:.3g}" for seconds in (row.target, row.target4, row.draft)))
         for row in counts
     ]
     return table(("threads", "target step ms", "4 tokens ms", "drafter step ms"), rows, markdown=markdown)

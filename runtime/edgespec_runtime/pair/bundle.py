@@ -38,9 +38,7 @@ class LoadOptions:
         "", "engine (default: the bundle's)", choices=("", ONNXRUNTIME, LLAMACPP, STATIC, OPENVINO)
     )
     precision: str = knob(
-        "",
-        "precision of both models: {names} (default: the bundle's)",
-        names=precision_names,
+        "", "precision of both models: {names} (default: the bundle's)", names=precision_names
     )
     context: int | None = knob(None, "length of the context in tokens (default: the model's)", at_least=2)
     threads: int | None = knob(None, "compute threads (default: all processors)", at_least=1)
@@ -87,11 +85,15 @@ class Pair:
         """Whether the target runs with flash attention; None where the engine has no such choice."""
         return getattr(self.target.engine, "flash_attention", None)
 
+    @property
+    def models(self) -> list[CachedEngine]:
+        """The target, and the drafter where it is loaded."""
+        return [self.target] if self.draft is None else [self.target, self.draft]
+
     def close(self) -> None:
         """Free both models."""
-        for model in (self.target, self.draft):
-            if model is not None:
-                model.engine.close()
+        for model in self.models:
+            model.engine.close()
 
     def prompts(self) -> list[list[Message]]:
         """The held-out chats that travel in the bundle."""
@@ -113,10 +115,6 @@ class Pair:
             return exactness_of(way, {})
         verification = read_json(self.manifest.folder / "verify.json")
         return exactness_of(way, verification if isinstance(verification, dict) else {})
-
-    def exactness(self) -> str:
-        """`measured_exactness` in words."""
-        return str(self.measured_exactness())
 
 
 def load_engine(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.table import interval, table
-from edgespec_runtime.bench.report import Interval, Run
+from edgespec_runtime.bench.report import Interval, Run, summed
 from edgespec_runtime.decoding.speed import dump
 from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm
@@ -100,18 +100,14 @@ def summarise(study: Study) -> list[Summary]:
 
 
 def _cell(trials: Sequence[Trial], metrics: Sequence[str]) -> _Cell:
-    counts = RawCounts()
-    for trial in trials:
-        counts.add(trial.run.counts)
+    counts = summed(trial.run.counts for trial in trials)
     scores = {name: _mean([trial.scores[name] for trial in trials]) for name in metrics}
     pace = median([trial.run.counts.total_seconds / trial.run.counts.emitted for trial in trials])
     return _Cell(counts, len(trials), pace * counts.emitted, scores)
 
 
 def _summary(arm: Arm, cells: Sequence[_Cell], large: Sequence[_Cell], metrics: Sequence[str]) -> Summary:
-    total = RawCounts()
-    for cell in cells:
-        total.add(cell.counts)
+    total = summed(cell.counts for cell in cells)
     pairs = list(zip(cells, large, strict=True))
     times = [(mine.seconds, mine.counts.emitted, its.seconds, its.counts.emitted) for mine, its in pairs]
     return Summary(
@@ -192,30 +188,18 @@ def best_table(study: Study, summaries: Sequence[Summary], metric: str, *, markd
     for name, points in curves_of(summaries).items():
         good = [point for point in points if point.behind[metric][2] >= 0]
         fast = [point for point in points if point.latency[0] <= 1.0]
-        rows.append(
-            (
-                name,
-                _pick(good, lambda s: (-s.latency[0], 0.0), lambda s: f"{1 / s.latency[0]:.2f}x"),
-                _pick(
-                    fast,
-                    lambda s: (s.quality[metric][0], -s.latency[0]),
-                    lambda s: f"{s.quality[metric][0]:.3f}",
-                ),
-            )
-        )
+        first = max(good, key=lambda s: -s.latency[0], default=None)
+        best = max(fast, key=lambda s: (s.quality[metric][0], -s.latency[0]), default=None)
+        speedup = "none" if first is None else _at(first, f"{1 / first.latency[0]:.2f}x")
+        quality = "none" if best is None else _at(best, f"{best.quality[metric][0]:.3f}")
+        rows.append((name, speedup, quality))
     headers = ("", f"speed-up, {study.label(metric)} not below", f"best {study.label(metric)} in its time")
     return table(headers, rows, markdown=markdown)
 
 
-def _pick(
-    points: Sequence[Summary],
-    order: Callable[[Summary], tuple[float, float]],
-    words: Callable[[Summary], str],
-) -> str:
-    if not points:
-        return "none"
-    best = max(points, key=order)
-    return f"{words(best)} ({best.arm.at})" if best.arm.at else words(best)
+def _at(point: Summary, words: str) -> str:
+    """Words for a point, with its parameter where it has one."""
+    return f"{words} ({point.arm.at})" if point.arm.at else words
 
 
 def text(study: Study, summaries: Sequence[Summary], *, markdown: bool = False) -> str:
@@ -234,12 +218,9 @@ def setting(study: Study) -> str:
     """What was run, and whether other programs ran beside it."""
     about, options = study.about, study.about["options"]
     prompts, repeats = len({trial.run.prompt for trial in study.trials}), options["repeats"]
-    share = about["free_share"]
-    beside = (
-        f" Other programs ran too and left {share:.0%} of the processors: latencies suffer."
-        if share < QUIET
-        else ""
-    )
+    beside, share = "", about["free_share"]
+    if share < QUIET:
+        beside = f" Other programs ran too and left {share:.0%} of the processors: latencies suffer."
     warped = Warp(**{field.name: options[field.name] for field in fields(Warp) if field.name in options})
     return (
         f"{about['pair']}, {about['engine']} {about['precision']}, {_many(about['threads'], 'thread')}: "

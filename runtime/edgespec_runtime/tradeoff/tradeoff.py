@@ -7,26 +7,23 @@ of its parameter a, one after the other in an order of its own. A larger a leave
 from __future__ import annotations
 
 import os
-import shlex
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
-from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, ran
 from edgespec_runtime.bench.report import PLAIN, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.doctor.quality import common_prefix, exact_match, final_number, rouge_2
-from edgespec_runtime.engines.device import engine_version, free_share, this_device
+from edgespec_runtime.engines.device import engine_version, free_share
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.cascades import log_total
@@ -74,8 +71,7 @@ class Options(Warp, LoadOptions):
         choices=METRICS,
     )
     prompts: str = knob(
-        "",
-        "a .jsonl file of prompts ('messages' or 'instruction', and 'reference') (default: the bundle's)",
+        "", "a .jsonl file of prompts ('messages' or 'instruction', and 'reference') (default: the bundle's)"
     )
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = with_default(ReplyOptions, "max_new_tokens", 64)
@@ -94,8 +90,7 @@ class Options(Warp, LoadOptions):
     plot: str = knob("", "draw quality against latency and rejection rate into this PNG file")
     markdown: str = knob("", "write the report to this Markdown file")
     render: tuple[str, ...] | None = knob(
-        None,
-        "measure nothing: report what these files of --json hold, with a picture for each beside --plot",
+        None, "measure nothing: report what these files of --json hold, with a picture for each beside --plot"
     )
 
 
@@ -138,7 +133,7 @@ class Answers:
         assert pair.draft is not None  # the bundle was opened with it
         self._pair, self._arms, self._options = pair, list(arms), options
         self._alone = replace(pair, target=pair.draft, draft=None)
-        self._limit = min(model.engine.context_length for model in (pair.target, pair.draft))
+        self._limit = min(model.engine.context_length for model in pair.models)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token ids. Raises InputError for a prompt that leaves one of both models no room for a reply."""
@@ -258,19 +253,15 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
         share = free_share(pair.threads)
         trials = trials_of(Answers(pair, arms, options), prompts, arms, options)
         share = min(share, free_share(pair.threads))
-        words = {name: value for name, value in given.items() if name != "bundle"}
         about = {
             "title": options.title or Path(options.prompts or "prompts").stem,
-            "edgespec": __version__,
-            "command": shlex.join(["edgespec", "tradeoff", options.bundle, *as_flags(words)]),
-            "date": time.strftime("%Y-%m-%d"),
-            "device": str(this_device()),
+            **ran("tradeoff", given),
             "pair": f"{pair.manifest.target.name} with {pair.manifest.drafter.name}",
             "engine": f"{pair.engine} {engine_version(pair.engine)}".strip(),
             "precision": pair.precision,
             "threads": pair.threads,
             "free_share": round(share, 2),
-            "block_against_single_steps": pair.exactness(),
+            "block_against_single_steps": str(pair.measured_exactness()),
             "options": to_mapping(options),
         }
         return Study(about, tuple(arms), tuple(trials))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from edgespec_runtime.bench.categories import ALL, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.report import AUTO, PLAIN, Run, shortfalls, shown, summarise
 from edgespec_runtime.bench.suite import Question
-from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
@@ -109,13 +108,6 @@ def test_the_speedup_is_that_of_chosen_lengths_and_the_block_efficiency_that_of_
     fixed = summarise([run for run in runs if run.draft_length != AUTO], {})
     assert [s.draft_length for s in shown(fixed)] == [1]
     assert shortfalls(fixed, 1.3, 3.0) == []
-
-
-@pytest.fixture(scope="module")
-def pair(bundle: Path) -> Iterator[Pair]:
-    opened = open_pair(bundle, LoadOptions())
-    yield opened
-    opened.close()
 
 
 TALK = Question(("Count to three", "Go on", "And then?"), category="chat")

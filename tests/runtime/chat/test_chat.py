@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +25,8 @@ from edgespec.cli import main
 from edgespec.core.errors import InputError
 
 
-@pytest.fixture(scope="module")
-def pair(bundle: Path) -> Iterator[Pair]:
-    opened = open_pair(bundle, LoadOptions())
-    yield opened
-    opened.close()
-
-
 def new_chat(pair: Pair, **options: Any) -> Chat:
-    for model in (pair.target, pair.draft):
-        assert model is not None
+    for model in pair.models:
         model.rewind(0)
     return Chat(
         pair, Options(**{"bundle": "", "max_new_tokens": 12, "draft_length": 3, **options}), interactive=False

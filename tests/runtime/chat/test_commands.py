@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,13 @@ import pytest
 from edgespec_runtime.chat.commands import BY_NAME, COMMANDS, handle
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import SETTABLE, Options
-from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.core.errors import EdgespecError, InputError
 
 
-@pytest.fixture(scope="module")
-def pair(bundle: Path) -> Iterator[Pair]:
-    opened = open_pair(bundle, LoadOptions(threads=1))
-    yield opened
-    opened.close()
-
-
 def new_chat(pair: Pair, **options: Any) -> Chat:
-    for model in (pair.target, pair.draft):
-        assert model is not None
+    for model in pair.models:
         model.rewind(0)
     return Chat(pair, Options(**{"max_new_tokens": 12, "draft_length": 3, **options}), interactive=False)
 

@@ -6,7 +6,7 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +145,6 @@ def test_a_failure_where_contexts_shift_leaves_valid_caches(who: str, call: int)
     assert reply == wanted
 
 
-@pytest.fixture(scope="module")
-def pair(bundle: Path) -> Iterator[Pair]:
-    opened = open_pair(bundle, LoadOptions(threads=1))
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
 def lines_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Source]:
     """Standard input of these lines, as from a pipe."""
@@ -176,8 +169,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
     """The turn that failed is not part of the conversation; the next message is answered as if it had not been asked."""
 
     def talked(texts: list[str], failing: bool) -> tuple[int, Chat, str, str]:
-        for model in (pair.target, pair.draft):
-            assert model is not None
+        for model in pair.models:
             model.rewind(0)
         chat = Chat(pair, Options(bundle="", max_new_tokens=16, draft_length=3), interactive=False)
         chat.reply("Hello")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.view import Run
-from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import Pair
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
@@ -158,8 +156,7 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal() -> None:
 @pytest.mark.parametrize("width", [1, 20, 200])
 def test_terminals_of_any_width(pair: Pair, width: int) -> None:
     terminal = Terminal(width, 5)
-    for model in (pair.target, pair.draft):
-        assert model is not None
+    for model in pair.models:
         model.rewind(0)
     chat = Chat(pair, Options(max_new_tokens=20, draft_length=3), False, terminal.screen)
     for text in ("Hello", "/help", "/set", "/compare", "/stats", "/draft off", "And?"):
@@ -168,13 +165,6 @@ def test_terminals_of_any_width(pair: Pair, width: int) -> None:
     shown = "".join(terminal.seen()).replace(" ", "")
     assert "tok/s" in shown
     assert "draftsareoff" in shown
-
-
-@pytest.fixture(scope="module")
-def pair(bundle: Path) -> Iterator[Pair]:
-    opened = open_pair(bundle, LoadOptions(threads=1))
-    yield opened
-    opened.close()
 
 
 def test_two_replies_side_by_side() -> None:
@@ -195,10 +185,7 @@ def test_two_replies_side_by_side() -> None:
     assert GREEN not in narrow.written
 
 
-@given(
-    st.lists(st.text("ab \n\t日é-", max_size=9), max_size=30),
-    st.integers(2, 25),
-)
+@given(st.lists(st.text("ab \n\t日é-", max_size=9), max_size=30), st.integers(2, 25))
 def test_rows_do_not_depend_on_how_the_text_came(parts: list[str], width: int) -> None:
     def rows_of(pieces: list[str]) -> list[str]:
         rows = Rows(width)

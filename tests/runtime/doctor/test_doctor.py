@@ -14,16 +14,7 @@ import pytest
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor.block_difference import Difference
-from edgespec_runtime.doctor.report import (
-    Findings,
-    Threads,
-    Variant,
-    advice,
-    as_json,
-    diagnosis,
-    limit,
-    text,
-)
+from edgespec_runtime.doctor.report import Findings, Threads, Variant, advice, as_json, diagnosis, limit, text
 from edgespec_runtime.engines import llamacpp as engine_llamacpp
 from edgespec_runtime.engines.device import Device
 from edgespec_runtime.engines.engine import default_threads
