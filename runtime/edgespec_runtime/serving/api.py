@@ -93,17 +93,15 @@ class Service:
         return self.pair.target.engine.context_length
 
     def models(self) -> Json:
-        card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}
         speculation = {
             "drafter": self.pair.draft is not None,
             "draft_length": self.draft_length or AUTO,
             "rules": {name: kind.help for name, kind in RULES.items()},
             "engine": f"{self.pair.engine} {self.pair.precision}",
         }
-        return {
-            "object": "list",
-            "data": [{**card, "max_model_len": self.context_length, "speculation": speculation}],
-        }
+        card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}
+        card |= {"max_model_len": self.context_length, "speculation": speculation}
+        return {"object": "list", "data": [card]}
 
     def tokenize(self, body: Json) -> Json:
         text = Fields(body).text("prompt")
@@ -181,10 +179,9 @@ class Service:
     @contextmanager
     def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
         """Both models for one request, and the pieces of its reply."""
-        target, draft, reply = self.pair.target, self.pair.draft, asked.reply
-        models = [model for model in (target, draft) if model is not None]
+        target, reply = self.pair.target, asked.reply
         try:
-            for model in models:
+            for model in self.pair.models:
                 model.before_pass = watch
             schedule = self.schedules.of(asked.how)
             start = perf_counter()
@@ -193,7 +190,7 @@ class Service:
             with closing(pieces(self.pair, asked.prompt, asked.how, reply.counts, schedule)) as said:
                 yield said
         finally:
-            for model in models:
+            for model in self.pair.models:
                 model.before_pass = None
             self.sums.replied(reply)
 
@@ -275,9 +272,6 @@ class Service:
         return f"token_id:{token}" if as_id else self.pair.tokenizer.decode([token])
 
 
-GETS: dict[str, Callable[[Service], Json]] = {
-    "/v1/models": Service.models,
-}
 POSTS: dict[str, Callable[[Service, Json], Work | Json]] = {
     "/v1/completions": Service.complete,
     "/v1/chat/completions": Service.chat,

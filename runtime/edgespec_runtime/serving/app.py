@@ -27,11 +27,11 @@ from edgespec.core.errors import EdgespecError
 from edgespec.core.files import parse_json
 from edgespec.core.texts import check_json
 from edgespec_runtime.serving.access import Access, Guard
-from edgespec_runtime.serving.api import GETS, POSTS, Json, Service, Work
+from edgespec_runtime.serving.api import POSTS, Json, Service, Work
 from edgespec_runtime.serving.errors import HANDLERS, LEFT, JsonAnswer, error_of, refused_by
 from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line, Watch
 from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
-from edgespec_runtime.serving.page import Page
+from edgespec_runtime.serving.page import front_page
 from edgespec_runtime.serving.request import Refused
 
 MAX_BODY = 8 * 1024 * 1024
@@ -96,12 +96,6 @@ class _Answers:
     def __init__(self, service: Service, line: Line) -> None:
         self._service, self._line = service, line
         self._reading = 0  # bytes of bodies
-
-    def get(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return JsonAnswer(GETS[path](self._service))
-
-        return answer
 
     def post(self, path: str) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -226,7 +220,7 @@ def _event(value: Json) -> bytes:
 
 def application(service: Service, line: Line, access: Access) -> Starlette:
     """Everything behind one address."""
-    answers, metrics, page = _Answers(service, line), Metrics(service.sums, line), Page()
+    answers, metrics, page = _Answers(service, line), Metrics(service.sums, line), front_page()
 
     async def health(request: Request) -> Response:
         return JsonAnswer({"status": "ok"})
@@ -235,13 +229,16 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def front(request: Request) -> Response:
-        return Response(page.html, headers=page.headers, media_type="text/html")
+        return page
+
+    async def models(request: Request) -> Response:
+        return JsonAnswer(service.models())
 
     routes = [
         Route("/", front),
         Route("/health", health),
         Route("/metrics", numbers),
-        *(Route(path, answers.get(path)) for path in GETS),
+        Route("/v1/models", models),
         *(Route(path, answers.post(path), methods=["POST"]) for path in POSTS),
     ]
     cors = Middleware(

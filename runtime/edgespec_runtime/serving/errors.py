@@ -37,28 +37,22 @@ class JsonAnswer(JSONResponse):
         return json.dumps(content, ensure_ascii=False).encode()
 
 
-def refused_by(error: EdgespecError) -> Refused:
-    return Refused(400 if isinstance(error, InputError) else 500, str(error))
-
-
-async def _on_refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return refusal(error)
+def refused_by(error: Exception) -> Refused:
+    """What to say of an error: a mistake of ours has its traceback on standard error."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, EdgespecError):
+        return Refused(400 if isinstance(error, InputError) else 500, str(error))
+    return Refused(500, "the server made a mistake; its standard error says more")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EdgespecError)
     return refusal(refused_by(error))
 
 
 async def _on_left(request: Request, error: Exception) -> Response:
     request.scope[LEFT] = True
     return Response(status_code=400)  # nobody reads it
-
-
-async def _on_mistake(request: Request, error: Exception) -> Response:
-    """Of ours; its traceback is on standard error."""
-    return refusal(Refused(500, "the server made a mistake; its standard error says more"))
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -70,10 +64,10 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
-    Refused: _on_refused,
+    Refused: _on_error,
     EdgespecError: _on_error,
     ClientLeft: _on_left,
     ClientDisconnect: _on_left,
     HTTPException: _on_http,
-    Exception: _on_mistake,
+    Exception: _on_error,
 }

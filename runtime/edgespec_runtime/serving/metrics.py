@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from edgespec_runtime.serving.counts import Sums
@@ -20,9 +14,14 @@ from edgespec_runtime.serving.line import Line
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 
-class _Sums(Collector):
+class Metrics(Collector):
+    """The page `/metrics`: of this server alone, nothing else of the process is in it."""
+
     def __init__(self, sums: Sums, line: Line) -> None:
         self._sums, self._line = sums, line
+
+    def text(self) -> bytes:
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         sums, inside = self._sums.read(), len(self._line)
@@ -35,17 +34,10 @@ class _Sums(Collector):
             ("tokens_predicted_seconds_total", "Predict process time", decoding),
         ):
             yield CounterMetricFamily(f"llamacpp:{name}", help, value)
+        reading, writing = _rate(sums.computed, counts.prefill_seconds), _rate(counts.emitted, decoding)
         for name, help, value in (
-            (
-                "prompt_tokens_seconds",
-                "Average prompt throughput in tokens/s.",
-                _rate(sums.computed, counts.prefill_seconds),
-            ),
-            (
-                "predicted_tokens_seconds",
-                "Average generation throughput in tokens/s.",
-                _rate(counts.emitted, decoding),
-            ),
+            ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", reading),
+            ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", writing),
             ("requests_processing", "Number of requests processing.", min(1, inside)),
             ("requests_deferred", "Number of requests deferred.", max(0, inside - 1)),
         ):
@@ -86,14 +78,3 @@ class _Sums(Collector):
 
 def _rate(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds else 0.0
-
-
-class Metrics:
-    """The page `/metrics`, with a registry of its own: nothing else of the process is in it."""
-
-    def __init__(self, sums: Sums, line: Line) -> None:
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Sums(sums, line))
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)

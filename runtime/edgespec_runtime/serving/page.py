@@ -7,37 +7,32 @@ import hashlib
 import re
 from pathlib import Path
 
+from starlette.responses import HTMLResponse, Response
+
 FILE = Path(__file__).with_name("page.html")
 
 
-class Page:
-    """The page as it is sent.
-
-    Attributes:
-        html: the file.
-        headers: its own style and script run, known by their hashes, and no others, also where somebody's text became markup.
-    """
-
-    def __init__(self) -> None:
-        text = FILE.read_text(encoding="utf-8")
-        self.html = text.encode()
-        policy = {
-            "default-src": "'none'",
-            "script-src": _hash_of(text, "script"),
-            "style-src": _hash_of(text, "style"),
-            "img-src": "data:",
-            "connect-src": "'self'",
-            "base-uri": "'none'",
-            "form-action": "'none'",
-            "frame-ancestors": "'none'",
-            "require-trusted-types-for": "'script'",
-        }
-        self.headers = {
-            "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cache-Control": "no-cache",
-        }
+def front_page() -> Response:
+    """The page. Its own style and script run, known by their hashes, and no others, also where somebody's text became markup."""
+    text = FILE.read_text(encoding="utf-8")
+    policy = {
+        "default-src": "'none'",
+        "script-src": _hash_of(text, "script"),
+        "style-src": _hash_of(text, "style"),
+        "img-src": "data:",
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    headers = {
+        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Referrer-Policy": "no-referrer",
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cache-Control": "no-cache",
+    }
+    return HTMLResponse(text, headers=headers)
 
 
 def _hash_of(text: str, tag: str) -> str:
