@@ -11,11 +11,12 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec_runtime.chat import saved
-from edgespec_runtime.chat.compare import compare
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
 from edgespec_runtime.chat.terminal import QUOTES, unquoted
+from edgespec_runtime.chat.view import Run
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
+from edgespec_runtime.engines.session import common_length
 from edgespec_runtime.rules.table import RULES
 
 PATH = "FILE"  # the argument that is completed with paths
@@ -155,6 +156,42 @@ def _again(chat: Chat, text: str) -> None:
             chat.conversation = before
 
 
+def _compare(chat: Chat, text: str) -> None:
+    """Answer `text` ('': the last message again) plainly and with drafts, side by side. The conversation stays as it is."""
+    options = chat.options
+    if options.needs_model and chat.pair.draft is None:
+        raise InputError("nobody would draft: start the chat without --no-draft, or give /draft lookup")
+    conversation = chat.conversation.copy()
+    text = unquoted(text) or conversation.undo()
+    if not text:
+        raise InputError("there is no message yet; say one, or give it: /compare TEXT")
+    prompt, _ = chat.fitting(conversation, text)
+    runs = []
+    for name, draft in (("plain", False), ("speculative", True)):
+        run = Run(name)
+        for piece, tally in chat.run(prompt, draft, name):
+            run.pieces.append((piece.text, piece.accepted))
+            run.tokens += piece.tokens
+            run.counts = tally.counts
+        if chat.stopped or not run.tokens:
+            chat.view.say("the comparison was stopped")
+            return
+        runs.append(run)
+    chat.view.side_by_side(runs, options.colour)
+    chat.view.say(_verdict(*runs, seeded=options.temperature == 0.0 or options.seed is not None))
+
+
+def _verdict(plain: Run, speculative: Run, *, seeded: bool) -> str:
+    times = f"{speculative.counts.token_rate / plain.counts.token_rate:.2f}x plain"
+    if plain.tokens == speculative.tokens:
+        said = f"the same {len(plain.tokens)} tokens"
+    elif not seeded:
+        said = "other words, as of any two draws; /set seed 1 draws the same ones"
+    else:
+        said = f"the texts part at token {common_length(plain.tokens, speculative.tokens) + 1}"
+    return f"{times} · {said} · one run each; edgespec bench measures with intervals"
+
+
 def _save(chat: Chat, file: str) -> None:
     saved.save(chat.conversation, chat.pair.manifest.target.name, _path(file, "/save"))
     chat.view.note(f"{len(chat.conversation.messages) // 2} turns are in {file}")
@@ -183,12 +220,12 @@ def _stats(chat: Chat, _: str) -> None:
     if not totals.emitted:
         chat.view.say("no replies yet")
         return
-    seconds = {
-        "drafter": totals.draft_seconds,
-        "target": totals.verify_seconds,
-        "loop": totals.loop_seconds,
-    }
-    shares = ", ".join(f"{name} {spent / totals.total_seconds:.0%}" for name, spent in seconds.items())
+    parts = (
+        ("drafter", totals.draft_seconds),
+        ("target", totals.verify_seconds),
+        ("loop", totals.loop_seconds),
+    )
+    shares = ", ".join(f"{name} {seconds / totals.total_seconds:.0%}" for name, seconds in parts)
     lines = [
         f"replies {chat.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
         f"time    {shares}",
@@ -245,10 +282,7 @@ COMMANDS = (
         lambda argument: [*AUTOMATIC[:1], *RULES],
     ),
     Command(
-        ("/compare",),
-        "[TEXT]",
-        "the last message, or TEXT, plain and speculative side by side",
-        lambda chat, text: compare(chat, unquoted(text)),
+        ("/compare",), "[TEXT]", "the last message, or TEXT, plain and speculative side by side", _compare
     ),
     Command(("/regenerate", "/retry"), "", "answer the last message again", _regenerate),
     Command(("/edit",), "[TEXT]", "change the last message and have it answered again", _edit),

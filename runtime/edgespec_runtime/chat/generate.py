@@ -15,7 +15,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.output import give, json_knob, note
-from edgespec_runtime.chat.conversation import keeping_system
+from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
 from edgespec_runtime.chooser.pair_schedule import Schedules
@@ -53,13 +53,9 @@ def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
     """Prompt ids through the chat template, or of the text alone. Raises InputError for a text far beyond the context."""
     limit = pair.target.engine.context_length
     if tokens := pair.tokenizer.far_beyond(limit, [text, system]):
-        raise InputError(
-            f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
-        )
-    if raw:
-        return pair.tokenizer.encode(text)
-    messages = [{"role": "system", "content": system}] if system else []
-    return pair.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+        words = f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
+        raise InputError(words)
+    return pair.tokenizer.encode(text) if raw else Conversation(pair.tokenizer, system).prompt(text)
 
 
 def run(given: dict[str, Any]) -> int:

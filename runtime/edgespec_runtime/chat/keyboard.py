@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
@@ -37,15 +36,12 @@ class Keyboard:
             prompt_continuation=lambda width, number, wrapped: "" if wrapped else "| ",
             history=history,
             completer=Commands(),
-            complete_while_typing=Condition(self._is_command),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
             key_bindings=_keys(),
             input=input,
             output=output,
             reserve_space_for_menu=6,
         )
-
-    def _is_command(self) -> bool:
-        return self._session.default_buffer.text.startswith("/")
 
     def read(self, prefill: str = "") -> str | None:
         try:
@@ -101,12 +97,10 @@ class Commands(Completer):
                 if command.names[0].startswith(name):
                     yield Completion(command.names[0], -len(name), display_meta=command.help)
             return
-        command_given: Any = BY_NAME.get(name)
-        if command_given is None:
-            return
-        if command_given.argument == PATH:
+        given = BY_NAME.get(name)
+        if given is not None and given.argument == PATH:
             yield from self._paths.get_completions(Document(argument, len(argument)), complete_event)
-            return
-        for value in command_given.values(argument):
-            if value.startswith(argument):
-                yield Completion(value, -len(argument))
+        elif given is not None:
+            for value in given.values(argument):
+                if value.startswith(argument):
+                    yield Completion(value, -len(argument))

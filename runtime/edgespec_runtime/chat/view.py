@@ -33,13 +33,8 @@ class Run:
     def text(self) -> str:
         return "".join(text for text, _ in self.pieces)
 
-    @property
-    def seconds(self) -> float:
-        """Of decoding, reading the prompt apart."""
-        return self.counts.total_seconds
-
     def heading(self) -> str:
-        words = f"{self.name}: {self.seconds:.2f} s, {self.counts.token_rate:.1f} tok/s"
+        words = f"{self.name}: {self.counts.total_seconds:.2f} s, {self.counts.token_rate:.1f} tok/s"
         if self.counts.drafted:
             words += f", {sum(self.counts.accepted)}/{self.counts.drafted} drafted accepted"
         return words
