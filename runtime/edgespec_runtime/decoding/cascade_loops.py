@@ -22,9 +22,10 @@ from typing import Any
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.drafters import highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
+from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine, common_length
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
-from edgespec_runtime.rules.cascades import Logits, discrepancy, log_total
+from edgespec_runtime.rules.cascades import discrepancy, log_total
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 from edgespec_runtime.rules.table import (
     BILD,

@@ -46,10 +46,7 @@ class ReplyOptions(Warp):
     )
     lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1)
     p_min: float = knob(
-        0.0,
-        "end a draft where the drafter gives no token this probability",
-        at_least=0.0,
-        at_most=1.0,
+        0.0, "end a draft where the drafter gives no token this probability", at_least=0.0, at_most=1.0
     )
     when_full: str = knob(
         STOP,

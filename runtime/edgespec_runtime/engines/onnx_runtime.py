@@ -109,10 +109,7 @@ class OnnxRuntimeEngine:
         _check_shape("num_key_value_heads", settings.kv_heads, past_shape[1])
         _check_shape("head_size", settings.head_size, past_shape[-1])
         self._cache = []
-        names = (
-            (settings.past_key, settings.present_key),
-            (settings.past_value, settings.present_value),
-        )
+        names = ((settings.past_key, settings.present_key), (settings.past_value, settings.present_value))
         for layer in range(settings.layers):
             for before, after in names:
                 past, present = before % layer, after % layer

@@ -63,7 +63,13 @@ class StaticEngine:
             path = folder / f"{name}.onnx"
             check_onnx(path)
             try:
-                inputs = {**_tokens(tokens), "attention_mask": self._masks[name], **self._past}
+                ids = np.zeros((1, tokens), dtype=np.int32)
+                inputs = {
+                    "input_ids": ids,
+                    "position_ids": ids,
+                    "attention_mask": self._masks[name],
+                    **self._past,
+                }
                 outputs = _outputs(tokens, settings)
                 self._programs[name] = open_program(path, threads or default_threads(), inputs, outputs)
             except EdgespecError:
@@ -123,10 +129,6 @@ def _mask(tokens: int, settings: StaticSettings) -> Array:
     mask = np.full((1, 1, tokens, settings.length + tokens), settings.masked, dtype=np.float32)
     mask[0, 0, :, settings.length :][np.tril_indices(tokens)] = 0.0
     return mask
-
-
-def _tokens(count: int) -> Feeds:
-    return {name: np.zeros((1, count), dtype=np.int32) for name in ("input_ids", "position_ids")}
 
 
 def _outputs(tokens: int, settings: StaticSettings) -> Feeds:

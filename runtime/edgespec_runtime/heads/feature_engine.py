@@ -2,7 +2,7 @@
 
 Slot s reads the token x_s and the feature f_{s−1}. Where the target has read token s − 1, that is the target's hidden state;
 behind it, the head's own output at slot s − 1. A slot that read the head's own is a guess, and is to be read again once the
-target has been there: `true_slots` says how many of the first slots are none (decoding/feature_drafter.py rewinds to it).
+target has been there: `true_slots` says how many of the first slots are none (`FeatureDrafter` rewinds to it).
 """
 
 from __future__ import annotations

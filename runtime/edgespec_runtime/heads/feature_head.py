@@ -1,7 +1,7 @@
 """A feature drafter's head on ONNX Runtime: token ids and features in, logits of V' tokens and its own features out.
 
 One buffer per layer is bound as past and as present, so a pass appends to it and a rollback is a smaller number. Knows no target
-and no text: which features are the target's and which are its own is the drafter's business (decoding/feature_drafter.py).
+and no text: which features are the target's and which are its own is the drafter's business (decoding/drafters.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What an acceptance rule is, and the rules that walk through a block token by token. Pure; knows no engine.
 
 Notation: p = target, q = draft, both warped alike. A rule decides which beginning of a draft stays, and adds one token. The rules
-of other papers: block_verification.py, reproducible.py, lenient.py, cascades.py; all of them by name: rules.py.
+of other papers: block_verification.py, reproducible.py, lenient.py, cascades.py; all of them by name: table.py.
 """
 
 from __future__ import annotations

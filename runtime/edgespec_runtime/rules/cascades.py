@@ -14,10 +14,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import LOSSLESS, Position, Rule, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical
-
-Logits = NDArray[np.float32]
 
 
 def log_total(logits: Logits) -> float:

@@ -165,9 +165,7 @@ RULES: dict[str, Kind] = {
     "chowlog": Kind("the target decides where H(q) > a", Nats, lambda o: cascades.chow_log(o.a)),
     "diff": Kind("the target decides where max q < max p − a", Gap, lambda o: cascades.diff(o.a)),
     "difflog": Kind(
-        "the target decides where H(p) < H(q) − a",
-        Nats,
-        lambda o: cascades.diff(o.a, cascades.entropy_gap),
+        "the target decides where H(p) < H(q) − a", Nats, lambda o: cascades.diff(o.a, cascades.entropy_gap)
     ),
     "opt": Kind("the target decides where max q < max p − a TV(p, q)", Gap, lambda o: cascades.opt(o.a)),
     "optlog": Kind(

@@ -33,6 +33,7 @@ PLAIN_CHATS: tuple[list[Message], ...] = (
 )
 """Chats whose renderings show what a template writes of its own; one that a template refuses is left out."""
 
+_NEVER = "(?!)"  # a pattern that matches nothing
 _PLACES = range(0x100000, 0x10FFFE)  # private-use characters of plane 16
 
 
@@ -54,7 +55,7 @@ class Lookalikes:
             if token.content and (token.special or token.content in rendered)
         }
         longest_first = sorted(self.ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or _NEVER)
         # such tokens are looked for in the normalised text, where other spellings may have become theirs
         self._normalised = tokenizer.normalizer is not None and any(
             token.normalized for token in added.values() if token.content in self.ids
@@ -66,7 +67,7 @@ class Lookalikes:
         The second is empty where there is no look-alike, and the messages are the same then.
         """
         texts = [value for message in messages for value in message.values() if isinstance(value, str)]
-        if self._pattern is None or not any(map(self._suspicious, texts)):
+        if not any(map(self._suspicious, texts)):
             return [dict(message) for message in messages], {}
         used = set().union(*texts)
         places = (chr(code) for code in _PLACES if chr(code) not in used)
@@ -78,7 +79,7 @@ class Lookalikes:
             return hidden[text]
 
         def harmless(text: Any) -> Any:
-            if not isinstance(text, str) or self._pattern is None:
+            if not isinstance(text, str):
                 return text
             found = self._pattern.sub(lambda match: place(match.group()), text)
             if not self._becomes_special(found):
@@ -92,7 +93,7 @@ class Lookalikes:
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         """Ids of what the template wrote for messages from `hide`; no special tokens are added."""
-        if not hidden or self._pattern is None:
+        if not hidden:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         tokenizer, names, ids = self._renamed
         text = self._pattern.sub(lambda match: names[match.group()], text)
@@ -101,15 +102,13 @@ class Lookalikes:
         return [ids.get(token, token) for token in tokenizer.encode(text, add_special_tokens=False).ids]
 
     def _suspicious(self, text: str) -> bool:
-        found = self._pattern is not None and self._pattern.search(text) is not None
-        return found or self._becomes_special(text)
+        return self._pattern.search(text) is not None or self._becomes_special(text)
 
     def _becomes_special(self, text: str) -> bool:
         if not self._normalised:
             return False
-        return not set(self.ids.values()).isdisjoint(
-            self._tokenizer.encode(text, add_special_tokens=False).ids
-        )
+        found = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return not set(self.ids.values()).isdisjoint(found)
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:

@@ -1,6 +1,6 @@
 """Text to token ids and back, and the chat template. Works on the tokenizer files of a bundle; no transformers.
 
-The folder may come from a stranger: every file is read with a bound, and the template runs in `safe_template`'s sandbox.
+The folder may come from a stranger: every file is read with a bound, and the template runs in the sandbox of template.py.
 """
 
 from __future__ import annotations
@@ -69,12 +69,8 @@ class ChatTokenizer:
     def _stop_ids(self, folder: Path) -> frozenset[int]:
         where = folder / "generation_config.json"
         ids = _object(where).get("eos_token_id") if where.exists() else None
-        if ids is None:
-            ids = (
-                self._tokenizer.token_to_id(self._special["eos_token"])
-                if self._special["eos_token"]
-                else None
-            )
+        if ids is None and (eos := self._special["eos_token"]):
+            ids = self._tokenizer.token_to_id(eos)
         found: list[Any] = [] if ids is None else ids if isinstance(ids, list) else [ids]
         for token in found:
             if type(token) is not int or not 0 <= token < MAX_VOCAB_SIZE:

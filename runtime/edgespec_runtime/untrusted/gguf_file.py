@@ -114,10 +114,7 @@ def read_header(path: Path, again: str = AGAIN) -> Header:
             raise BundleError(f"{path} is {kind_of(status.st_mode)}; a GGUF file is wanted: {again}")
         if status.st_size < 24:
             raise BundleError(f"{path} has {status.st_size} bytes; a GGUF file has 24 at least: {again}")
-        with (
-            open(path, "rb") as stream,
-            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
+        with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Header(path, data, again).check()
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{path} cannot be read ({error}); {again}") from error

@@ -44,10 +44,7 @@ def check_onnx(path: Path) -> None:
             raise BundleError(f"{path} is {kind_of(status.st_mode)}; an ONNX file is wanted: {AGAIN}")
         if status.st_size == 0:
             raise BundleError(f"{path} is empty; an ONNX model is wanted: {AGAIN}")
-        with (
-            open(path, "rb") as stream,
-            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
-        ):
+        with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _Walk(path, data).message("model", 0, len(data), 0)
     except (OSError, RuntimeError) as error:
         raise BundleError(f"{path} cannot be read ({error}); {AGAIN}") from error

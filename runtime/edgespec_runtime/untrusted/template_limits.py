@@ -1,4 +1,4 @@
-"""How much a chat template may do: time, work, sizes. Knows values and nothing of templates; `safe_template` asks it."""
+"""How much a chat template may do: time, work, sizes. Knows values and nothing of templates; template.py asks it."""
 
 from __future__ import annotations
 

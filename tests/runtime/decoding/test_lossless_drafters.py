@@ -52,8 +52,7 @@ def prompt(pair: Pair) -> list[int]:
         """The token that the target says with the highest probability where it stood before."""
         candidates = np.argsort(-law_of_next(pair.target, before))[:LIKELY].tolist()
         return max(
-            candidates,
-            key=lambda token: law_of_next(pair.target, [*prompt_with, token, *after])[token],
+            candidates, key=lambda token: law_of_next(pair.target, [*prompt_with, token, *after])[token]
         )
 
     first = likeliest(chat, chat, end)

@@ -6,15 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from block_laws import (
-    WARPS,
-    Law,
-    V,
-    block_law,
-    continued,
-    difference,
-    model,
-)
+from block_laws import WARPS, Law, V, block_law, continued, difference, model
 from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, warp
 
