@@ -191,11 +191,7 @@ def _write_yarn(writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape) 
 
 
 def _write_longrope(
-    writer: GGUFWriter,
-    rope: Mapping[str, Any],
-    shape: ModelShape,
-    rotated: int,
-    notes: list[str],
+    writer: GGUFWriter, rope: Mapping[str, Any], shape: ModelShape, rotated: int, notes: list[str]
 ) -> dict[str, Vector]:
     """Phi-3's two lists of divisors, and the factor on cos and sin, √(1 + ln(factor) / ln(original context)) (LongRoPE).
 

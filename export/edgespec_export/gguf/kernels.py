@@ -48,27 +48,15 @@ def _by_llama_cpp(rows: Array, kind: Kind, importance: Array | None) -> Array:
     library = load_library().llama_cpp._lib
     function = library.ggml_quantize_chunk
     function.restype = ctypes.c_size_t
-    function.argtypes = [
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        *[ctypes.c_int64] * 3,
-        ctypes.c_void_p,
-    ]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
     rows = np.ascontiguousarray(rows, np.float32)
     count, columns = rows.shape
     block, size = GGML_QUANT_SIZES[kind]
     out = np.empty((count, columns // int(block) * int(size)), np.uint8)
     weights = None if importance is None else np.ascontiguousarray(importance, np.float32)
-    written = function(
-        int(kind),
-        rows.ctypes.data,
-        out.ctypes.data,
-        0,
-        count,
-        columns,
-        None if weights is None else weights.ctypes.data,
-    )
+    given = None if weights is None else weights.ctypes.data
+    written = function(int(kind), rows.ctypes.data, out.ctypes.data, 0, count, columns, given)
     if written != out.nbytes:
         raise EdgespecError(
             f"llama.cpp wrote {written} bytes of {kind.name} where {out.nbytes} were expected; install the llama-cpp-python of "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,10 @@ def bytes_of(shape: tuple[int, ...], kind: Kind) -> int:
 
 def mixed_precision(kinds: Mapping[str, Kind], sizes: Mapping[str, int]) -> Precision:
     """A file whose tensors have types of their own is called by that of most of its weights."""
-    weights: dict[Kind, int] = {}
+    weights = Counter[Kind]()
     for name, kind in kinds.items():
-        weights[kind] = weights.get(kind, 0) + sizes[name]
-    most = max(weights, key=lambda kind: weights[kind])
+        weights[kind] += sizes[name]
+    [(most, _)] = weights.most_common(1)
     names = [f"MOSTLY_{most.name}", f"MOSTLY_{most.name}_M"]
     return Precision(most, next(kind for kind in LlamaFileType if kind.name in names))
 
@@ -108,11 +109,8 @@ def quantize_file(
             f"llama.cpp cannot quantise {source} to {precision.file_type.name} (status {status}); choose q8_0 or q4_0"
         )
     # shape[0] is a row's length here: GGUF counts dimensions from the inside
-    odd = [
-        tensor
-        for tensor in GGUFReader(out).tensors
-        if len(tensor.shape) > 1 and int(tensor.shape[0]) % K_BLOCK
-    ]
+    matrices = [tensor for tensor in GGUFReader(out).tensors if len(tensor.shape) > 1]
+    odd = [tensor for tensor in matrices if int(tensor.shape[0]) % K_BLOCK]
     if not odd:
         return []
     kinds = sorted({tensor.tensor_type.name for tensor in odd})
@@ -126,10 +124,11 @@ def precision_of(header: Header) -> str:
     number = header.values.get("general.file_type")
     name = _word(LlamaFileType(number).name) if number in list(LlamaFileType) else ""
     if name not in GGUF_TYPES:
-        weights: dict[int, int] = {}
+        weights = Counter[int]()
         for tensor in header.tensors.values():
-            weights[tensor.kind] = weights.get(tensor.kind, 0) + tensor.size
-        name = _word(Kind(max(weights, key=lambda kind: weights[kind])).name)
+            weights[tensor.kind] += tensor.size
+        [(most, _)] = weights.most_common(1)
+        name = _word(Kind(most).name)
     return name
 
 

@@ -45,7 +45,8 @@ PRE_TOKENIZERS = {
     (f"split {_TEKKEN}", "bytes"): "tekken",
     (f"split {_GPT_4O}", "bytes"): "gpt-4o",
 }
-_ROLES = ("bos", "eos", "unk", "pad")
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens, and GGUF's word for each in its keys."""
 _ADDED_SCORE = -1000.0
 _BPE = 2  # TrainerSpec.ModelType of a SentencePiece model
 _SPACE = "▁"  # SentencePiece's mark of a space
@@ -161,12 +162,8 @@ def _describe(step: dict[str, Any]) -> str:
         return "bytes with regex" if step.get("use_regex", True) else "bytes"
     if kind == "Digits" and step.get("individual_digits"):
         return "single digits"
-    if (
-        kind == "Split"
-        and step.get("behavior") == "Isolated"
-        and not step.get("invert")
-        and "Regex" in step["pattern"]
-    ):
+    isolated = kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert")
+    if isolated and "Regex" in step["pattern"]:
         return f"split {step['pattern']['Regex']}"
     return str(step)
 
@@ -180,9 +177,7 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
             f"({', '.join(PRE_TOKENIZERS.values())}); leave GGUF out with --export.gguf ''"
         )
     normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
-    if normalizers - {
-        "NFC"
-    }:  # llama.cpp never normalises; text is NFC nearly always, so that one is let pass
+    if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always
         raise InputError(
             f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out"
         )
@@ -210,11 +205,8 @@ def _place(tokens: list[str], types: list[int], path: Path, index: int, text: st
 
 def _added(index: int, token: Mapping[str, Any]) -> tuple[int, str, TokenType]:
     """Id, text and type of an added token. Special ones are control tokens; the others are found in any text."""
-    return (
-        index,
-        token["content"],
-        TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED,
-    )
+    kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
+    return index, token["content"], kind
 
 
 def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
@@ -335,7 +327,7 @@ def _add_roles(
 ) -> None:
     """Special ids by their texts in tokenizer_config.json, else by their numbers in config.json; and the chat template."""
     ids = {text: index for index, text in enumerate(vocabulary.tokens)}
-    for role in _ROLES:
+    for role in ROLES:
         named = settings.get(f"{role}_token")
         text = named["content"] if isinstance(named, dict) else named
         index = ids.get(text) if text is not None else config.get(f"{role}_token_id")

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from edgespec_runtime.untrusted.gguf_config import (
-    AGAIN,
-    READABLE,
-    ROPE_FACTORS,
-    read_model,
-    rope_of_factors,
-)
+from edgespec_runtime.untrusted.gguf_config import AGAIN, READABLE, ROPE_FACTORS, read_model, rope_of_factors
 from edgespec_runtime.untrusted.gguf_file import Header, TensorAt
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
@@ -43,11 +37,9 @@ Array = np.ndarray[Any, Any]
 PIECE = 2**22  # weights expanded at once: 16 MiB as float32
 SCHEMA = 1  # raise it when what is written changes
 _KEPT = {Kind.F32: ("F32", "<f4"), Kind.F16: ("F16", "<f2"), Kind.BF16: ("BF16", "<u2")}
-_READ = frozenset(
-    kind
-    for kind in Kind
-    if kind in _KEPT or kind.name.startswith(("Q2", "Q3", "Q4", "Q5", "Q6", "Q8_0", "IQ", "TQ", "MXFP"))
-)  # what gguf's dequantize expands without further tensors
+# what gguf's dequantize expands without further tensors
+_EXPANDED = ("Q2", "Q3", "Q4", "Q5", "Q6", "Q8_0", "IQ", "TQ", "MXFP")
+_READ = frozenset(kind for kind in Kind if kind in _KEPT or kind.name.startswith(_EXPANDED))
 
 
 @dataclass(frozen=True)

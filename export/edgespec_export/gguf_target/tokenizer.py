@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json, write_text
 from edgespec.model_folder.chat_template import TEMPLATE_FILE
-from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS
+from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS, ROLES
 from edgespec_export.verify.tokenizer_files import JsonTokenizer
 from edgespec_export.verify.tokenizers import closing_id
 
@@ -29,7 +29,6 @@ _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": 
 # llama.cpp takes a word that is a token whole, and begins a text with bos, for these unless the file says otherwise
 _WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
 LONGEST = 1024  # characters of a token; the longest in use are runs of a hundred or two
-_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _FOUND_IN_TEXT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN})
 
 
@@ -115,16 +114,13 @@ class Tables:
 
     def roles(self) -> dict[str, int]:
         """Ids of the special tokens by role."""
-        found = {role: self.number(f"{name}_token_id") for role, name in _ROLES.items()}
+        found = {role: self.number(f"{name}_token_id") for role, name in ROLES.items()}
         return {role: index for role, index in found.items() if index is not None}
 
     def used(self) -> dict[str, int]:
         """{text: id} of all tokens but those that fill up the table."""
-        return {
-            text: index
-            for index, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind != TokenType.UNUSED
-        }
+        both = enumerate(zip(self.tokens, self.types, strict=True))
+        return {text: index for index, (text, kind) in both if kind != TokenType.UNUSED}
 
     def added(self) -> list[dict[str, Any]]:
         """The tokens that are looked for in the text before it is split; control tokens are special."""
@@ -204,13 +200,10 @@ def _byte_level(tables: Tables) -> dict[str, Any]:
         left, space, right = merge.partition(" ")
         if not space or left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise InputError(f"{tables.file} has the merge {merge[:60]!r} of what are no tokens; {AGAIN}")
+    pairs = [merge.split(" ", 1) for merge in merges]
     return _spec(
         tables,
-        {
-            "ignore_merges": pre in _WHOLE_WORDS,
-            "vocab": vocabulary,
-            "merges": [merge.split(" ", 1) for merge in merges],
-        },
+        {"ignore_merges": pre in _WHOLE_WORDS, "vocab": vocabulary, "merges": pairs},
         bos=pre in _WHOLE_WORDS,
         pre_tokenizer={"type": "Sequence", "pretokenizers": [_step(step) for step in steps]},
         decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
@@ -241,7 +234,7 @@ def _sentencepiece(tables: Tables) -> dict[str, Any]:
     marks: list[dict[str, Any]] = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     strip: list[dict[str, Any]] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = tables.number("unknown_token_id")
-    space = {"String": " "}
+    mark_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     return _spec(
         tables,
         {
@@ -252,10 +245,7 @@ def _sentencepiece(tables: Tables) -> dict[str, Any]:
             "merges": merges_of(vocabulary, scores, tables.types),
         },
         bos=True,
-        normalizer={
-            "type": "Sequence",
-            "normalizers": [*marks, {"type": "Replace", "pattern": space, "content": _SPACE}],
-        },
+        normalizer={"type": "Sequence", "normalizers": [*marks, mark_spaces]},
         decoder={
             "type": "Sequence",
             "decoders": [

@@ -161,12 +161,3 @@ class GgufTokenizer:
             buffer = ctypes.create_string_buffer(size)
             count = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, True)
         return bytes(buffer.raw[: max(count, 0)])
-
-    def special_ids(self) -> dict[str, int]:
-        """The ids llama.cpp uses for bos, eos and pad; −1 where it has none."""
-        lib, vocab = self._lib, self._vocab
-        return {
-            "bos": int(lib.llama_vocab_bos(vocab)),
-            "eos": int(lib.llama_vocab_eos(vocab)),
-            "pad": int(lib.llama_vocab_pad(vocab)),
-        }

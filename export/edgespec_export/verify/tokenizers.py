@@ -25,7 +25,7 @@ from edgespec.model_folder.chat_template import read_chat_template
 from edgespec.model_folder.config import read_generation_config
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.gguf.vocabulary import read_vocabulary
+from edgespec_export.gguf.vocabulary import ROLES, read_vocabulary
 from edgespec_export.verify.hard_texts import Comparison, compare, torture_set
 from edgespec_export.verify.readback import gguf_field
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer, JsonTokenizer
@@ -222,19 +222,12 @@ def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
                 check.broken.append(f"{key}[{place}] is {values[0]!r:.60} instead of {values[1]!r:.60}")
         elif (mine or None) != (theirs or None):
             check.broken.append(f"{key} is {theirs!r:.60} instead of {mine!r:.60}")
-    for role in ("bos", "eos", "unk", "pad"):
-        mine, theirs = (
-            wanted.special_ids.get(role),
-            gguf_field(reader, f"tokenizer.ggml.{_role(role)}_token_id"),
-        )
+    for role, word in ROLES.items():
+        mine, theirs = wanted.special_ids.get(role), gguf_field(reader, f"tokenizer.ggml.{word}_token_id")
         if mine != theirs and (source.whole or mine is not None):
             check.broken.append(f"{role}_token_id is {theirs} instead of {mine}")
     if (gguf_field(reader, "tokenizer.chat_template") or None) != (wanted.chat_template or None):
         check.broken.append(f"chat template is not that of {source.name}")
-
-
-def _role(role: str) -> str:
-    return {"unk": "unknown", "pad": "padding"}.get(role, role)
 
 
 def _first_difference(mine: Sequence[Any], theirs: Sequence[Any], *, exact: bool) -> int | None:
@@ -293,20 +286,13 @@ def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:
     """verify.json's `tokenizers` as a table, and what is to be said about single ones below."""
     rows = []
     for check in checks:
-        seen = check["comparison"]
-        numbers = (
-            ("-", "-", "-")
-            if seen is None
-            else (
-                len(seen["different"]),
-                len(seen["lost"]),
-                f"{seen['texts'] - len(seen['excused'])}/{seen['texts']}",
-            )
-        )
+        numbers: tuple[object, ...] = "-", "-", "-"
+        if (seen := check["comparison"]) is not None:
+            texts = f"{seen['texts'] - len(seen['excused'])}/{seen['texts']}"
+            numbers = len(seen["different"]), len(seen["lost"]), texts
         rows.append((check["where"], *numbers, "BROKEN" if check["broken"] else "ok"))
-    lines = [table(("tokenizer", "other ids", "not back", "texts", ""), rows)]
-    lines += list(_remarks(checks))
-    return "\n".join(lines)
+    headers = ("tokenizer", "other ids", "not back", "texts", "")
+    return "\n".join([table(headers, rows), *_remarks(checks)])
 
 
 def _remarks(checks: Sequence[dict[str, Any]]) -> Iterator[str]:
