@@ -17,7 +17,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgespec.core.errors import EdgespecError
 from edgespec.core.families import family_for
 from edgespec.core.files import read_json, whole_folder, write_json
 from edgespec.core.progress import progress
@@ -25,23 +24,13 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.repeat import (
-    ALIGNED,
-    DATA,
-    LARGE,
-    TEMPLATE_LAYERS,
-    layer_of,
-    moved,
-    repeat_named,
-    repeat_nodes,
-)
+from edgespec_export.onnx.repeat import DATA, TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
 
 PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
-NEXT_TO_ZERO = np.float32(
-    1e-37
-)  # in place of biases that are zero: the builder leaves those out, and all slices need one graph
+# in place of biases that are zero: the builder leaves those out, and all slices need one graph
+NEXT_TO_ZERO = np.float32(1e-37)
 
 
 def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
@@ -127,28 +116,22 @@ def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: P
     written["model"]["decoder"]["num_hidden_layers"] = layers
     with whole_folder(out_folder) as folder:
         shutil.move(template / DATA, folder / DATA)
-        repeat_nodes(graph.node, layers)
-        for values in (graph.input, graph.output, graph.value_info):
-            repeat_named(values, layers)
-        _rename_behind(graph.initializer, layers)
+        lengthen(graph, layers)
+        for (
+            tensor
+        ) in graph.initializer:  # the last norm, which the graph numbers as a layer behind the others
+            if layer_of(tensor.name) == TEMPLATE_LAYERS:
+                tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
         with open(folder / DATA, "ab") as sink:
             for first in range(TEMPLATE_LAYERS, layers, TEMPLATE_LAYERS):
                 part = exported(first, whole=False)
-                made = list(_weights(part, first, layers, sink))
-                graph.initializer.extend(made)
+                graph.initializer.extend(list(_weights(part, first, layers, sink)))
                 shutil.rmtree(part)
         onnx.save(graph_file, folder / "model.onnx")
         write_json(folder / "genai_config.json", written)
         copy_tokenizer(model, folder)
         write_fast_graph(folder)
     shutil.rmtree(template, ignore_errors=True)
-
-
-def _rename_behind(weights: Any, layers: int) -> None:
-    """The last norm, which the graph numbers as a layer behind the others."""
-    for tensor in weights:
-        if layer_of(tensor.name) == TEMPLATE_LAYERS:
-            tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
 
 
 def _weights(part: Path, first: int, layers: int, sink: BinaryIO) -> Iterator[Any]:
@@ -164,14 +147,5 @@ def _weights(part: Path, first: int, layers: int, sink: BinaryIO) -> Iterator[An
             made = copy.deepcopy(tensor)
             made.name = moved(tensor.name, first)
             if made.external_data:
-                entries = {entry.key: entry for entry in made.external_data}
-                offset, length = int(entries["offset"].value), int(entries["length"].value)
-                if length >= LARGE:
-                    sink.write(bytes(-sink.tell() % ALIGNED))
-                entries["offset"].value = str(sink.tell())
-                source.seek(offset)
-                data = source.read(length)
-                if len(data) != length:
-                    raise EdgespecError(f"{part / DATA} ends within {tensor.name}; export again")
-                sink.write(data)
+                append_data(made, source, sink)
             yield made

@@ -164,9 +164,8 @@ def rope_tables(rotary: Any, length: int, kind: str = "") -> tuple[Array, Array]
     positions = torch.arange(length)[None]  # torch goes by the largest
     with torch.inference_mode():
         tables = rotary(torch.zeros(1), positions, **({"layer_type": kind} if kind else {}))
-    cosines, sines = (
-        table[0, :, : table.shape[-1] // 2].float().numpy() for table in tables
-    )  # the rest repeats
+    half = tables[0].shape[-1] // 2  # the rest repeats
+    cosines, sines = (table[0, :, :half].float().numpy() for table in tables)
     return cosines, sines
 
 

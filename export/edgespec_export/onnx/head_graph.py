@@ -116,9 +116,8 @@ class _Graph:
         scale = self.constant("embedding.scales", scales.astype(np.float32))
         found = self.add("Gather", [table, "input_ids"], "embedding/bytes")
         wide = self.add("Cast", [found], "embedding/float", to=TensorProto.FLOAT)
-        return self.add(
-            "Mul", [wide, self.add("Gather", [scale, "input_ids"], "embedding/scale")], "embedding"
-        )
+        step = self.add("Gather", [scale, "input_ids"], "embedding/scale")
+        return self.add("Mul", [wide, step], "embedding")
 
     def layer(self, x: str, number: int, shape: dict[str, Any], weights: dict[str, Array]) -> str:
         at, eps = f"layers.{number}", shape["rms_norm_eps"]
@@ -127,17 +126,11 @@ class _Graph:
             return self.linear(x, weights[f"{at}.{part}.weight"], f"{at}.{part}")
 
         y = self.norm(x, weights[f"{at}.input_layernorm.weight"], eps, f"{at}.input_layernorm")
+        joined = [matrix(part, y) for part in ("q_proj", "k_proj", "v_proj")]
         cache = [f"past_key_values.{number}.{part}" for part in ("key", "value")]
         attended = self.add(
             "GroupQueryAttention",
-            [
-                *(matrix(part, y) for part in ("q_proj", "k_proj", "v_proj")),
-                *cache,
-                "seqlens_k",
-                "total_length",
-                "cos_cache",
-                "sin_cache",
-            ],
+            [*joined, *cache, "seqlens_k", "total_length", "cos_cache", "sin_cache"],
             f"{at}.attention",
             [f"{at}.attention/out", f"present.{number}.key", f"present.{number}.value"],
             num_heads=shape["heads"],

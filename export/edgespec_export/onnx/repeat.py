@@ -47,12 +47,9 @@ def repeat_layers(exported: Path, out_folder: Path, layers: int, turn: int = TUR
     with whole_folder(out_folder) as folder:
         shutil.copyfile(exported / DATA, folder / DATA)
         if layers > has:
-            graph = model.graph
-            repeat_nodes(graph.node, layers)
-            for values in (graph.input, graph.output, graph.value_info):
-                repeat_named(values, layers)
+            lengthen(model.graph, layers)
             with open(exported / DATA, "rb") as source, open(folder / DATA, "ab") as sink:
-                _repeat_weights(graph.initializer, layers, turn, source, sink)
+                _repeat_weights(model.graph.initializer, layers, turn, source, sink)
         onnx.save(model, folder / "model.onnx")
         write_json(folder / "genai_config.json", config)
 
@@ -67,8 +64,9 @@ def layer_of(name: str) -> int | None:
     return int(found[0]) if found else None
 
 
-def repeat_nodes(nodes: Any, layers: int) -> None:
-    """Copies of the second layer's nodes go behind it; what follows them reads from the last copy."""
+def lengthen(graph: Any, layers: int) -> None:
+    """All but the weights of further layers: copies of the second layer go behind it, and what follows reads from the last."""
+    nodes = graph.node
     second = [place for place, node in enumerate(nodes) if layer_of(node.name) == 1]
     if not second:
         raise EdgespecError(
@@ -79,6 +77,8 @@ def repeat_nodes(nodes: Any, layers: int) -> None:
     last = [_moved_node(node, layers - TEMPLATE_LAYERS) for node in nodes[split:]]
     del nodes[split:]
     nodes.extend([*middle, *last])
+    for values in (graph.input, graph.output, graph.value_info):
+        values.extend(list(copies(values, layers)))
 
 
 def _moved_node(node: Any, by: int) -> Any:
@@ -89,7 +89,7 @@ def _moved_node(node: Any, by: int) -> Any:
     return made
 
 
-def _copies(named: Iterable[Any], layers: int) -> Iterator[Any]:
+def copies(named: Iterable[Any], layers: int) -> Iterator[Any]:
     """Further layers' copies of the entries of layer 1. Entries behind the layers (the last norm) are renamed in place."""
     for one in named:
         layer = layer_of(one.name)
@@ -102,26 +102,31 @@ def _copies(named: Iterable[Any], layers: int) -> Iterator[Any]:
                 yield made
 
 
-def repeat_named(values: Any, layers: int) -> None:
-    values.extend(list(_copies(values, layers)))
-
-
 def _repeat_weights(weights: Any, layers: int, turn: int, source: BinaryIO, sink: BinaryIO) -> None:
     """Copies of the second layer's weights, each with its bytes at the end of the data file."""
     sink.seek(0, 2)
-    made = list(_copies(weights, layers))
+    made = list(copies(weights, layers))
     for tensor in made:
         if not tensor.external_data:  # small ones lie in the graph itself
             continue
-        entries = {entry.key: entry for entry in tensor.external_data}
-        offset, length = int(entries["offset"].value), int(entries["length"].value)
-        if length >= LARGE:
-            sink.write(bytes(-sink.tell() % ALIGNED))
-        entries["offset"].value = str(sink.tell())
-        start = (turn * (int(_LAYER.findall(tensor.name)[0]) - 1)) % length
-        _copy(source, offset + start, length - start, sink)
-        _copy(source, offset, start, sink)
+        start = turn * (int(_LAYER.findall(tensor.name)[0]) - 1)
+        append_data(tensor, source, sink, start)
     weights.extend(made)
+
+
+def append_data(tensor: Any, source: BinaryIO, sink: BinaryIO, start: int = 0) -> None:
+    """Copy a tensor's bytes from `source` to the end of `sink`, turned by `start` bytes, and note where they lie.
+
+    Raises EdgespecError where `source` is too short.
+    """
+    entries = {entry.key: entry for entry in tensor.external_data}
+    offset, length = int(entries["offset"].value), int(entries["length"].value)
+    if length >= LARGE:
+        sink.write(bytes(-sink.tell() % ALIGNED))
+    entries["offset"].value = str(sink.tell())
+    start %= length
+    _copy(source, offset + start, length - start, sink)
+    _copy(source, offset, start, sink)
 
 
 def _copy(source: BinaryIO, offset: int, length: int, sink: BinaryIO) -> None:

@@ -95,7 +95,7 @@ def export_onnx(
                     f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
                 ) from error
         copy_tokenizer(model_folder, folder)
-        _check_config(folder / "genai_config.json", config)
+        _check_written(folder / "genai_config.json", config)
         finish(folder, model_folder, config)
         if precision == "int8" and ModelShape.from_config(config).tied:
             share_int8_table(folder)
@@ -174,14 +174,10 @@ def check_widths(shape: ModelShape, name: str) -> None:
         )
 
 
-def _check_config(path: Path, config: dict[str, Any]) -> None:
+def _check_written(path: Path, config: dict[str, Any]) -> None:
     """The written settings must be the model's: the builder guesses what it cannot read."""
-    written, shape = read_json(path), ModelShape.from_config(config)
-    seen = (
-        written["model"]["vocab_size"],
-        written["model"]["context_length"],
-        written["model"]["decoder"]["head_size"],
-    )
+    model, shape = read_json(path)["model"], ModelShape.from_config(config)
+    seen = (model["vocab_size"], model["context_length"], model["decoder"]["head_size"])
     wanted = (shape.vocab_size, shape.context_length, shape.head_dim)
     if seen != wanted:
         raise EdgespecError(

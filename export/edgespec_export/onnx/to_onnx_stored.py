@@ -45,12 +45,8 @@ def store_halves(folder: Path) -> None:
             raise EdgespecError(
                 f"{tensor.name} has a weight of {largest:g}, which float16 cannot hold; export fp32 instead"
             )
-        stored = f"{tensor.name}_F16"
-        casts.append(
-            helper.make_node(
-                "Cast", [stored], [tensor.name], name=f"/widen/{tensor.name}", to=TensorProto.FLOAT
-            )
-        )
+        stored, name = f"{tensor.name}_F16", f"/widen/{tensor.name}"
+        casts.append(helper.make_node("Cast", [stored], [tensor.name], name=name, to=TensorProto.FLOAT))
         tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), stored))
     _put_first(graph, casts)
     _save_whole(model, folder)
@@ -84,10 +80,10 @@ def share_int8_table(folder: Path) -> None:
         helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
         helper.make_node("Reshape", [at + "blocks", at + "rows"], [output], name=at + "Reshape"),
     ]
-    rest = [node for node in graph.node if node is not readers[0]]
-    place = list(graph.node).index(readers[0])
+    before = list(graph.node)
+    place = before.index(readers[0])
     del graph.node[:]
-    graph.node.extend([*rest[:place], *nodes, *rest[place:]])
+    graph.node.extend([*before[:place], *nodes, *before[place + 1 :]])
     graph.initializer.remove(tensors[TABLE])
     graph.initializer.extend(
         numpy_helper.from_array(np.asarray(value), at + name) for name, value in constants.items()
@@ -109,7 +105,7 @@ def widen_int8(folder: Path) -> None:
     if not nodes:
         raise EdgespecError(f"{folder} has no MatMulNBits; this onnxruntime-genai writes int8 otherwise")
     added: list[Any] = []
-    constants: dict[str, Any] = {"zero": np.float32(UINT8_ZERO)}
+    constants: dict[str, Any] = {"/widen/zero": np.float32(UINT8_ZERO)}
     for node in nodes:
         settings = {attribute.name: attribute.i for attribute in node.attribute}
         packed, scales = node.input[1:3]
@@ -119,25 +115,21 @@ def widen_int8(folder: Path) -> None:
                 f"{node.name} of {folder} has {settings} and inputs {list(node.input)}; symmetric 8-bit blocks that fill "
                 "their rows are wanted"
             )
-        blocks, whole = f"shape_{rows}_{columns}_blocks", f"shape_{rows}_{columns}"
+        blocks, whole = f"/widen/shape_{rows}_{columns}_blocks", f"/widen/shape_{rows}_{columns}"
         constants[blocks] = np.array([rows, columns // size, 1], dtype=np.int64)
         constants[whole] = np.array([rows, columns], dtype=np.int64)
         at = f"/widen/{packed}/"
         added += [
             helper.make_node("Cast", [packed], [at + "float"], name=at + "Cast", to=TensorProto.FLOAT),
             helper.make_node("Sub", [at + "float", "/widen/zero"], [at + "centred"], name=at + "Sub"),
-            helper.make_node(
-                "Reshape", [scales, f"/widen/{blocks}"], [at + "scales"], name=at + "ReshapeScales"
-            ),
+            helper.make_node("Reshape", [scales, blocks], [at + "scales"], name=at + "ReshapeScales"),
             helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
-            helper.make_node(
-                "Reshape", [at + "blocks", f"/widen/{whole}"], [at + "rows"], name=at + "Reshape"
-            ),
+            helper.make_node("Reshape", [at + "blocks", whole], [at + "rows"], name=at + "Reshape"),
             helper.make_node("Transpose", [at + "rows"], [at + "matrix"], name=at + "Transpose", perm=[1, 0]),
         ]
         node.CopyFrom(helper.make_node("MatMul", [node.input[0], at + "matrix"], node.output, name=node.name))
     graph.initializer.extend(
-        numpy_helper.from_array(np.asarray(value), f"/widen/{name}") for name, value in constants.items()
+        numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
     )
     _put_first(graph, added)
     onnx.save(model, folder / "model.onnx")
