@@ -18,9 +18,8 @@ from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answe
 from edgespec_export.answers.replies import Questions, Reply, reply_of, written_by
 
 BLOCK = 4  # tokens of a pass, as where three draft tokens are verified
-MOST_BYTES = (
-    2**30
-)  # of float32 logits: 5,461 positions of a vocabulary of 49,152 tokens, 1,024 of one of 262,144
+# of float32 logits: 5,461 positions of a vocabulary of 49,152 tokens, 1,024 of one of 262,144
+MOST_BYTES = 2**30
 SAMPLES = 3  # greedy replies that are shown beside the model's
 
 Array = np.ndarray[Any, Any]
@@ -76,20 +75,14 @@ class HeldOut:
 
     def _samples(self, model: CachedEngine) -> list[Sample]:
         greedy = [reply for reply in self.replies if reply.temperature == 0.0][:SAMPLES]
-        return [
-            sample_of(
-                self.questions,
-                reply,
-                reply_of(model, reply.prompt, self.questions, self._length(reply, model)),
-            )
-            for reply in greedy
-        ]
-
-    def _length(self, reply: Reply, model: CachedEngine) -> int:
-        """Tokens for a file: as many as the model's reply has, where that was cut off."""
-        if reply.tokens[-1] not in self.questions.stop_ids:
-            return len(reply.tokens)
-        return self.questions.room(reply.prompt, self._room(model))
+        found = []
+        for reply in greedy:
+            length = len(reply.tokens)
+            if reply.tokens[-1] in self.questions.stop_ids:  # else it was cut off, and the file's is too
+                length = self.questions.room(reply.prompt, self._room(model))
+            written = reply_of(model, reply.prompt, self.questions, length)
+            found.append(sample_of(self.questions, reply, written))
+        return found
 
     def _room(self, model: CachedEngine) -> int:
         return min(self.context, model.engine.context_length)

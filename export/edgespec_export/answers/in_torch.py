@@ -70,19 +70,15 @@ def _batch(
     from transformers import GenerationConfig
 
     longest = max(map(len, prompts))
-    ids = torch.zeros((len(prompts), longest), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     sampled: dict[str, Any] = {"do_sample": False}
     if temperature:
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     stop = sorted(questions.stop_ids) or None
     how = GenerationConfig(max_new_tokens=room, eos_token_id=stop, pad_token_id=0, **sampled)
-    model.generation_config = (
-        GenerationConfig()
-    )  # the folder's own (a penalty, a top-p) would fill what `how` leaves open
+    # the folder's own (a penalty, a top-p) would fill what `how` leaves open
+    model.generation_config = GenerationConfig()
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
         whole = model.generate(ids, attention_mask=mask, generation_config=how)

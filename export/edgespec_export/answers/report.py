@@ -13,16 +13,8 @@ from edgespec.core.texts import harmless
 from edgespec_export.answers.verdict import CHANGED, CLOSE, FAST, modes_of
 
 HEADERS = (
-    *(
-        "file",
-        "top-1 [95 %]",
-        "KL [95 %]",
-        "TV [95 %]",
-        "perplexity [95 %] (model)",
-        "near ties",
-        "same text",
-    ),
-    "answers",
+    *("file", "top-1 [95 %]", "KL [95 %]", "TV [95 %]", "perplexity [95 %] (model)", "near ties"),
+    *("same text", "answers"),
 )
 FLOATS = frozenset({"fp32", "f32", "fp16", "f16", "bf16"})
 LONGEST = 160  # characters of a reply that are shown
@@ -60,12 +52,9 @@ def answers_table(checks: Sequence[Check], *, colour: bool = False, markdown: bo
     lines = table(HEADERS, [cells for cells, _ in rows], markdown=markdown).splitlines()
     if len(lines) != len(rows) + 2:  # a narrow terminal folds rows
         return "\n".join(lines)
-    return "\n".join(
-        [
-            *lines[:2],
-            *(red(line, colour and word == CHANGED) for line, (_, word) in zip(lines[2:], rows, strict=True)),
-        ]
-    )
+    for place, (_, word) in enumerate(rows, 2):
+        lines[place] = red(lines[place], colour and word == CHANGED)
+    return "\n".join(lines)
 
 
 def warnings(checks: Sequence[Check]) -> list[str]:

@@ -9,6 +9,11 @@ from typing import Any
 from edgespec_export.formats.export import ExportedFile
 
 WIDENED = ("_F16", "_Q8")  # ends of the names of weights that are float32 once they are loaded
+# Tables of RoPE and embeddings by row, in static graphs, model graphs and heads.
+BY_ROW = frozenset(
+    {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "model.embed_tokens.weight"}
+    | {"embedding.bytes", "embedding.scales"}
+)
 
 
 def tensor_bytes(path: Path) -> int:
@@ -26,8 +31,7 @@ def streamed_bytes(file: ExportedFile) -> int:
     RoPE tables, of which a token reads one row too, count as one row. Weights that ONNX Runtime widens when it loads them (fp16,
     int8 in exact mode) count as the float32 that it reads.
     """
-    engine = "onnxruntime" if file.is_head else file.engine
-    tables = {"llama.cpp": _gguf, "onnxruntime": _onnx, "static": _static}[engine](file)
+    tables = _gguf(file) if file.engine == "llama.cpp" and not file.is_head else _onnx(file)
     return sum(size // rows for size, rows in tables)
 
 
@@ -43,38 +47,19 @@ def _gguf(file: ExportedFile) -> list[tuple[int, int]]:
     ]
 
 
-def _static(file: ExportedFile) -> list[tuple[int, int]]:
-    """The output head of static graphs is a tensor of its own; a token reads a row of the embedding and of the RoPE tables."""
-    import onnx
-
-    by_row = {"embed_tokens", "rope.cos", "rope.sin"}
-    graph = onnx.load(file.path / "step.onnx", load_external_data=False).graph
-    found = []
-    for tensor in graph.initializer:
-        external = {entry.key: entry.value for entry in tensor.external_data}
-        size = int(external.get("length", len(tensor.raw_data)))
-        found.append((size, tensor.dims[0] if tensor.name in by_row else 1))
-    return found
-
-
 def _onnx(file: ExportedFile) -> list[tuple[int, int]]:
     import onnx
 
     def size(tensor: Any) -> int:
-        if tensor.name.endswith(WIDENED):
+        if not static and tensor.name.endswith(WIDENED):
             return 4 * int(math.prod(tensor.dims))
         external = {entry.key: entry.value for entry in tensor.external_data}
-        return int(external["length"]) if "length" in external else len(tensor.raw_data)
+        return int(external.get("length", len(tensor.raw_data)))
 
-    by_row = {
-        "cos_cache",
-        "sin_cache",
-        "model.embed_tokens.weight",
-        "embedding.bytes",
-        "embedding.scales",
-    }  # RoPE, embeddings
-    graph = onnx.load(file.path / "model.onnx", load_external_data=False).graph
+    static = file.engine == "static" and not file.is_head
+    name = "step.onnx" if static else "model.onnx"
+    graph = onnx.load(file.path / name, load_external_data=False).graph
     return [
-        (size(tensor), tensor.dims[0] if tensor.name.removesuffix("_F16") in by_row else 1)
+        (size(tensor), tensor.dims[0] if tensor.name.removesuffix("_F16") in BY_ROW else 1)
         for tensor in graph.initializer
     ]

@@ -14,11 +14,13 @@ smallest score a token may look at: what is masked saturates there, and its shar
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +71,12 @@ def export_qdq(
             sink = DataFile(folder / DATA, stream)
             shared: dict[tuple[str, bytes], Any] = {}
             for name in settings.blocks:
-                graph = _quantised(
-                    float_folder / f"{name}.onnx", Path(scratch), precision, calibration.ranges
-                )
+                file = f"{name}.onnx"
+                graph = _quantised(float_folder / file, Path(scratch), precision, calibration.ranges)
                 _share(graph, sink, shared)
-                (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
+                (folder / file).write_bytes(graph.SerializeToString(deterministic=True))
         write_json(folder / SETTINGS, replace(settings, precision=precision).plain())
-        write_json(
-            folder / "calibration.json",
-            {"rows": calibration.rows, "tokens": calibration.tokens, "ranges": calibration.ranges},
-        )
+        write_json(folder / "calibration.json", asdict(calibration))
         copy_tokenizer(float_folder, folder)
     size = sum(file.stat().st_size for file in out_folder.iterdir())
     return {"bytes": size, "notes": [f"calibrated on {calibration.tokens} tokens of {calibration.rows} rows"]}
@@ -116,14 +114,12 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
     ranges: Ranges = {}
     for graph in observed.values():
         for name, seen in graph.ranges.items():
-            ranges[name] = _union(ranges.get(name, seen), seen)
+            _widen(ranges, name, seen)
     for layer in range(engine.settings.layers):
         for kind, joined in (("key", "keys"), ("value", "values")):
             one = (f"past.{layer}.{kind}", f"new.{layer}.{kind}", f"layers.{layer}.self_attn.{joined}")
-            both = ranges[one[0]]
-            for name in one[1:]:
-                both = _union(both, ranges[name])
-            ranges.update(dict.fromkeys(one, both))
+            lows, highs = zip(*(ranges[name] for name in one), strict=True)
+            ranges.update(dict.fromkeys(one, (min(lows), max(highs))))
     return Calibration(used, tokens, ranges)
 
 
@@ -149,8 +145,10 @@ def _pieces(row: list[int], blocks: dict[str, int]) -> Iterator[list[int]]:
         at += rest
 
 
-def _union(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
-    return min(a[0], b[0]), max(a[1], b[1])
+def _widen(ranges: Ranges, name: str, seen: tuple[float, float]) -> None:
+    """The range of `name` holds `seen` too."""
+    low, high = ranges.get(name, seen)
+    ranges[name] = min(low, seen[0]), max(high, seen[1])
 
 
 class _Observed:
@@ -169,7 +167,7 @@ class _Observed:
         computed = {name for node in graph.node for name in node.output}
         graph.output.extend(value for value in floats if value.name in computed - known)
         self.names = [value.name for value in graph.output]
-        self.masked, self.passes = settings.masked, 0
+        self.masked = settings.masked
         self.ranges: Ranges = {}
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
@@ -182,7 +180,6 @@ class _Observed:
             watched.unlink(missing_ok=True)
 
     def run(self, feeds: dict[str, Array]) -> None:
-        self.passes += 1
         self._see("attention_mask", feeds["attention_mask"])
         for name, value in feeds.items():
             if name.startswith("past."):
@@ -195,8 +192,7 @@ class _Observed:
                 self._see(name, value)
 
     def _see(self, name: str, value: Array) -> None:
-        seen = float(value.min()), float(value.max())
-        self.ranges[name] = _union(self.ranges.get(name, seen), seen)
+        _widen(self.ranges, name, (float(value.min()), float(value.max())))
 
 
 def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any:
@@ -234,27 +230,21 @@ def _quantised(path: Path, scratch: Path, precision: str, ranges: Ranges) -> Any
 
 def is_float(node: str) -> bool:
     """Whether a node stays in floats: RMS norms, rotary embedding, the scale of the queries."""
-    return (
-        "norm" in node
-        or ".turned" in node
-        or node.startswith(("/new.", "/rope."))
-        or node.endswith(".q.scaled")
-    )
+    inside = "norm" in node or ".turned" in node
+    return inside or node.startswith(("/new.", "/rope.")) or node.endswith(".q.scaled")
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """The quantiser logs advice through the root logger, and with that gives it a handler; both are not for our user."""
-
-    def __enter__(self) -> None:
-        self.before, self.handlers = logging.root.manager.disable, logging.root.handlers[:]
-        logging.disable(logging.WARNING)
-        self.caught = warnings.catch_warnings()
-        self.caught.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.caught.__exit__(None, None, None)
-        logging.disable(self.before)
-        logging.root.handlers[:] = self.handlers
+    before, handlers = logging.root.manager.disable, logging.root.handlers[:]
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        logging.disable(before)
+        logging.root.handlers[:] = handlers
 
 
 def _share(model: Any, sink: DataFile, shared: dict[tuple[str, bytes], Any]) -> None:
@@ -265,16 +255,10 @@ def _share(model: Any, sink: DataFile, shared: dict[tuple[str, bytes], Any]) -> 
         values = numpy_helper.to_array(tensor)
         if values.nbytes < IN_GRAPH:
             continue
-        key = (tensor.name, _digest(values))
+        key = (tensor.name, hashlib.sha256(np.ascontiguousarray(values).tobytes()).digest())
         if key not in shared:
             shared[key] = sink.add(tensor.name, values)
         tensor.CopyFrom(shared[key])
-
-
-def _digest(values: Array) -> bytes:
-    import hashlib
-
-    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).digest()
 
 
 def written_rows(folder: Path, count: int = ROWS) -> list[list[int]]:

@@ -30,9 +30,7 @@ from edgespec_export.npu.weights import DATA, DataFile, write_weights
 from edgespec_export.onnx.families import rope_types
 
 FLOAT_PRECISION = "fp32"
-FIXED_ROPE = frozenset(
-    {"default", "linear", "llama3", "yarn"}
-)  # angles that do not depend on how much was read
+FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that do not depend on how much was read
 
 
 def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | None = None) -> dict[str, Any]:
@@ -45,11 +43,8 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
     shape = ModelShape.from_config(config)
     length = min(options.npu_length, shape.context_length)
     check_exportable(config, model_folder, length)
-    blocks = {
-        "prefill": min(options.npu_prefill, length),
-        "verify": min(options.npu_gamma + 1, length),
-        "step": 1,
-    }
+    wanted = {"prefill": options.npu_prefill, "verify": options.npu_gamma + 1, "step": 1}
+    blocks = {name: min(tokens, length) for name, tokens in wanted.items()}
     with whole_folder(out_folder) as folder:
         with open(folder / DATA, "wb") as stream:
             weights = write_weights(model_folder, shape, length, DataFile(folder / DATA, stream))
@@ -81,7 +76,7 @@ def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:
     for rope in rope_types(config):
         if rope not in FIXED_ROPE:
             raise InputError(
-                f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(sorted(FIXED_ROPE))}"
+                f"{folder} has RoPE of type {rope!r}; the tables of a static graph hold for {', '.join(FIXED_ROPE)}"
             )
     window = config.get("sliding_window") if config.get("use_sliding_window", family.window) else None
     if window is not None and window < length:
