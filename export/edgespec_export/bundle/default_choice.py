@@ -12,26 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
+from edgespec_runtime.chooser.calibrate import CalibrateOptions
 from edgespec_runtime.chooser.expected_acceptance import expected_rate
-from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import Manifest
+from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.answers.report import red
 from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, draft_table
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, costs_of, draft_table
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.exported_pair import open_models
 from edgespec_export.verify.file_check import has_engine
 
 EXACT_SHARE = (
     0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
 )
-LONGEST = 5  # tokens of a pass that is timed: γ = 4 behind it
 TIMED_FILES = "timed"  # among the manifest's metrics: the files among which the default was chosen
 ANOTHER_MODEL = "changed: another model"
 TIMED = CalibrateOptions(seconds=3.0, contexts=(256,))
@@ -93,9 +91,12 @@ def choose_default(
 
     `metrics`: what was measured of acceptance; `verification`: verify.json's content.
     """
-    timed = [
-        one for each in _pairs(files) for one in _timed(*each, subset, parameters, verification, metrics)
-    ]
+    drafters = {(file.engine, file.precision): file for file in files if file.role == "drafter"}
+    timed: list[Timed] = []
+    for file in files:
+        drafter = drafters.get((file.engine, file.precision))
+        if file.role == "target" and drafter is not None and has_engine(file):
+            timed += _timed(file, drafter, subset, parameters, verification, metrics)
     return Choice(pick(timed, preferred), tuple(timed))
 
 
@@ -106,9 +107,11 @@ def pick(timed: Sequence[Timed], preferred: Preferred | None = None) -> dict[str
     if preferred is not None and wished is not None and wished.kept >= CLOSE:
         chosen, reason = wished, f"{preferred.by}; {_rates(wished)} where the bundle was made"
     else:
-        chosen = max(_faithful(list(modes.values())), key=lambda one: one.best)
+        bound = min(CLOSE, max(one.kept for one in modes.values()))  # else those that keep most
+        chosen = max((one for one in modes.values() if one.kept >= bound), key=lambda one: one.best)
         reason = f"the fastest of {len(modes)} where the bundle was made: {_rates(chosen)}"
-    reason += f"; {keeps(chosen.kept)}{_left_out(list(modes.values()), chosen)}"
+    left = [(one.precision, one.kept) for one in modes.values() if one is not chosen]
+    reason += f"; {keeps(chosen.kept)}{_left_out(left)}"
     fast = " ".join(f"{engine}/{precision}" for (engine, precision), one in modes.items() if one.mode == FAST)
     return {"engine": chosen.engine, "precision": chosen.precision, "reason": reason, "fast": fast}
 
@@ -132,8 +135,7 @@ def first_faithful(
         reason = f"not the first choice ({reason})"
     if chosen in known:
         reason += f"; {chosen[1]} {keeps(known[chosen])}"
-    left = [f"{key[1]} {share:.1%}" for key, share in known.items() if not share >= CLOSE and key != chosen]
-    reason += f"; changed and left out: {', '.join(left)}" if left else ""
+    reason += _left_out([(key[1], share) for key, share in known.items() if key != chosen])
     return {"engine": chosen[0], "precision": chosen[1], "reason": reason}
 
 
@@ -161,21 +163,19 @@ def default_report(manifest: Manifest, *, colour: bool = False) -> str:
     """The files that were timed and the default with its reason, in red where it is a changed model."""
     default = manifest.default
     text = f"default: {default['engine']} {default['precision']}: {default['reason']}"
-    tables = (
-        draft_table(manifest.metrics.get(DRAFT_SIDE, [])),
-        choice_table(manifest.metrics.get(TIMED_FILES, [])),
-    )
-    return "".join(f"{found}\n\n" for found in tables if found) + red(
-        text, colour and f"({ANOTHER_MODEL})" in text
-    )
+    metrics = manifest.metrics
+    tables = (draft_table(metrics.get(DRAFT_SIDE, [])), choice_table(metrics.get(TIMED_FILES, [])))
+    told = [found for found in tables if found] + [red(text, colour and f"({ANOTHER_MODEL})" in text)]
+    return "\n\n".join(told)
 
 
 def _rates(one: Timed) -> str:
     return f"{one.best:.0f} tokens a second, {one.plain:.0f} plainly"
 
 
-def _left_out(usual: Sequence[Timed], chosen: Timed) -> str:
-    left = [f"{one.precision} {one.kept:.1%}" for one in usual if not one.kept >= CLOSE and one is not chosen]
+def _left_out(others: Sequence[tuple[str, float]]) -> str:
+    """`others`: precisions that were not chosen, with the share that each keeps."""
+    left = [f"{precision} {kept:.1%}" for precision, kept in others if not kept >= CLOSE]
     return f"; changed and left out: {', '.join(left)}" if left else ""
 
 
@@ -186,21 +186,6 @@ def _usual(timed: Sequence[Timed], file: Timed) -> Timed:
     if fast is None or exact.plain >= EXACT_SHARE * fast.plain:
         return exact
     return exact if fast.kept < CLOSE <= exact.kept else fast
-
-
-def _pairs(files: Sequence[ExportedFile]) -> list[tuple[ExportedFile, ExportedFile]]:
-    drafters = {(file.engine, file.precision): file for file in files if file.role == "drafter"}
-    return [
-        (file, drafters[file.engine, file.precision])
-        for file in files
-        if file.role == "target" and (file.engine, file.precision) in drafters and has_engine(file)
-    ]
-
-
-def _faithful(timed: Sequence[Timed]) -> Sequence[Timed]:
-    """Those whose answers are close to the float model's, else those that keep most."""
-    bound = min(CLOSE, max(one.kept for one in timed))
-    return [one for one in timed if one.kept >= bound]
 
 
 def _timed(
@@ -216,16 +201,10 @@ def _timed(
     found = []
     with progress(f"time {target.engine} {target.precision}", len(kept), "modes") as bar:
         for mode, share in kept.items():
-            opened: list[Engine] = []
-            try:
-                models = open_models(target, drafter, parameters, subset, opened, fast=mode == FAST)
-                costs = calibrate(*models, TIMED, LONGEST)
-            finally:
-                for model in opened:
-                    model.close()
+            costs = costs_of(target, drafter, subset, parameters, TIMED, fast=mode == FAST)
             alpha, passes, step = expected_rate(metrics, 0.0), costs.verify_seconds[0], costs.draft_seconds[0]
             rates = [
-                sum(alpha**position for position in range(length + 1)) / (length * step + seconds)
+                predicted_block_efficiency(alpha, length) / (length * step + seconds)
                 for length, seconds in enumerate(passes)
             ]
             found.append(Timed(target.engine, target.precision, mode, share, rates[0], max(rates)))

@@ -65,16 +65,12 @@ def choose_drafters(
     with progress("time drafters", len(several), "files of the target") as bar:
         for file, names in several.items():
             own = sorted(names, key=lambda name: name != file.precision)  # its own first: it wins a tie
-            candidates = [
-                _measured(
-                    file,
-                    at[file.engine, "drafter", name],
-                    rates[file.engine, file.precision, name],
-                    subset,
-                    parameters,
+            candidates = []
+            for name in own:
+                alpha = rates[file.engine, file.precision, name]
+                candidates.append(
+                    _measured(file, at[file.engine, "drafter", name], alpha, subset, parameters)
                 )
-                for name in own
-            ]
             best = max(candidates, key=lambda one: one.rate)
             found += [replace(one, chosen=one is best) for one in candidates]
             chosen[file.engine, file.precision] = best.drafter
@@ -82,22 +78,19 @@ def choose_drafters(
     return [_beside(file, chosen, at) for file in files], found
 
 
-def draft_table(rows: Sequence[Mapping[str, Any]], *, markdown: bool = False) -> str:
+def draft_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """What was measured; '' for nothing. The rows may be a stranger's: what is no such row is left out."""
     cells = []
     for row in rows:
         try:
-            numbers = (
-                f"{float(row['alpha']):.3f}",
-                f"{1e3 * float(row['step']):.2f}",
-                f"{float(row['rate']):.1f}",
-            )
+            alpha, step, rate = (float(row[name]) for name in ("alpha", "step", "rate"))
+            numbers = (f"{alpha:.3f}", f"{1e3 * step:.2f}", f"{rate:.1f}")
             names = (f"{row['engine']} {row['precision']}", str(row["drafter"]))
             cells.append((*names, *numbers, "taken" if row["chosen"] is True else ""))
         except (KeyError, TypeError, ValueError):
             continue
     headers = ("target", "drafter", "α greedy", "ms a step", "best γ tok/s", "")
-    return table(headers, cells, markdown=markdown, left=2) if cells else ""
+    return table(headers, cells, left=2) if cells else ""
 
 
 def as_rows(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
@@ -122,19 +115,31 @@ def _measured(
     subset: Vocabulary | None,
     parameters: Mapping[str, int],
 ) -> Candidate:
-    opened: list[Engine] = []
     fast = target.fast_graph is not None  # as it will run, where it is large
-    try:
-        costs: Costs = calibrate(
-            *open_models(target, drafter, parameters, subset, opened, fast=fast), TIMED, LONGEST
-        )
-    finally:
-        for model in opened:
-            model.close()
+    costs = costs_of(target, drafter, subset, parameters, TIMED, fast=fast)
     context = costs.contexts[0]
     _, gain = best_draft_length(costs, alpha, context)
     rate = gain / costs.verify(1, context)
     return Candidate(target.engine, target.precision, drafter.held, alpha, costs.draft(context), rate)
+
+
+def costs_of(
+    target: ExportedFile,
+    drafter: ExportedFile,
+    subset: Vocabulary | None,
+    parameters: Mapping[str, int],
+    how: CalibrateOptions,
+    *,
+    fast: bool,
+) -> Costs:
+    """Seconds of a pair's passes of up to LONGEST tokens; `fast`: the target in its fast mode."""
+    opened: list[Engine] = []
+    try:
+        models = open_models(target, drafter, parameters, subset, opened, fast=fast)
+        return calibrate(*models, how, LONGEST)
+    finally:
+        for model in opened:
+            model.close()
 
 
 def _beside(

@@ -45,9 +45,8 @@ from edgespec_export.verify.file_check import has_engine
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT = 4  # bytes
-FLOAT_LIMIT = (
-    256 * 2**20
-)  # bytes of fp32 weights up to which the unrounded model is the default and nothing is timed
+# bytes of fp32 weights up to which the unrounded model is the default and nothing is timed
+FLOAT_LIMIT = 256 * 2**20
 
 
 def write_bundle(
@@ -108,21 +107,18 @@ def write_bundle(
                 shape.parameters,
                 _table(files, role, export_folder),
                 DRAFTERS_VOCABULARY if role == "drafter" and subset is not None else None,
-                _fast_table(files, role, export_folder),
+                _table(files, role, export_folder, fast=True),
                 HEAD if head and role == "drafter" else MODEL,
             )
             for role, shape in shapes.items()
         }
         streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
+        pairs = [pair for role, pair in streamed if role == "target"]
         ratios: dict[str, Any] = {
-            "parameters": shapes["drafter"].parameters / shapes["target"].parameters,
-            "bytes": {
-                pair: streamed["drafter", pair] / streamed["target", pair]
-                for role, pair in streamed
-                if role == "target"
-            },
+            "parameters": parameters["drafter"] / parameters["target"],
+            "bytes": {pair: streamed["drafter", pair] / streamed["target", pair] for pair in pairs},
         }
-        small = FLOAT * shapes["target"].parameters <= FLOAT_LIMIT
+        small = FLOAT * parameters["target"] <= FLOAT_LIMIT
         both = _both(files)
         preferred = _preferred(device, own)
         choice = _untimed(options, small, preferred, files, verification) or choose_default(
@@ -172,16 +168,9 @@ def write_bundle(
             metrics=metrics
             | ({TIMED_FILES: choice.rows()} if choice.timed else {})
             | ({DRAFT_SIDE: as_rows(drafters)} if drafters else {}),
-            provenance={
-                **provenance,
-                **_bits(export_folder),
-                "versions": versions(),
-                "edgespec": __version__,
-            },
+            provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
-            device=device.settings(min(shape.context_length for shape in shapes.values()))
-            if device is not None
-            else {},
+            device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
@@ -218,12 +207,8 @@ def check_same_tokenizer(target_folder: Path, drafter_folder: Path) -> Vocabular
     ours, theirs = (read_json(folder / "tokenizer.json") for folder in (target_folder, drafter_folder))
     if own_file(target_folder) is not None and _tokens(ours) == _tokens(theirs):
         return subset  # a GGUF file says what splits its text in other words than a tokenizer.json does
-    for part in (
-        "model",
-        "added_tokens",
-        "normalizer",
-        "pre_tokenizer",
-    ):  # not padding, truncation: they are calls' business
+    # not padding, truncation: they are calls' business
+    for part in ("model", "added_tokens", "normalizer", "pre_tokenizer"):
         if ours.get(part) != theirs.get(part):
             raise InputError(
                 f"the tokenizers of {target_folder} and {drafter_folder} differ in {part!r}; a drafter needs its target's "
@@ -254,11 +239,15 @@ def _write_tokenizer(folder: Path, target_folder: Path) -> None:
         write_json(folder / GENERATION, read_generation_config(target_folder))
 
 
-def _table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
+def _table(
+    files: list[ExportedFile], role: str, root: Path, *, fast: bool = False
+) -> dict[str, dict[str, str]]:
+    """{engine: {precision: path}}; `fast`: of the graphs for the fast mode, where the export wrote them."""
     engines: dict[str, dict[str, str]] = {}
     for file in files:
-        if file.role == role:
-            engines.setdefault(file.engine, {})[file.precision] = file.path.relative_to(root).as_posix()
+        path = file.fast_graph if fast else file.path
+        if file.role == role and path is not None:
+            engines.setdefault(file.engine, {})[file.precision] = path.relative_to(root).as_posix()
     return engines
 
 
@@ -274,19 +263,7 @@ def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
 
 def _best_gguf(precisions: list[str]) -> str | None:
     """The one to name first: Q8_0, which changes least, else the last (the exporter lists the smallest there)."""
-    if not precisions:
-        return None
-    return "q8_0" if "q8_0" in precisions else precisions[-1]
-
-
-def _fast_table(files: list[ExportedFile], role: str, root: Path) -> dict[str, dict[str, str]]:
-    """The graphs for the fast mode that the export wrote beside the usual ones."""
-    engines: dict[str, dict[str, str]] = {}
-    for file in files:
-        graph = file.fast_graph
-        if file.role == role and graph is not None:
-            engines.setdefault(file.engine, {})[file.precision] = graph.relative_to(root).as_posix()
-    return engines
+    return "q8_0" if "q8_0" in precisions else next(reversed(precisions), None)
 
 
 def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
