@@ -19,7 +19,7 @@ from edgespec.core.manifest import BundleModel
 from edgespec.core.table import count, interval, table
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
-from edgespec_export.bundle.card_engines import Commands, Rates, Values, engine_sections
+from edgespec_export.bundle.card_engines import Commands, Rates, Values, engine_sections, gguf_files
 from edgespec_export.bundle.default_choice import choice_table
 from edgespec_export.other_engines.other_engines import Elsewhere
 from edgespec_export.verify.exported_pair_report import about, acceptance_table
@@ -69,14 +69,14 @@ class Card:
         parts = [
             self._head(),
             self._measured(),
-            *([text] if (text := self._answers()) else []),
-            *([self._exported()] if self.acceptance else []),
+            self._answers(),
+            self._exported(),
             self._engines(),
             self._files(),
             self._limits(),
             self._licence(),
         ]
-        return self._front_matter() + "\n".join(parts)
+        return self._front_matter() + "\n".join(part for part in parts if part)
 
     def _front_matter(self) -> str:
         fields: dict[str, Any] = {"library_name": "edgespec", "pipeline_tag": "text-generation"}
@@ -108,16 +108,10 @@ class Card:
         )
 
     def _measured(self) -> str:
-        rows = [
-            (
-                f"{rates.where}, γ = {rates.draft_length}",
-                _shown(rates.tau),
-                _shown(rates.lossless),
-                _shown(rates.match_greedy),
-                _shown(rates.match_sampled),
-            )
-            for rates in rates_of(self.evaluation)
-        ]
+        rows = []
+        for rates in rates_of(self.evaluation):
+            values = (rates.tau, rates.lossless, rates.match_greedy, rates.match_sampled)
+            rows.append((f"{rates.where}, γ = {rates.draft_length}", *map(_shown, values)))
         if not rows:
             return "## Measured\n\nNothing: this bundle was made without an evaluation.\n"
         headers = ("sampling", "τ", "α lossless", "α greedy match", "α sampled match")
@@ -150,6 +144,8 @@ class Card:
         return "## The answers\n\n" + "\n\n".join(parts) + "\n" if parts else ""
 
     def _exported(self) -> str:
+        if not self.acceptance:
+            return ""
         return (
             "## The exported files\n\nThe same pair from its files, on edgespec's engines, by what was quantised: "
             f"{about(self.acceptance)}. Differences are paired, to the float files of that engine.\n\n"
@@ -161,7 +157,7 @@ class Card:
             target=hub_id(self.target.source) or "TARGET",
             precision=self.elsewhere.genai,
             others=tuple(name for name in self.onnx if name != self.elsewhere.genai),
-            gguf=self._gguf_files(),
+            gguf=gguf_files(self.target, self.drafter, self.gguf),
             checkpoint=self.elsewhere.checkpoint,
         )
         if self.subset is not None:
@@ -172,13 +168,6 @@ class Card:
         else:
             text = engine_sections(commands, rates_of(self.evaluation))
         return f"## In other engines\n\n{text}"
-
-    def _gguf_files(self) -> tuple[str, str] | None:
-        """The target's and the drafter's file for llama.cpp."""
-        if self.gguf is None:
-            return None
-        target, drafter = (model.files["llama.cpp"][self.gguf] for model in (self.target, self.drafter))
-        return target, drafter
 
     def _files(self) -> str:
         rows = [
@@ -237,8 +226,7 @@ def rates_of(evaluation: Mapping[str, Any]) -> list[Rates]:
     settings = evaluation.get("settings") or []
     names = [setting["drafter"] for setting in settings]
     name = "distilled" if "distilled" in names else (names or [""])[-1]
-    chosen = [setting for setting in settings if setting["drafter"] == name]
-    found = [Rates.of(setting) for setting in chosen]
+    found = [Rates.of(setting) for setting in settings if setting["drafter"] == name]
     return sorted(found, key=lambda rates: (rates.temperature, rates.draft_length))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.core.manifest import Manifest
+from edgespec.core.manifest import BundleModel, Manifest
 from edgespec.core.table import table
 from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
@@ -113,18 +113,20 @@ def commands_of(manifest: Manifest) -> Commands:
     pairs = manifest.pairs()
     onnx = [precision for engine, precision in pairs if engine == "onnxruntime"]
     gguf = next((precision for engine, precision in pairs if engine == "llama.cpp"), None)
-    files = (
-        None
-        if gguf is None
-        else tuple(model.files["llama.cpp"][gguf] for model in (manifest.target, manifest.drafter))
-    )
     return Commands(
         target="TARGET",
         precision=onnx[0] if onnx and GENAI_SETTINGS in manifest.files else None,
         others=tuple(onnx[1:]),
-        gguf=None if files is None else (files[0], files[1]),
+        gguf=gguf_files(manifest.target, manifest.drafter, gguf),
         checkpoint=any(name.startswith(f"{CHECKPOINT}/") for name in manifest.files),
     )
+
+
+def gguf_files(target: BundleModel, drafter: BundleModel, precision: str | None) -> tuple[str, str] | None:
+    """The target's and the drafter's file for llama.cpp."""
+    if precision is None:
+        return None
+    return target.files["llama.cpp"][precision], drafter.files["llama.cpp"][precision]
 
 
 def entries(commands: Commands) -> list[EngineEntry]:

@@ -7,7 +7,6 @@ should be the same but for the last block of a reply. Above 0 edgespec runs the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,18 +118,8 @@ class Compared:
 
 
 HEADERS = (
-    *(
-        "engine",
-        "files",
-        "rule here",
-        "same text",
-        "τ",
-        "τ here",
-        "accepted/tested",
-        "here",
-        "accepted/drafted",
-        "here",
-    ),
+    *("engine", "files", "rule here", "same text", "τ", "τ here"),
+    *("accepted/tested", "here", "accepted/drafted", "here"),
 )
 
 
@@ -149,9 +138,7 @@ def run(given: dict[str, Any]) -> int:
         raise InputError(
             f"the drafter of {bundle} has a vocabulary of its own, which only edgespec translates; no other engine runs the pair"
         )
-    found = []
-    for name in chosen(options, manifest):
-        found.append(compare(name, bundle, manifest, options))
+    found = [compare(name, bundle, manifest, options) for name in chosen(options, manifest)]
     print(table(HEADERS, [one.row() for one in found], left=3), flush=True)
     give(options.json, [asdict(one) for one in found])
     parted = [one for one in found if not one.drawn and one.same < len(one.ours)]
@@ -163,15 +150,12 @@ def run(given: dict[str, Any]) -> int:
 
 def chosen(options: Options, manifest: Manifest) -> list[str]:
     """The engines to run, in the order of the table. Raises InputError where one asked for lacks a file or a flag."""
-    pairs = {engine for engine, _ in manifest.pairs()}
+    genai = "" if GENAI_SETTINGS in manifest.files else f"the bundle has no {GENAI_SETTINGS}; build it again"
+    gguf = "" if gguf_precision(manifest) else "the bundle has no pair of GGUF files"
     wanting = {
-        GENAI: ""
-        if GENAI_SETTINGS in manifest.files
-        else f"the bundle has no {GENAI_SETTINGS}; build it again",
-        PYTHON: "" if "llama.cpp" in pairs else "the bundle has no pair of GGUF files",
-        BINARY: ("" if "llama.cpp" in pairs else "the bundle has no pair of GGUF files")
-        if options.llama_binary
-        else "give --llama-binary PATH",
+        GENAI: genai,
+        PYTHON: gguf,
+        BINARY: gguf if options.llama_binary else "give --llama-binary PATH",
         TRANSFORMERS: "" if options.target else "give --target FOLDER, the target's own weights",
     }
     for name in options.engines:
@@ -189,15 +173,12 @@ def chosen(options: Options, manifest: Manifest) -> list[str]:
 
 def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Compared:
     """Both on the same files: edgespec first, then the other engine."""
-    gguf = gguf_precision(manifest)
-    engine, precision = {
-        GENAI: ("onnxruntime", ""),
-        TRANSFORMERS: ("onnxruntime", "fp32"),
-    }.get(name, ("llama.cpp", gguf))
+    engine, precision = "llama.cpp", gguf_precision(manifest)
     if name == GENAI:
-        precision = GenAi.precision_of(bundle)
-    if name == TRANSFORMERS and (engine, precision) not in manifest.pairs():
-        engine, precision = manifest.pairs()[0]
+        engine, precision = "onnxruntime", GenAi.precision_of(bundle)
+    if name == TRANSFORMERS:
+        floats, pairs = ("onnxruntime", "fp32"), manifest.pairs()
+        engine, precision = floats if floats in pairs else pairs[0]
     pair = open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))
     try:
         prompts = [
@@ -212,9 +193,9 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
         stops, context = frozenset(pair.tokenizer.stop_ids), pair.target.engine.context_length
     finally:
         pair.close()
-    opened = opener(name, bundle, manifest, options, stops, context)
     answers = []
-    with opened() as other, progress(other.name, len(prompts), "prompts") as bar:
+    opened = open_other(name, bundle, manifest, options, stops, context)
+    with opened as other, progress(other.name, len(prompts), "prompts") as bar:
         for seed, prompt in enumerate(prompts):
             draw = Draw(options.temperature, seed)
             answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
@@ -222,24 +203,24 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
         return Compared(other.name, f"{engine} {precision}", rule, options.temperature > 0, answers, ours)
 
 
-def opener(
+def open_other(
     name: str, bundle: Path, manifest: Manifest, options: Options, stops: frozenset[int], context: int
-) -> Callable[[], AbstractContextManager[OtherEngine]]:
-    """What loads the engine of that name."""
+) -> AbstractContextManager[OtherEngine]:
+    """The engine of that name."""
     if name == GENAI:
-        return lambda: GenAi(bundle, stops)
+        return GenAi(bundle, stops)
     if name == TRANSFORMERS:
-        return lambda: Transformers(bundle, Path(options.target), stops)
+        return Transformers(bundle, Path(options.target), stops)
     precision = gguf_precision(manifest)
     target, drafter = (
         bundle / model.files["llama.cpp"][precision] for model in (manifest.target, manifest.drafter)
     )
     if name == PYTHON:
-        return lambda: LlamaCppPython(target, drafter, precision, stops, context)
+        return LlamaCppPython(target, drafter, precision, stops, context)
     path = Path(options.llama_binary)
     if program_of(path) == SERVER:
-        return lambda: LlamaServer(path, target, drafter, precision, context, stops)
-    return lambda: LlamaSpeculativeSimple(path, target, drafter, precision, context)
+        return LlamaServer(path, target, drafter, precision, context, stops)
+    return LlamaSpeculativeSimple(path, target, drafter, precision, context)
 
 
 def gguf_precision(manifest: Manifest) -> str:

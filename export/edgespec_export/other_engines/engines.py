@@ -61,7 +61,7 @@ class OtherEngine(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
-class _Closing:
+class Closing:
     """Engines without anything to stop: their memory goes with the object."""
 
     def __enter__(self) -> Self:
@@ -77,7 +77,7 @@ def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
     return tuple(tokens[: found[0]] if found else tokens)
 
 
-class GenAi(_Closing):
+class GenAi(Closing):
     """onnxruntime-genai on the bundle's folder: its genai_config.json names both models."""
 
     name, engine, rule = "onnxruntime-genai", "onnxruntime", "lossless"
@@ -128,7 +128,7 @@ class GenAi(_Closing):
         )
 
 
-class Transformers(_Closing):
+class Transformers(Closing):
     """transformers with the drafter's checkpoint as assistant_model; it returns no counts, so the target's passes are counted."""
 
     name, engine, precision, rule = "transformers", "onnxruntime", "fp32", "lossless"
@@ -176,7 +176,7 @@ class Transformers(_Closing):
         return Answer(until_stop(found[0, len(prompt) :].tolist(), self._stops), None, self._passes)
 
 
-class LlamaCppPython(_Closing):
+class LlamaCppPython(Closing):
     """llama-cpp-python's high-level class on both GGUF files. It has no drafter model of its own, but takes a callable."""
 
     name, engine, rule = "llama-cpp-python", "llama.cpp", "match-greedy"

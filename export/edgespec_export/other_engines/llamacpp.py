@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec_export.other_engines.engines import GREEDY, Answer, Draw, until_stop
+from edgespec_export.other_engines.engines import GREEDY, Answer, Closing, Draw, until_stop
 from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
 
 SERVER, SIMPLE = "llama-server", "llama-speculative-simple"
 START_SECONDS, ANSWER_SECONDS = 120.0, 300.0
-TRIES = (
-    40  # its log is another thread's, which on a busy machine half the time is not done when the program ends
-)
+# its log is another thread's, which on a busy machine half the time is not done when the program ends
+TRIES = 40
 COUNTS = re.compile(r"\bn_(predict|drafted|accept)\s*=\s*(\d+)")
 
 
@@ -50,7 +49,7 @@ def pair_arguments(target: Path, drafter: Path, context: int) -> list[str]:
     ]
 
 
-class LlamaSpeculativeSimple:
+class LlamaSpeculativeSimple(Closing):
     """The example program: one process for each answer; it prints the text and its counts."""
 
     name, engine, rule = SIMPLE, "llama.cpp", "match-greedy"
@@ -58,12 +57,6 @@ class LlamaSpeculativeSimple:
     def __init__(self, program: Path, target: Path, drafter: Path, precision: str, context: int) -> None:
         self._command = [str(program), *pair_arguments(target, drafter, context)]
         self.precision = precision
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing stays behind: every answer is a process of its own."""
 
     def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
         """It stops after the limit only at a block's end, so its text can be longer; special tokens of the prompt are parsed.
@@ -87,9 +80,8 @@ class LlamaSpeculativeSimple:
             else:
                 raise EdgespecError(f"{self.name} printed no counts in {TRIES} runs: {_last(log)}")
         text = done.stdout.decode("utf-8", "replace")
-        passes = (
-            counts["predict"] - counts["accept"]
-        )  # a block emits its accepted tokens and one of the target's
+        # a block emits its accepted tokens and one of the target's
+        passes = counts["predict"] - counts["accept"]
         return Answer(None, text, passes, counts["drafted"], counts["accept"])
 
 
@@ -143,27 +135,16 @@ class LlamaServer:
 
     def _ask(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._address + path, data, {"Content-Type": "application/json"} if data else {}
-        )
+        headers = {"Content-Type": "application/json"} if data else {}
+        request = urllib.request.Request(self._address + path, data, headers)
         with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
             found: dict[str, Any] = json.load(reply)
         return found
 
     def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
-        reply = self._ask(
-            "/completion",
-            {
-                **{"prompt": list(prompt), "n_predict": limit, "cache_prompt": False, "return_tokens": True},
-                **{
-                    "temperature": draw.temperature,
-                    "seed": draw.seed,
-                    "top_k": 0,
-                    "top_p": 1.0,
-                    "min_p": 0.0,
-                },
-            },
-        )
+        wanted = {"prompt": list(prompt), "n_predict": limit, "cache_prompt": False, "return_tokens": True}
+        how = {"temperature": draw.temperature, "seed": draw.seed, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        reply = self._ask("/completion", wanted | how)
         timings = reply["timings"]
         drafted, accepted = int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0))
         emitted = int(timings["predicted_n"])

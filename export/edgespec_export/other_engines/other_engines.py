@@ -38,6 +38,23 @@ ASSISTANT = {
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.0,
 }
+# `probabilistic` draws the draft from q and tests it with p/q; vLLM's default drafts greedily and accepts with p alone.
+VLLM = {
+    "speculative-config": {
+        "method": "draft_model",
+        "model": CHECKPOINT,
+        "num_speculative_tokens": DRAFT_LENGTH,
+        "draft_sample_method": "probabilistic",
+    }
+}
+# A plain draft model; without a tree SGLang verifies one token more than it drafts.
+SGLANG = {
+    "speculative-algorithm": "STANDALONE",
+    "speculative-draft-model-path": CHECKPOINT,
+    "speculative-num-steps": DRAFT_LENGTH,
+    "speculative-eagle-topk": 1,
+    "speculative-num-draft-tokens": DRAFT_LENGTH + 1,
+}
 
 
 @dataclass(frozen=True)
@@ -66,27 +83,21 @@ def write_elsewhere(
         _write_checkpoint(drafter_folder, folder / CHECKPOINT)
         (folder / "elsewhere").mkdir()
         for name, command, settings in (
-            (VLLM_SETTINGS, f"vllm serve TARGET --config {VLLM_SETTINGS}", vllm_settings()),
-            (
-                SGLANG_SETTINGS,
-                f"python -m sglang.launch_server --model-path TARGET --config {SGLANG_SETTINGS}",
-                sglang_settings(),
-            ),
+            (VLLM_SETTINGS, "vllm serve TARGET", VLLM),
+            (SGLANG_SETTINGS, "python -m sglang.launch_server --model-path TARGET", SGLANG),
         ):
-            text = yaml.safe_dump(settings, sort_keys=False)
-            write_text(
-                folder / name,
-                f"# In the bundle's folder; TARGET: the target's hub id or folder.\n# {command}\n{text}",
-            )
+            about = f"# In the bundle's folder; TARGET: the target's hub id or folder.\n# {command} --config {name}\n"
+            write_text(folder / name, about + yaml.safe_dump(settings, sort_keys=False))
     return Elsewhere(genai, drafter_folder is not None)
 
 
 def runnable(folder: Path, precisions: Sequence[str]) -> tuple[str, ...]:
     """The ONNX precisions whose folders onnxruntime-genai can read: those with settings of their own."""
-    places = {name: [folder / role / f"onnx-{name}" for role in ROLES] for name in precisions}
-    return tuple(
-        name for name, both in places.items() if all((place / GENAI_SETTINGS).is_file() for place in both)
-    )
+
+    def known(name: str) -> bool:
+        return all((folder / role / f"onnx-{name}" / GENAI_SETTINGS).is_file() for role in ROLES)
+
+    return tuple(filter(known, precisions))
 
 
 def pair_settings(folder: Path, precision: str) -> dict[str, Any]:
@@ -110,38 +121,8 @@ def pair_settings(folder: Path, precision: str) -> dict[str, Any]:
 
 def overlay(precision: str) -> dict[str, Any]:
     """What `onnxruntime_genai.Config.overlay` takes (as JSON) to run the pair in another precision."""
-    return {
-        "model": {
-            "decoder": {"filename": f"target/onnx-{precision}/model.onnx"},
-            "draft": {"filename": f"drafter/onnx-{precision}/model.onnx"},
-        }
-    }
-
-
-def vllm_settings() -> dict[str, Any]:
-    """vLLM's `speculative-config`, as its YAML files want it: a nested mapping.
-
-    `probabilistic` draws the draft from q and tests it with p/q; vLLM's default drafts greedily and accepts with p alone.
-    """
-    return {
-        "speculative-config": {
-            "method": "draft_model",
-            "model": CHECKPOINT,
-            "num_speculative_tokens": DRAFT_LENGTH,
-            "draft_sample_method": "probabilistic",
-        }
-    }
-
-
-def sglang_settings() -> dict[str, Any]:
-    """SGLang's options for a plain draft model; without a tree it verifies one token more than it drafts."""
-    return {
-        "speculative-algorithm": "STANDALONE",
-        "speculative-draft-model-path": CHECKPOINT,
-        "speculative-num-steps": DRAFT_LENGTH,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": DRAFT_LENGTH + 1,
-    }
+    roles = {"decoder": "target", "draft": "drafter"}
+    return {"model": {at: {"filename": f"{role}/onnx-{precision}/model.onnx"} for at, role in roles.items()}}
 
 
 def _write_checkpoint(source: Path, out: Path) -> None:

@@ -13,28 +13,20 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFWriter, get_tensor_name_map
-from gguf.constants import (
-    GGML_QUANT_SIZES,
-    GGML_QUANT_VERSION,
-    MODEL_ARCH,
-    GGMLQuantizationType,
-    LlamaFileType,
-)
+from gguf.constants import GGML_QUANT_SIZES, GGML_QUANT_VERSION, MODEL_ARCH, GGMLQuantizationType
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.families import FAMILIES
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
+from edgespec_export.gguf.quantize import PRECISIONS as ALL_PRECISIONS
+from edgespec_export.gguf.quantize import bytes_of
 from edgespec_export.synthetic.checkpoint import drawn, family_of
 
 F16, F32 = GGMLQuantizationType.F16, GGMLQuantizationType.F32
 Q4_0, Q8_0 = GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q8_0
-PRECISIONS = {
-    "f16": (F16, LlamaFileType.MOSTLY_F16),
-    "q8_0": (Q8_0, LlamaFileType.MOSTLY_Q8_0),
-    "q4_0": (Q4_0, LlamaFileType.MOSTLY_Q4_0),
-}
+PRECISIONS = {name: ALL_PRECISIONS[name] for name in ("f16", "q8_0", "q4_0")}
 # Standard deviation of a block's integers when their bytes are uniform: of n equally likely steps it is √((n² − 1) / 12).
 SPREAD = {Q4_0: (16**2 / 12 - 1 / 12) ** 0.5, Q8_0: (256**2 / 12 - 1 / 12) ** 0.5}
 SCALE_BYTES = 2
@@ -47,15 +39,10 @@ class Tensor:
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
 
-    @property
-    def nbytes(self) -> int:
-        weights, size = GGML_QUANT_SIZES[self.kind]
-        return int(np.prod(self.shape)) // int(weights) * int(size)
-
 
 def planned_bytes(shape: ModelShape, precision: str) -> int:
     """Bytes of the file's tensors; its header is a few kilobytes more."""
-    return sum(tensor.nbytes for tensor in _tensors(shape, precision))
+    return sum(bytes_of(tensor.shape, tensor.kind) for tensor in _tensors(shape, precision))
 
 
 def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0) -> None:
@@ -69,13 +56,12 @@ def write_gguf(shape: ModelShape, out_file: Path, precision: str, seed: int = 0)
     writer = GGUFWriter(None, family.gguf)
     writer.add_name(family.gguf)
     write_hyperparameters(writer, family, shape, {"model_type": family.model_type}, [])
-    writer.add_file_type(PRECISIONS[precision][1])
+    writer.add_file_type(PRECISIONS[precision].file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_tokenizer_model("no_vocab")
     for tensor in tensors:
-        writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=tensor.kind
-        )
+        size = bytes_of(tensor.shape, tensor.kind)
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=tensor.kind)
     generator = np.random.Generator(np.random.SFC64(seed))
     with whole_file(out_file) as temporary:
         try:
@@ -92,7 +78,7 @@ def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
     """Every tensor in the order of the file."""
     if precision not in PRECISIONS:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
-    kind = PRECISIONS[precision][0]
+    kind = PRECISIONS[precision].kind
     block = GGML_QUANT_SIZES[kind][0]
     for size in (shape.hidden, shape.heads * shape.head_dim, shape.intermediate):
         if size % block:
