@@ -121,7 +121,8 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     assert manifest.folder is not None
     files, skipped = files_of(manifest)
     chats = read_chats(Path(options.prompts) if options.prompts else manifest.folder / "prompts.jsonl")
-    tokenizer = ChatTokenizer(manifest.folder / TOKENIZER)
+    tokenizer_folder = manifest.folder / TOKENIZER
+    tokenizer = ChatTokenizer(tokenizer_folder)
     prompts = [tokenizer.encode_chat(chat) for chat in chats]
     trials = None
     if options.acceptance_prompts:
@@ -137,14 +138,9 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     written = [] if options.prompts else replies_in(manifest)
     if len(written) < min(options.answer_replies, len(chats)):
         written = []  # the bundle has too few: the target writes all of them
-    questions = questions_of(
-        manifest.folder / TOKENIZER,
-        chats[: options.answer_replies],
-        written[: options.answer_replies],
-        seed=options.seed,
-    )
+    asked, written = chats[: options.answer_replies], written[: options.answer_replies]
+    questions = questions_of(tokenizer_folder, asked, written, seed=options.seed)
     checked = prompts[: options.verify_prompts]
-    tokenizer_folder = manifest.folder / TOKENIZER
     if folders is not None:
         from edgespec_export.verify.pair import verify_with_models
 
@@ -157,14 +153,11 @@ def verify_bundle(options: Options) -> dict[str, Any]:
         source = Source(tokenizer_folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
         name = manifest.drafter.vocabulary
         subset = None if name is None else read_vocabulary(manifest.folder / name)
-        models = (
-            ("target", manifest.target, checked),
-            ("drafter", manifest.drafter, as_numbered(checked, subset)),
-        )
-        standards = [
-            (role, Standard(shape_of(model, role), model.parameters, source, own))
-            for role, model, own in models
-        ]
+        numbered = {"target": checked, "drafter": as_numbered(checked, subset)}
+        standards = []
+        for role, own in numbered.items():
+            model = getattr(manifest, role)
+            standards.append((role, Standard(shape_of(model, role), model.parameters, source, own)))
         if questions is not None:
             standards[0][1].held = HeldOut(questions, standards[0][1].shape)
         result = verify_files(files, standards, subset, trials, tokenizer_folder)

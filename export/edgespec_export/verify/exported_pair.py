@@ -33,7 +33,7 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
-from edgespec_export.formats.export import ExportedFile, exported_files
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.file_check import SMALL
 
 # the first of these that is there is an engine's float pair
@@ -93,7 +93,7 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
     for engine, floats in FLOAT.items():
         have = {
             role: [file.precision for file in files if (file.engine, file.role) == (engine, role)]
-            for role in ("target", "drafter")
+            for role in ROLES
         }
         both = [name for name in have["target"] if name in have["drafter"]]
         base = next((name for name in floats if name in both), None)
@@ -103,8 +103,7 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
             if name == base:
                 continue
             if base is not None:
-                found.append((engine, name, DRAFTER, base, name))
-                found.append((engine, name, TARGET, name, base))
+                found += [(engine, name, DRAFTER, base, name), (engine, name, TARGET, name, base)]
             found.append((engine, name, BOTH, name, name))
     return found
 
@@ -159,10 +158,7 @@ def open_file(
 
 
 def acceptance_by_cause(
-    files: Sequence[ExportedFile],
-    parameters: dict[str, int],
-    subset: Vocabulary | None,
-    trials: Trials,
+    files: Sequence[ExportedFile], parameters: dict[str, int], subset: Vocabulary | None, trials: Trials
 ) -> list[PairRun]:
     """Run every pair there is. `parameters` by role; `subset`: the tokens the drafter knows, None for all.
 
@@ -175,9 +171,8 @@ def acceptance_by_cause(
     if not prompts:
         return runs
     with progress("acceptance", len(pairs), "pairs") as bar:
-        texts: dict[
-            str, Texts
-        ] = {}  # what each engine's first pair wrote, for as many prompts as it did in time
+        # what each engine's first pair wrote, for as many prompts as it did in time
+        texts: dict[str, Texts] = {}
         for engine, precision, cause, target, drafter in pairs:
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
             opened: list[Engine] = []
@@ -189,19 +184,9 @@ def acceptance_by_cause(
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))
                 if cause == FLOAT_PAIR:
                     texts[engine] = wrote
+                names = engine, precision, cause, target, drafter
                 for temperature, each in done.items():
-                    runs.append(
-                        PairRun(
-                            engine,
-                            precision,
-                            cause,
-                            target,
-                            drafter,
-                            temperature,
-                            trials.draft_length,
-                            tuple(each),
-                        )
-                    )
+                    runs.append(PairRun(*names, temperature, trials.draft_length, tuple(each)))
             finally:
                 for model in opened:
                     model.close()
@@ -232,31 +217,15 @@ def _run_pair(
                 rule=LOSSLESS,
                 drafter=MODEL,
             )
-            counts, reply = _decoded(*models, prompt, how, trials.stop_ids)
+            counts = RawCounts()
+            blocks = decode(*models, prompt, how, trials.stop_ids, counts)
+            reply = [token for block in blocks for token in block.tokens]
             text = reply if texts is None else texts[temperature][index]
             overlap = sum(overlaps(*models, prompt, text, how))
-            each.append(
-                Trial(
-                    counts.blocks,
-                    counts.emitted,
-                    sum(counts.tested),
-                    sum(counts.accepted),
-                    len(text),
-                    overlap,
-                )
-            )
+            tested, accepted = sum(counts.tested), sum(counts.accepted)
+            each.append(Trial(counts.blocks, counts.emitted, tested, accepted, len(text), overlap))
             wrote[temperature].append(reply)
     return found, wrote
-
-
-def _decoded(
-    target: CachedEngine, draft: CachedEngine, prompt: list[int], how: DecodingOptions, stop: frozenset[int]
-) -> tuple[RawCounts, list[int]]:
-    counts = RawCounts()
-    reply: list[int] = []
-    for block in decode(target, draft, prompt, how, stop, counts):
-        reply += block.tokens
-    return counts, reply
 
 
 def overlaps(

@@ -52,19 +52,12 @@ def rows_of(runs: Sequence[PairRun]) -> list[Row]:
     rows = []
     for run in runs:
         base = floats.get((run.engine, run.temperature))
-        paired = (
-            list(zip(run.trials, base.trials, strict=False)) if base is not None and base is not run else None
-        )
-        rows.append(
-            Row(
-                run,
-                bootstrap(run.trials, TAU),
-                bootstrap(run.trials, EMPIRICAL),
-                bootstrap(run.trials, TEACHER_FORCED),
-                None if paired is None else bootstrap(paired, _difference(TEACHER_FORCED)),
-                None if paired is None else bootstrap(paired, _difference(TAU)),
-            )
-        )
+        tau, empirical, forced = (bootstrap(run.trials, each) for each in (TAU, EMPIRICAL, TEACHER_FORCED))
+        change = tau_change = None
+        if base is not None and base is not run:
+            paired = list(zip(run.trials, base.trials, strict=False))
+            change, tau_change = (bootstrap(paired, _difference(each)) for each in (TEACHER_FORCED, TAU))
+        rows.append(Row(run, tau, empirical, forced, change, tau_change))
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,9 @@ def verify_files(
             if standard.held is not None:
                 replies += standard.held.replies
         bar.set_postfix_str("tokenizers")
-        with_tokenizer = [file for file in files if file.role in sources]
-        tokenizers = check_tokenizers(
-            with_tokenizer, sources, subset is not None, tokenizer_folder, lambda: bar.update(1)
-        )
+        own = [file for file in files if file.role in sources]
+        step = partial(bar.update, 1)
+        tokenizers = check_tokenizers(own, sources, subset is not None, tokenizer_folder, step)
     runs = [] if trials is None else acceptance_by_cause(files, parameters, subset, trials)
     return {
         "bounds": {name: asdict(bounds) for name, bounds in BOUNDS.items()},
@@ -154,20 +154,14 @@ def check_file(file: ExportedFile, standard: Standard) -> FileCheck:
     if open_engine is None:
         check.checked_with, seen = standard.without_engine, own
     else:
-        seen = compare_engine(
-            check, open_engine, passages, own, lambda model: standard.answers(file, model, samples=True)
-        )
+        answer = partial(standard.answers, file, samples=True)
+        seen = compare_engine(check, open_engine, passages, own, answer)
         check.positions, check.rope_border = sum(map(len, seen)), shape.rope_border
         open_fast = fast_opener(file, threads, context)
         if open_fast is not None:
             check.fast = FastCheck()
-            compare_engine(
-                check.fast,
-                open_fast,
-                passages,
-                own,
-                lambda model: standard.answers(file, model, samples=False),
-            )
+            answer = partial(standard.answers, file, samples=False)
+            compare_engine(check.fast, open_fast, passages, own, answer)
     if seen is not None:
         if standard.logits is not None:
             measure(check, seen, standard.logits, passages)
@@ -190,10 +184,8 @@ def shape_of(model: BundleModel, role: str) -> ModelShape:
         raise BundleError(
             f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
         ) from error
-    border = shape.rope_border
-    if border is not None and not (
-        type(border) is int and 1 <= border < min(shape.context_length, MOST_TOKENS)
-    ):
+    border, most = shape.rope_border, min(shape.context_length, MOST_TOKENS)
+    if border is not None and not (type(border) is int and 1 <= border < most):
         raise BundleError(
             f"the manifest's shape of the {role} has the rope_border {str(border)[:80]}; a number of tokens below its context is "
             "wanted: build the bundle again"

@@ -18,8 +18,7 @@ from torch.nn import functional
 
 from edgespec.model_folder.head import head_shape, head_weights
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.file_check import FileCheck, bounds_of, relative
-from edgespec_export.verify.logit_distance import distance
+from edgespec_export.verify.file_check import FileCheck, Passage, judge, logit_distance, measure, relative
 
 Array = np.ndarray[Any, Any]
 HEAD = "head-int8"
@@ -60,30 +59,16 @@ def check_head(
             plain.append(head_logits(shape, weights, embedding[ids], before).numpy())
     finally:
         engine.close()
-    both = np.concatenate(seen), np.concatenate(own)
-    centred = [values - values.mean(1, keepdims=True) for values in both]
-    check.engine_relative = relative(
-        float(np.square(centred[0] - centred[1]).mean()), float(np.square(centred[1]).mean())
-    )
-    found = distance(seen, plain, [[0] for _ in texts])  # no perplexity: it does not write every token
-    check.largest, check.mean, check.top1, check.kl = found.largest, found.mean, found.top1, found.kl
-    check.positions = found.positions
-    bounds = bounds_of(HEAD)
-    for what, measured in (("weights", check.weights_relative), ("engine", check.engine_relative)):
-        if measured is not None and not measured <= getattr(bounds, what):
-            check.broken.append(f"{what} difference {measured:.2g} above {getattr(bounds, what):g}")
+    check.engine_relative = logit_distance(np.concatenate(seen), np.concatenate(own))
+    measure(check, seen, plain, [Passage([0])] * len(texts))  # no perplexity: it does not write every token
+    judge(check)
     return check
 
 
 def _in_pieces(engine: FeatureHead, tokens: Sequence[int], features: Array) -> Array:
     engine.rewind(0)
-    size = engine.block_length
-    return np.concatenate(
-        [
-            engine.forward(tokens[at : at + size], features[at : at + size])[0].copy()
-            for at in range(0, len(tokens), size)
-        ]
-    )
+    pieces = [slice(at, at + engine.block_length) for at in range(0, len(tokens), engine.block_length)]
+    return np.concatenate([engine.forward(tokens[piece], features[piece])[0].copy() for piece in pieces])
 
 
 def read_back(folder: Path) -> tuple[dict[str, Tensor], Tensor]:

@@ -62,15 +62,8 @@ def distance(seen: Sequence[Array], wanted: Sequence[Array], prompts: Sequence[S
         places = np.arange(len(prompt) - 1), np.asarray(prompt[1:], dtype=np.int64)
         losses += (-ours[places]).tolist()
         reference_losses += (-theirs[places]).tolist()
-    return Distance(
-        largest,
-        total / entries,
-        divergence / count,
-        same / count,
-        _perplexity(losses),
-        _perplexity(reference_losses),
-        count,
-    )
+    perplexities = _perplexity(losses), _perplexity(reference_losses)
+    return Distance(largest, total / entries, divergence / count, same / count, *perplexities, count)
 
 
 def _perplexity(losses: Sequence[float]) -> float:

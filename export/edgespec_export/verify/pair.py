@@ -38,7 +38,7 @@ from edgespec_export.verify.exported_pair import Trials
 from edgespec_export.verify.file_check import FileCheck, relative
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
 from edgespec_export.verify.head_check import check_head
-from edgespec_export.verify.readback import gguf_settings, gguf_weights, onnx_weights, static_weights
+from edgespec_export.verify.readback import gguf_settings, static_weights, weights_of
 from edgespec_export.verify.report import broken_of, report_of
 from edgespec_export.verify.tokenizers import Source
 
@@ -150,10 +150,8 @@ def verify_pair(
             f"{report_of(result)}\n{len(broken)} bounds are broken: {'; '.join(broken)}. "
             f"Remove {export_folder} and export again; if it stays, the exporter does not know this model"
         )
-    return {
-        "files": len(result["files"]),
-        "positions": sum(int(check["positions"]) for check in result["files"]),
-    }
+    checks = result["files"]
+    return {"files": len(checks), "positions": sum(int(check["positions"]) for check in checks)}
 
 
 def verify_with_models(
@@ -181,7 +179,7 @@ def verify_with_models(
 def _read(file: ExportedFile, shape: ModelShape) -> Iterable[tuple[str, Array]]:
     if file.engine == "static":
         return static_weights(file.path)
-    return (gguf_weights if file.engine == "llama.cpp" else onnx_weights)(file.path, shape)
+    return weights_of(file.path, shape)
 
 
 def _compare_weights(
@@ -206,10 +204,9 @@ def _compare_weights(
         if not error <= check.weights_relative:
             check.weights_relative, check.worst_weight = error, name
     for name, wanted in reference.weights.items():
+        # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
         if name not in state and name.endswith(".bias") and not wanted.any():
-            state[name] = (
-                wanted  # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
-            )
+            state[name] = wanted
     missing = sorted(set(reference.weights) - set(state))
     if missing:
         check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")

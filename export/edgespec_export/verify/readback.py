@@ -31,6 +31,11 @@ _STATIC_WHOLE = {
 _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
+def weights_of(path: Path, shape: ModelShape) -> Weights:
+    """(name, tensor) of a GGUF file or of a folder that the model builder made."""
+    return gguf_weights(path, shape) if path.is_file() else onnx_weights(path, shape)
+
+
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a GGUF file, one at a time; permuted q and k are back in rotate-halves order.
 
@@ -85,9 +90,8 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
         "rope.freq_base": shape.rope_theta,
         "vocab_size": shape.vocab_size,
     }
-    if (
-        not with_architecture(arch).partial_rotary
-    ):  # which rotates a part of a head where the model says so; a wrong part shows in the logits
+    # which rotates a part of a head where the model says so; a wrong part shows in the logits
+    if not with_architecture(arch).partial_rotary:
         wanted["rope.dimension_count"] = shape.head_dim
     if shape.rope_border is not None:
         wanted["rope.scaling.original_context_length"] = shape.rope_border
@@ -110,18 +114,14 @@ def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
     kind = str(read_json(folder / "genai_config.json")["model"]["type"])
     family = with_architecture(kind.removesuffix("_text"))  # the builder names its models as llama.cpp does
     joined = "attn_qkv" in family.gguf_parts
-    gates: dict[str, Array] = {}
+    gates: dict[str, Array] = {}  # of one layer
     for name, whole in _onnx_weights(folder, shape, joined=joined):
         if joined and name.endswith((".gate_proj.weight", ".up_proj.weight")):
-            gates[name] = whole
-            stem = name.removesuffix(".gate_proj.weight").removesuffix(".up_proj.weight")
-            pair = [gates.get(f"{stem}.{part}_proj.weight") for part in ("gate", "up")]
-            if all(part is not None for part in pair):
-                yield (
-                    f"{stem}.gate_up_proj.weight",
-                    np.concatenate([part for part in pair if part is not None]),
-                )
-                gates.clear()
+            stem, part, _ = name.rsplit(".", 2)
+            gates[part] = whole
+            if len(gates) == 2:
+                both = np.concatenate([gates.pop("gate_proj"), gates.pop("up_proj")])
+                yield f"{stem}.gate_up_proj.weight", both
         else:
             yield name, whole - np.float32(family.norm_offset) if name.endswith("norm.weight") else whole
 
@@ -245,18 +245,13 @@ def static_weights(folder: Path) -> Weights:
     for node in graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] in tensors:
             values, scale, zero = (read(name) for name in node.input)
-            if values.ndim == 2:  # a constant of one number is no weight; columns have a scale each
+            bias = values.ndim == 1 and node.input[0].endswith(".bias_quantized")
+            if values.ndim == 2 or bias:  # a constant of one number is no weight; columns have a scale each
                 whole = (values.astype(np.float32) - zero.astype(np.float32)) * scale
                 yield _static_named(node.input[0].removesuffix("_quantized"), whole)
-            elif values.ndim == 1 and node.input[0].endswith(".bias_quantized"):
-                name = node.input[0].removesuffix("_quantized")
-                yield _static_named(name, (values.astype(np.float32) - zero.astype(np.float32)) * scale)
     for name, tensor in tensors.items():
-        if name in _STATIC_WHOLE or (
-            name.startswith("layers.") and tensor.data_type == onnx.TensorProto.FLOAT
-        ):
-            if name.endswith(("_scale", "_zero_point")):
-                continue
+        of_layer = name.startswith("layers.") and tensor.data_type == onnx.TensorProto.FLOAT
+        if (name in _STATIC_WHOLE or of_layer) and not name.endswith(("_scale", "_zero_point")):
             yield _static_named(name, read(name))
 
 
@@ -283,18 +278,15 @@ def tensor_values(tensor: Any, folder: Path) -> Array:
         return np.asarray(to_array(tensor))
     place = {entry.key: entry.value for entry in tensor.external_data}
     name, start = place["location"], int(place.get("offset", 0))
-    kind, count = (
-        np.dtype(tensor_dtype_to_np_dtype(tensor.data_type)),
-        int(np.prod(tensor.dims, dtype=object)),
-    )
-    file = folder / name
+    kind = np.dtype(tensor_dtype_to_np_dtype(tensor.data_type))
+    count, file = int(np.prod(tensor.dims, dtype=object)), folder / name
     if Path(name).name != name or not file.is_file():
         raise EdgespecError(
             f"tensor {tensor.name} has its data in {name!r}, which is no file in {folder}; export it again"
         )
-    if start + count * kind.itemsize > file.stat().st_size:
+    size, end = file.stat().st_size, start + count * kind.itemsize
+    if end > size:
         raise EdgespecError(
-            f"{file} has {file.stat().st_size} bytes, and tensor {tensor.name} ends at {start + count * kind.itemsize}; "
-            "export it again"
+            f"{file} has {size} bytes, and tensor {tensor.name} ends at {end}; export it again"
         )
     return np.fromfile(file, kind, count, offset=start).reshape(tuple(tensor.dims))

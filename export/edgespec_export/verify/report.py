@@ -47,43 +47,26 @@ def report_of(found: dict[str, Any], *, colour: bool = False, side_by_side: bool
 
 def broken_of(found: dict[str, Any]) -> list[str]:
     """Every broken bound of a verify.json, in words."""
-    return [
-        *(
-            f"{check['role']} {check['precision']}: {reason}"
-            for check in found["files"]
-            for reason in check["broken"]
-        ),
-        *(
-            f"{check['where']} tokenizer: {reason}"
-            for check in found["tokenizers"]
-            for reason in check["broken"]
-        ),
-        *broken_bounds(found["acceptance"]),
-    ]
+    named = [(f"{check['role']} {check['precision']}", check) for check in found["files"]]
+    named += [(f"{check['where']} tokenizer", check) for check in found["tokenizers"]]
+    reasons = [f"{name}: {reason}" for name, check in named for reason in check["broken"]]
+    return reasons + broken_bounds(found["acceptance"])
 
 
 def files_table(checks: list[dict[str, Any]]) -> str:
     """Relative differences first, then the distance of the logits to the float model."""
-    rows = [
-        list(cells)
-        for check in checks
-        for cells in ((_cells(check), _fast_cells(check)) if check.get("fast") else (_cells(check),))
-    ]
+    rows = []
+    for check in checks:
+        rows.append(list(_cells(check)))
+        if check.get("fast"):
+            rows.append(list(_fast_cells(check)))
     return table(HEADERS, rows)
 
 
 def _cells(check: dict[str, Any]) -> Iterator[str]:
     yield f"{check['role']} {check['engine']} {check['precision']}"
-    for name in (
-        "weights_relative",
-        "engine_relative",
-        "block_relative",
-        "block_leak",
-        "largest",
-        "mean",
-        "kl",
-    ):
-        yield _number(check.get(name))
+    relative = ("weights_relative", "engine_relative", "block_relative", "block_leak")
+    yield from (_number(check.get(name)) for name in (*relative, "largest", "mean", "kl"))
     yield _share(check.get("top1"))
     mine, theirs = check.get("perplexity"), check.get("torch_perplexity")
     yield "-" if mine is None or theirs is None else f"{mine:.4g} ({theirs:.4g})"
@@ -96,12 +79,8 @@ def _fast_cells(check: dict[str, Any]) -> Iterator[str]:
     """The row of a file's fast mode, below its own."""
     fast = check["fast"]
     yield "  in fast mode"
-    yield from (
-        "-",
-        _number(fast["engine_relative"]),
-        _number(fast["block_relative"]),
-        _number(fast.get("block_leak")),
-    )
+    yield "-"
+    yield from (_number(fast.get(name)) for name in ("engine_relative", "block_relative", "block_leak"))
     yield from "-" * 5
     yield f"{fast['block_flips']}/{check['positions']}"
     yield check["checked_with"]

@@ -22,7 +22,7 @@ from edgespec.model_folder.weights_files import INDEX, SINGLE, header_of, read_t
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.readback import gguf_weights, onnx_weights
+from edgespec_export.verify.readback import weights_of
 
 Array = np.ndarray[Any, Any]
 
@@ -54,11 +54,9 @@ def _exported(target: Path, made: Path, precision: str) -> Iterator[tuple[str, A
     shape = ModelShape.from_config(read_config(target))
     if precision in PRECISIONS["gguf"]:
         export_gguf(target, made, precision)
-        values = gguf_weights(made, shape)
     else:
         export_onnx(target, made, precision)
-        values = onnx_weights(made, shape)
-    for name, value in values:
+    for name, value in weights_of(made, shape):
         yield ("model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name), value
 
 

@@ -8,7 +8,7 @@ says to the same prompts must be what torch says with the file's own weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
 from torch import Tensor
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
+from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.repeat import layer_of
-from edgespec_export.verify.readback import Weights
+from edgespec_export.verify.readback import Weights, weights_of
 
 BLOCK = 4
 
@@ -160,12 +162,7 @@ def _logit_distance(a: Array, b: Array) -> float:
     return float(np.sqrt(np.square(a - b).mean() / max(np.square(centred).mean(), 1e-30)))
 
 
-def opened(path: Path, shape: Any, context: int) -> tuple[Iterator[tuple[str, Array]], Engine]:
+def opened(path: Path, shape: ModelShape, context: int) -> tuple[Weights, Engine]:
     """(weights, engine) of a GGUF file or an ONNX folder."""
-    from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
-
-    from edgespec_export.verify.readback import gguf_weights, onnx_weights
-
-    if path.is_file():
-        return gguf_weights(path, shape), load_engine(LLAMACPP, path, context, None)
-    return onnx_weights(path, shape), load_engine(ONNXRUNTIME, path, context, None)
+    engine = LLAMACPP if path.is_file() else ONNXRUNTIME
+    return weights_of(path, shape), load_engine(engine, path, context, None)
