@@ -65,11 +65,7 @@ class Questions:
 
 
 def questions_of(
-    folder: Path,
-    chats: Sequence[Sequence[Message]],
-    written: Sequence[Reply] = (),
-    *,
-    seed: int = 0,
+    folder: Path, chats: Sequence[Sequence[Message]], written: Sequence[Reply] = (), *, seed: int = 0
 ) -> Questions | None:
     """Chats as questions for the target whose tokenizer is in `folder`; None for no chat."""
     if not chats:

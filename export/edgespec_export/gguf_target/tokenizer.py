@@ -140,18 +140,16 @@ class Tables:
 
     def ends(self, *, bos: bool) -> dict[str, Any] | None:
         """The post-processor that puts bos before a text and eos behind it, where the file wants these; `bos`: unless it says."""
-        roles = self.roles()
         wanted = {"bos": self.flag("add_bos_token", bos), "eos": self.flag("add_eos_token", False)}
-        first, last = (
-            [{"SpecialToken": {"id": self.tokens[roles[role]], "type_id": 0}}]
-            if wanted[role] and role in roles
-            else []
-            for role in ("bos", "eos")
-        )
-        if not first and not last:
+        used = {role: index for role, index in self.roles().items() if wanted.get(role)}
+        if not used:
             return None
+        first, last = (
+            [{"SpecialToken": {"id": self.tokens[used[role]], "type_id": 0}}] if role in used else []
+            for role in wanted
+        )
         text = {"Sequence": {"id": "A", "type_id": 0}}
-        ids = {self.tokens[roles[role]]: roles[role] for role in ("bos", "eos") if wanted[role]}
+        ids = {self.tokens[index]: index for index in used.values()}
         return {
             "type": "TemplateProcessing",
             "single": [*first, text, *last],

@@ -162,10 +162,7 @@ class _Graph:
         own = self.norm(x, weights["norm.weight"], eps, "norm", "own_features")
         self.linear(own, weights["lm_head.weight"], "lm_head", "logits")
 
-        def value(name: str, kind: int, dims: list[Any]) -> Any:
-            return helper.make_tensor_value_info(name, kind, dims)
-
-        whole, real = TensorProto.INT64, TensorProto.FLOAT
+        value, whole, real = helper.make_tensor_value_info, TensorProto.INT64, TensorProto.FLOAT
         inputs = [
             value("input_ids", whole, [1, "n"]),
             value("features", real, [1, "n", shape["feature_size"]]),

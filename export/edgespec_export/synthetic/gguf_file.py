@@ -102,11 +102,8 @@ def _drawn(tensor: Tensor, generator: np.random.Generator) -> np.ndarray[Any, An
     deviation = columns**-0.5
     weights, size = GGML_QUANT_SIZES[tensor.kind]
     blocks = np.empty((rows * columns // weights, size), dtype=np.uint8)
-    scale = np.frombuffer(np.float16(deviation / SPREAD[tensor.kind]).tobytes(), dtype=np.uint8)
+    blocks[:, :SCALE_BYTES] = np.frombuffer(np.float16(deviation / SPREAD[tensor.kind]).tobytes(), np.uint8)
     for start in range(0, len(blocks), CHUNK // weights):
-        part = blocks[start : start + CHUNK // weights]
-        part[:, :SCALE_BYTES] = scale
-        part[:, SCALE_BYTES:] = np.frombuffer(
-            generator.bytes(len(part) * (size - SCALE_BYTES)), dtype=np.uint8
-        ).reshape(len(part), -1)
+        part = blocks[start : start + CHUNK // weights, SCALE_BYTES:]
+        part[:] = np.frombuffer(generator.bytes(part.size), np.uint8).reshape(part.shape)
     return blocks.reshape(-1)

@@ -5,7 +5,6 @@ Two layers of the true width go through the ordinary exporter, and the second on
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import replace
@@ -76,16 +75,12 @@ def _check(shape: ModelShape, precision: str) -> None:
 
 def write_template(shape: ModelShape, folder: Path, seed: int) -> None:
     """A Hugging Face model folder with at most two layers, and a tokenizer of two words."""
+    from tokenizers import Tokenizer, models
+
     write_checkpoint(replace(shape, layers=min(shape.layers, TEMPLATE_LAYERS)), folder, seed)
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", config | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1})
-    _write_tokenizer(folder)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Two words: the exporter wants a tokenizer, and nothing here has text."""
-    from tokenizers import Tokenizer, models
-
+    # the exporter wants a tokenizer, and nothing here has text
     Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1}, unk_token="<s>")).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    write_json(folder / "tokenizer_config.json", settings)

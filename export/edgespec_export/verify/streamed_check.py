@@ -55,15 +55,16 @@ def check_streamed(
     """
     distance = _Distance(Checkpoint(model_folder))
     expected = streamed_logits(distance.watched(weights), model_folder, prompts)
-    seen = [_fed(engine, prompt, engine.block_length) for prompt in prompts]
-    steps = [_fed(engine, prompt, 1) for prompt in prompts]
-    blocks = [_fed(engine, prompt, BLOCK) for prompt in prompts]
-    theirs, ours = np.concatenate(seen), np.concatenate(expected)
+    ours = np.concatenate(expected)
+    theirs, steps, blocks = (
+        np.concatenate([_fed(engine, prompt, count) for prompt in prompts])
+        for count in (engine.block_length, 1, BLOCK)
+    )
     return StreamedCheck(
         weights=distance.largest,
         worst=distance.worst,
         engine=_logit_distance(theirs, ours),
-        block=_logit_distance(np.concatenate(blocks), np.concatenate(steps)),
+        block=_logit_distance(blocks, steps),
         top1=float((theirs.argmax(-1) == ours.argmax(-1)).mean()),
         positions=len(ours),
     )

@@ -196,6 +196,20 @@ def test_bos_and_the_end_of_a_turn(tiny: Path, tmp_path: Path) -> None:
     assert read_json(folder / "generation_config.json") == {"eos_token_id": [0, 3, 2]}
 
 
+def test_a_file_that_wants_a_bos_which_it_does_not_have(tiny: Path, tmp_path: Path) -> None:
+    file = changed(
+        tiny,
+        tmp_path / "m.gguf",
+        tokenizer__ggml__add_bos_token=True,
+        tokenizer__ggml__bos_token_id=10**6,
+        tokenizer__ggml__add_eos_token=True,
+        tokenizer__ggml__eos_token_id=2,
+    )
+    ids = JsonTokenizer(folder_of(file) / "tokenizer.json").special.encode("a").ids
+    assert ids[-1] == 2
+    assert len(ids) == 2
+
+
 def test_the_folder_is_kept_by_content(tiny: Path, tmp_path: Path) -> None:
     folder = folder_of(tiny)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
