@@ -289,7 +289,3 @@ def main(argv: list[str] | None = None) -> int:
             return _defect()
         print(f"edgespec: {message}", file=sys.stderr)
         return message.exit_code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 
 from edgespec.cli import VERBS, parser_of
 from edgespec.core.errors import EXIT_CODES
 from edgespec.core.options import add_flags
 from edgespec.shell.environment import VARIABLES
-from edgespec.shell.settings import EveryVerb
+from edgespec.shell.settings import EVERY, EveryVerb
 
 HEAD = (
     "# Command line\n\n"
     "Written by `python -m edgespec.cli_reference > docs/cli.md`, never by hand; a test holds it against the parsers.\n"
     "`edgespec VERB --help` prints the same.\n"
 )
-EVERY = {one.name for one in fields(EveryVerb)}
 
 
 def reference() -> str:

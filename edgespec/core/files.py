@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.free_space import folder_at
 from edgespec.core.no_room import write_error
 from edgespec.core.texts import check_json
 
@@ -47,7 +48,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, sort_keys=False) + "\n")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(
@@ -245,8 +246,7 @@ def copy_file(source: Path, destination: Path) -> None:
 
 def shares_blocks(folder: Path) -> bool:
     """Whether copies take no room of their own in a folder that is or will be. Writes two small files to find out."""
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
+    folder = folder_at(folder)
     try:
         with (
             tempfile.NamedTemporaryFile(dir=folder) as origin,

@@ -59,8 +59,13 @@ def _reclaimable(file: str) -> int:
     return 0
 
 
-def free_disk(place: Path) -> int:
-    """Bytes that can still be written where `place` is or will be."""
+def folder_at(place: Path) -> Path:
+    """The folder that is there and in which `place` is or will be; a folder's own."""
     while not place.is_dir() and place != place.parent:
         place = place.parent
-    return shutil.disk_usage(place).free
+    return place
+
+
+def free_disk(place: Path) -> int:
+    """Bytes that can still be written where `place` is or will be."""
+    return shutil.disk_usage(folder_at(place)).free

@@ -158,18 +158,16 @@ def bootstrap(
     items: Sequence[Any],
     statistic: Callable[[Sequence[Any]], float],
     *,
-    level: float = 0.95,
     resamples: int = 1000,
     seed: int = 0,
 ) -> tuple[float, float, float]:
-    """(value, low, high): percentile bootstrap interval of `statistic`, resampling whole items (prompts)."""
+    """(value, low, high): 95 % percentile bootstrap interval of `statistic`, resampling whole items (prompts)."""
     generator = random.Random(seed)
     size = len(items)
     draws = sorted(
         statistic([items[generator.randrange(size)] for _ in range(size)]) for _ in range(resamples)
     )
-    tail = (1.0 - level) / 2.0
-    return statistic(items), quantile(draws, tail), quantile(draws, 1.0 - tail)
+    return statistic(items), quantile(draws, 0.025), quantile(draws, 0.975)
 
 
 def ratio_of_sums(

@@ -9,11 +9,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.core.errors import EdgespecError, InputError, NoRoom
+from edgespec.core.free_space import folder_at, free_disk
 
 _FULL = {
     errno.ENOSPC: "no space left on the disk",
@@ -51,10 +51,8 @@ def place_of(error: BaseException, otherwise: Path | str) -> Path | str:
 
 
 def _message(path: Path | str, reason: str, wanted: int) -> str:
-    folder = Path(os.fsdecode(path))
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free in {folder}"
+    folder = folder_at(Path(os.fsdecode(path)))
+    free = f"{free_disk(folder) / 2**20:.0f} MiB free in {folder}"
     needed = f", {wanted / 2**20:.0f} MiB needed for this write alone" if wanted else ""
     return (
         f"cannot write {path}: {reason} ({free}{needed}); "

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from edgespec.core.errors import InputError, did_you_mean
@@ -64,6 +64,16 @@ def hints_of(kind: type[Any]) -> dict[str, Any]:
 
 def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+def knobs_of(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field[Any]]]]:
+    """Dotted name -> (annotation, field) of every knob, those of sections too."""
+    hints = hints_of(kind)
+    for one in dataclasses.fields(kind):
+        if is_section(hints[one.name]):
+            yield from knobs_of(hints[one.name], f"{prefix}{one.name}.")
+        else:
+            yield prefix + one.name, (hints[one.name], one)
 
 
 def base_of(hint: Any) -> tuple[type[Any], bool, bool]:
@@ -252,12 +262,10 @@ def _help(field: dataclasses.Field[Any], many: bool) -> str:
     return text.replace("%", "%%")
 
 
-def given(namespace: argparse.Namespace, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+def given(namespace: argparse.Namespace) -> dict[str, Any]:
     """The flags the user gave, as the nested mapping `from_mapping` reads."""
     nested: dict[str, Any] = {}
     for dotted, value in vars(namespace).items():
-        if dotted in without:
-            continue
         *path, last = dotted.split(".")
         here = nested
         for part in path:

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import IO, Any
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import InputError
 
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
@@ -37,18 +37,18 @@ def unwritable(value: Any) -> str:
     return ""
 
 
-def check_text(value: Any, where: str, error: type[EdgespecError] = InputError) -> None:
-    """Raise `error` where a text in a JSON value cannot be written as UTF-8. `where`: file and row."""
+def check_text(value: Any, where: str) -> None:
+    """Raise InputError where a text in a JSON value cannot be written as UTF-8. `where`: file and row."""
     if found := unwritable(value):
-        raise error(
+        raise InputError(
             f"{where}: {found}, which holds half a character (a lone surrogate); write the whole character or remove it"
         )
 
 
-def check_json(line: str, value: Any, where: str, error: type[EdgespecError] = InputError) -> None:
+def check_json(line: str, value: Any, where: str) -> None:
     """`check_text` of what was read from a line of JSON, which holds half a character only where the line escapes one."""
     if _ESCAPED.search(line):
-        check_text(value, where, error)
+        check_text(value, where)
 
 
 def printable_json(value: Any, stream: IO[str]) -> str:

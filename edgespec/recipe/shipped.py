@@ -15,7 +15,6 @@ Knows the files, not what their values mean (read.py).
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,33 +27,34 @@ _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s
 _MORE = re.compile(r"#  +(.*)")
 
 
-def _configs() -> Path | None:
-    spec = find_spec("edgespec_recipes")  # finds the room without importing it
+def in_recipes(*parts: str) -> Path | None:
+    """A place in the package edgespec_recipes, which is found without being imported; None where it is not installed."""
+    spec = find_spec("edgespec_recipes")
     if spec is None or not spec.submodule_search_locations:
         return None
-    return Path(spec.submodule_search_locations[0]) / "configs"
+    return Path(spec.submodule_search_locations[0], *parts)
 
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file of the recipes of build-drafter that come with the package."""
-    folder = _configs()
+    folder = in_recipes("configs")
     files = sorted(folder.glob("*.yaml")) if folder else []
     return {path.stem: path for path in files if not path.stem.startswith("target-")}
 
 
 def launch_files() -> dict[str, Path]:
     """launch/NAME -> file: configs of accelerate launch and sbatch scripts that come with the package."""
-    folder = _configs()
-    files = sorted((folder / "launch").iterdir()) if folder else []
+    folder = in_recipes("configs", "launch")
+    files = sorted(folder.iterdir()) if folder else []
     return {f"launch/{path.stem}": path for path in files if path.suffix in (".yaml", ".sbatch")}
 
 
 def made_target(alias: str) -> Mapping[str, Any]:
     """The options of a target that edgespec makes itself: its shape and its training. Raises InputError where there are none."""
-    folder = _configs()
-    if folder is None:
+    file = in_recipes("configs", f"target-{alias}.yaml")
+    if file is None:
         raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")
-    return load_recipe(folder / f"target-{alias}.yaml")
+    return load_recipe(file)
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
@@ -99,8 +99,3 @@ def header(file: Path) -> dict[str, str]:
         else:
             current = ""
     return found
-
-
-def command_words(file: Path) -> list[str]:
-    """The command at the head of a recipe as a shell would split it."""
-    return shlex.split(header(file).get("command", ""), comments=True)

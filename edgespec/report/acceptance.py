@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields, Interval, clean
-from edgespec.report.figures import MUTED, RUNS, bars_of, drawn, legend
+from edgespec.report.figures import MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.measured import Setting, bench_of, by_position, settings_of
 from edgespec.report.parts import (
@@ -135,7 +136,7 @@ def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
         for place, row in enumerate(rows):
             shift = 0.06 * (place - (len(rows) - 1) / 2)  # so that intervals stand beside each other
             xs = [1 + at + shift for at in range(len(row.positions))]
-            values, errors = bars_of(row.positions)
+            values, errors = bars(row.positions)
             colour, name = RUNS[row.number], of_run(row.name, row.number, runs)
             axes.errorbar(
                 xs, values, yerr=errors, color=colour, elinewidth=1.0, marker=MARKS[row.style % len(MARKS)],

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.report.fields import Interval
-from edgespec.report.figures import INK, MUTED, RULES, drawn, label
+from edgespec.report.fields import Interval, clean
+from edgespec.report.figures import INK, MUTED, RULES, drawn
 from edgespec.report.gather import Run
 from edgespec.report.parts import (
     ABSENT,
@@ -114,7 +114,7 @@ def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
             axes.plot(
                 [point.latency[0] for point in own],
                 [value(point) for point in own],
-                color=colour, marker=MARKS[place % len(MARKS)], linewidth=1.4, label=label(curve, 20),
+                color=colour, marker=MARKS[place % len(MARKS)], linewidth=1.4, label=clean(curve, 20),
             )  # fmt: skip
         for end, mark in ((LARGE, "*"), (SMALL, "d")):
             for point in points:
@@ -130,10 +130,10 @@ def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
                     )
                     axes.axhline(value(point), color=MUTED, linewidth=0.8, linestyle=":")
         axes.set_xlabel("seconds per token / the target's", color=MUTED)
-        axes.set_ylabel(label(metric), color=MUTED)
+        axes.set_ylabel(clean(metric, 40), color=MUTED)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
-    return Figure(drawn(f"tradeoff-{name}", draw), f"{label(metric)} against latency, rule by rule.")
+    return Figure(drawn(f"tradeoff-{name}", draw), f"{clean(metric, 40)} against latency, rule by rule.")
 
 
 def _table(points: Sequence[Point], metric: str) -> Table:
@@ -150,4 +150,4 @@ def _table(points: Sequence[Point], metric: str) -> Table:
                 Cell(ABSENT if end or point.rejected is None else f"{point.rejected:.0%}"),
             ]
         )
-    return Table(["", label(metric), "less AR-large's", "latency", "rejected"], rows)
+    return Table(["", clean(metric, 40), "less AR-large's", "latency", "rejected"], rows)

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, clean
-from edgespec.report.figures import MUTED, RUNS, drawn, label, lying
+from edgespec.report.figures import MUTED, RUNS, drawn, lying
 from edgespec.report.gather import Run
 from edgespec.report.measured import bench_of
 from edgespec.report.parts import (
@@ -155,7 +155,7 @@ def _way(way: Fields, alpha: float | None) -> tuple[str, float, float | None, li
 def _figure(bars: Sequence[tuple[int, str, float, float | None]], runs: int) -> Figure:
     def draw(axes: Any) -> None:
         places = range(len(bars))
-        names = [label(of_run(name, run, runs)) for run, name, _, _ in bars]
+        names = [clean(of_run(name, run, runs), 40) for run, name, _, _ in bars]
         for place, (run, _, plain, best) in zip(places, bars, strict=True):
             axes.barh(place - 0.19, plain, height=0.34, color=MUTED, label="plain" if not place else None)
             if best is not None:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from edgespec.core.pictures import require_matplotlib
-from edgespec.report.fields import Interval, clean
 
 WIDTH, HEIGHT = 420, 250  # units of the drawing; type of 11 of them is legible on a telephone and on a screen
 TYPE = 11.0
@@ -62,7 +61,7 @@ _STYLE = {
 }
 
 
-def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT, width: float = WIDTH) -> Any:
+def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT) -> Any:
     """An inline <svg> of what `draw` puts on the axes it is given. `name`: letters, one figure's own. Raises MissingExtra."""
     require_matplotlib()
     from markupsafe import Markup
@@ -71,7 +70,7 @@ def drawn(name: str, draw: Callable[[Any], None], *, height: float = HEIGHT, wid
 
     stream = io.StringIO()
     with rc_context(_STYLE):
-        figure = Figure(figsize=(width / UNIT, height / UNIT), layout="constrained")
+        figure = Figure(figsize=(WIDTH / UNIT, height / UNIT), layout="constrained")
         draw(figure.subplots())
         figure.savefig(
             stream,
@@ -105,18 +104,6 @@ def lying(axes: Any, what: str, columns: int) -> None:
     axes.spines["bottom"].set_visible(False)
     axes.set_xlabel(what, color=MUTED)
     legend(axes, columns)
-
-
-def bars_of(intervals: Sequence[Interval]) -> tuple[list[float], tuple[list[float], list[float]]]:
-    """(values, lengths of the error bars below and above), as matplotlib's `errorbar` wants them."""
-    below = [max(0.0, value - low) for value, low, _ in intervals]
-    above = [max(0.0, high - value) for value, _, high in intervals]
-    return [value for value, _, _ in intervals], (below, above)
-
-
-def label(text: str, most: int = 40) -> str:
-    """A stranger's words as one short label."""
-    return clean(text, most)
 
 
 def _inline(svg: str, name: str) -> str:

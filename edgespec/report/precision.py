@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.core.manifest import Manifest
 from edgespec.core.metrics import bootstrap, ratio_of_sums
 from edgespec.report.fields import Fields, clean
-from edgespec.report.figures import INK, MUTED, RUNS, drawn, label, legend
+from edgespec.report.figures import INK, MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
 from edgespec.report.parts import (
     ABSENT,
@@ -143,7 +143,7 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
                         markerfacecolor=RUNS[number_] if role == "target" else "none",
                     )  # fmt: skip
         for _, row, weight, share in placed:
-            words = label(row.precision, 12)
+            words = clean(row.precision, 12)
             axes.annotate(
                 words,
                 (weight / 2**20, 100 * share),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
-from edgespec.report.figures import MUTED, PARTS, RUNS, bars_of, drawn, legend, lying
+from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
 from edgespec.report.gather import Run
 from edgespec.report.measured import AUTO, PLAIN, Bench, Speed, bench_of, total
 from edgespec.report.parts import (
@@ -143,7 +144,7 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
             timed = [one for one in bench.fixed if one.speedup is not None]
             shift = 0.08 * (place - (len(found) - 1) / 2)
             lengths = [one.draft_length + shift for one in timed]
-            middle, errors = bars_of([one.speedup for one in timed if one.speedup])
+            middle, errors = bars([one.speedup for one in timed if one.speedup])
             axes.errorbar(
                 lengths,
                 middle,

@@ -6,11 +6,11 @@ Read from a verb's parser and from the knobs that the parser is made of. Knows n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from edgespec.core.options import base_of, hints_of, is_section
+from edgespec.core.options import base_of, knobs_of
 
 FILE, FOLDER = "file", "folder"
 LONGEST_HELP = 72  # columns of a hint: two thirds of a usual terminal
@@ -65,7 +65,7 @@ def grammar_of(
     known: Known,
 ) -> VerbGrammar:
     """One verb's. known: option -> the names that it takes, such as those of targets."""
-    knobs = dict(_knobs(kind))
+    knobs = dict(knobs_of(kind))
     flags: list[Flag] = []
     places: list[Slot] = []
     repeats = False
@@ -81,16 +81,6 @@ def grammar_of(
             names = tuple(action.option_strings)
             flags.append(Flag(names, _short(action.help or ""), slot, action.nargs == "?"))
     return VerbGrammar(name, _short(help), tuple(flags), tuple(places), repeats)
-
-
-def _knobs(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Dotted name -> (annotation, field)."""
-    hints = hints_of(kind)
-    for one in fields(kind):
-        if is_section(hints[one.name]):
-            yield from _knobs(hints[one.name], f"{prefix}{one.name}.")
-        else:
-            yield prefix + one.name, (hints[one.name], one)
 
 
 def _slot(dotted: str, hint: Any, knob: Any, known: Known) -> Slot:

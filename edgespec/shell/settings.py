@@ -19,7 +19,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_bounded
-from edgespec.core.options import check, from_mapping, given, hints_of, is_section, knob, merge
+from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge
 from edgespec.shell.environment import config_file
 
 MOST_BYTES = 65_536  # of a file that people write by hand
@@ -69,7 +69,9 @@ def settings_of(
 
     Raises InputError: an unknown key, an option that cannot be set there, a value out of its bounds, each with its place.
     """
-    known, config, file = dict(_flat(kind)), read_config(verbs), config_file()
+    # arguments without a flag cannot be set beforehand
+    known = {name: about for name, about in knobs_of(kind) if not about[1].metadata.get("positional")}
+    config, file = read_config(verbs), config_file()
     low = dict(_of_file(config.get(verb) or {}, known, f"{file}: {verb}"))
     high = dict(_of_environment(verb, verbs, known))
     origins = dict.fromkeys(low, str(file)) | {name: variable_of(verb, name) for name in high}
@@ -117,16 +119,6 @@ def read_config(verbs: Collection[str]) -> dict[str, Any]:
         if key in verbs and not isinstance(value, dict | None):
             raise InputError(f"{file}: {key} is {value!r}; it must be a mapping of options")
     return values
-
-
-def _flat(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Field[Any]]]]:
-    """Dotted name -> (annotation, field) of every flag; arguments without a flag cannot be set beforehand."""
-    hints = hints_of(kind)
-    for one in fields(kind):
-        if is_section(hints[one.name]):
-            yield from _flat(hints[one.name], f"{prefix}{one.name}.")
-        elif not one.metadata.get("positional"):
-            yield prefix + one.name, (hints[one.name], one)
 
 
 def _of_file(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from edgespec.building.find_target import gguf_target
@@ -21,7 +20,7 @@ from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, resolve
-from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.shipped import in_recipes, load_recipe
 from edgespec.recipe.targets import TARGETS, cache_folder
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
@@ -40,11 +39,9 @@ FILES = {
 
 def ready_folders() -> dict[str, Path]:
     """Target -> the folder of its ready drafter."""
-    spec = find_spec("edgespec_recipes")  # finds the room without importing it
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    root = Path(spec.submodule_search_locations[0]) / READY
-    return {folder.name: folder for folder in sorted(root.glob("*")) if (folder / "head.json").is_file()}
+    root = in_recipes(READY)
+    folders = sorted(root.glob("*")) if root else []
+    return {folder.name: folder for folder in folders if (folder / "head.json").is_file()}
 
 
 def bundle_of(name: str) -> str:
@@ -98,10 +95,8 @@ def keep(build: Path, name: str) -> Path:
     for file in (head / "head.json", evaluation):
         if not file.is_file():
             raise InputError(f"{file} is missing; finish the build in {build} first")
-    spec = find_spec("edgespec_recipes")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    out = Path(spec.submodule_search_locations[0]) / READY / name
+    out = in_recipes(READY, name)
+    assert out is not None
     keep_in_bytes(head, out)
     copy_file(evaluation, out / EVALUATION)
     recipe = load_recipe(build / RECIPE_FILE)

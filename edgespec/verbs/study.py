@@ -19,7 +19,7 @@ from edgespec.core.folder_lock import held, is_empty
 from edgespec.core.options import as_flags, from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
-from edgespec.recipe.shipped import load_recipe
+from edgespec.recipe.shipped import in_recipes, load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
 
 STUDY_FILE = "study.resolved.yaml"
@@ -28,11 +28,8 @@ RESULTS_FILE = "results.json"  # in --out: every figure that the report is writt
 
 def shipped_studies() -> dict[str, Path]:
     """Name -> file of the studies that come with the package."""
-    spec = find_spec("edgespec_recipes")
-    if spec is None or not spec.submodule_search_locations:
-        return {}
-    folder = Path(spec.submodule_search_locations[0]) / "configs" / "studies"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    folder = in_recipes("configs", "studies")
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))} if folder else {}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from edgespec.recipe.data_sources import parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import FIELDS, command_words, header, load_recipe, recipe_file, shipped_recipes
+from edgespec.recipe.shipped import FIELDS, header, load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import shape_of_target
 from edgespec.verbs.build import OPTIONS
 
@@ -78,7 +79,7 @@ def test_its_head_says_what_it_is(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=stem)
 def test_its_command_is_one(file: Path) -> None:
-    flags = parsed(command_words(file))
+    flags = parsed(shlex.split(header(file)["command"], comments=True))
     assert flags["target"] == (recipe(file.stem).target if file in RECIPES else "tiny-chat")
     chosen = recipe_file(flags["recipe"]) if "recipe" in flags else shipped_recipes()[flags["target"]]
     assert chosen == (file if file in RECIPES else shipped_recipes()["tiny-chat"])
