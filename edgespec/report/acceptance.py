@@ -162,10 +162,7 @@ def replies_section(runs: Sequence[Run]) -> Section:
     )
     columns = []
     for run in runs:
-        found = run.fields(BENCH)
-        samples = list(found.objects("samples", MOST_REPLIES)) if found is not None else []
-        replies = [_reply(one) for one in samples]
-        if replies:
+        if replies := [_reply(one) for one in run.objects(BENCH, "samples", MOST_REPLIES)]:
             columns.append(Column(run.number, replies))
     section.beside(
         columns,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from edgespec.core.manifest import HEAD
+from edgespec.core.manifest import HEAD, BundleModel, Manifest
 from edgespec.core.table import count, duration
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
@@ -57,23 +56,22 @@ def seconds_of(run: Run) -> dict[str, float]:
     """Seconds by stage: a build's own, else those that its bundle keeps."""
     if run.build is not None:
         found = {name: stage.number("seconds") for name, stage in run.build.stages.items()}
-    elif run.manifest is not None:
+    else:
         kept = provenance_of(run)
         found = {name: kept.object("seconds").number(name) for name in kept.keys("seconds")}
-    else:
-        found = {}
     return {name: seconds for name, seconds in found.items() if seconds is not None and seconds >= 0}
 
 
 def provenance_of(run: Run) -> Fields:
     """What the manifest says of how the bundle came about; empty without one."""
-    assert run.manifest is not None
+    if run.manifest is None:
+        return Fields({}, "")
     return Fields(run.manifest.provenance, str(run.manifest.folder))
 
 
 def recipe_of(run: Run) -> Fields:
     """The resolved recipe, of the bundle; empty where nobody kept it."""
-    return provenance_of(run).object("recipe") if run.manifest is not None else Fields({}, "")
+    return provenance_of(run).object("recipe")
 
 
 def _time(seconds: float | None, longest: float) -> Cell:
@@ -88,7 +86,7 @@ def training_of(run: Run) -> Fields:
         stages = {name: stage.values for name, stage in run.build.stages.items()}
         if found := facts_of(stages, recipe_of(run).whole("seed")):
             return Fields(found, str(run.build.path))
-    return provenance_of(run).object("training") if run.manifest is not None else Fields({}, "")
+    return provenance_of(run).object("training")
 
 
 def _target(run: Run) -> Cell:
@@ -97,15 +95,18 @@ def _target(run: Run) -> Cell:
     return Cell(clean(run.manifest.target.name), clean(run.manifest.target.source))
 
 
-def _size(run: Run) -> Cell:
-    if run.manifest is None:
-        return Cell(ABSENT)
-    return Cell(f"{count(run.manifest.target.parameters)} parameters", _shape(run.manifest.target.shape, run))
+def _of_bundle(tell: Callable[[Manifest], Cell]) -> Callable[[Run], Cell]:
+    """What a run's manifest says; absent without one."""
+    return lambda run: Cell(ABSENT) if run.manifest is None else tell(run.manifest)
 
 
-def _shape(shape: Mapping[str, Any], run: Run) -> str:
+def _size(manifest: Manifest) -> Cell:
+    return Cell(f"{count(manifest.target.parameters)} parameters", _shape(manifest.target, manifest))
+
+
+def _shape(model: BundleModel, manifest: Manifest) -> str:
     """`30 layers × 576, vocabulary 49,152`, as far as the manifest says."""
-    found = Fields(shape, f"{run.manifest.folder if run.manifest else ''}")
+    found = Fields(model.shape, str(manifest.folder))
     layers, hidden, vocabulary = (found.whole(name) for name in ("layers", "hidden", "vocab_size"))
     words = f"{layers} layer{'s' * (layers != 1)} × {hidden}" if layers and hidden else ""
     return ", ".join(filter(None, [words, f"vocabulary {vocabulary:,}" if vocabulary else ""]))
@@ -120,11 +121,9 @@ def _drafter(run: Run) -> Cell:
     return Cell(clean(drafter.name), kind + some)
 
 
-def _drafter_size(run: Run) -> Cell:
-    if run.manifest is None:
-        return Cell(ABSENT)
-    mine, its = run.manifest.drafter.parameters, run.manifest.target.parameters
-    return Cell(f"{count(mine)} parameters ({mine / its:.1%})", _shape(run.manifest.drafter.shape, run))
+def _drafter_size(manifest: Manifest) -> Cell:
+    mine, its = manifest.drafter.parameters, manifest.target.parameters
+    return Cell(f"{count(mine)} parameters ({mine / its:.1%})", _shape(manifest.drafter, manifest))
 
 
 def _recipe(run: Run) -> Cell:
@@ -172,40 +171,31 @@ def _written(run: Run) -> Cell:
     return Cell(f"{count(tokens)} tokens", f"{replies:,} replies" if replies else "")
 
 
-def _default(run: Run) -> Cell:
-    if run.manifest is None:
-        return Cell(ABSENT)
-    default = run.manifest.default
+def _default(manifest: Manifest) -> Cell:
+    default = manifest.default
     return Cell(clean(f"{default['engine']} {default['precision']}"), clean(default["reason"], 300))
 
 
-def _device(run: Run) -> Cell:
-    name = run.manifest.device.get("name") if run.manifest is not None else None
+def _device(manifest: Manifest) -> Cell:
+    name = manifest.device.get("name")
     return Cell(clean(name) if name else ABSENT)
 
 
-def _pair(run: Run) -> Cell:
-    if run.manifest is None:
-        return Cell(ABSENT)
-    return Cell(
-        f"{len(run.manifest.files):,} files", _bytes(sum(one.bytes for one in run.manifest.files.values()))
-    )
-
-
-def _bytes(number: int) -> str:
-    return f"{number / 2**20:,.1f} MiB"
+def _pair(manifest: Manifest) -> Cell:
+    total = sum(one.bytes for one in manifest.files.values())
+    return Cell(f"{len(manifest.files):,} files", f"{total / 2**20:,.1f} MiB")
 
 
 FACTS: tuple[Fact, ...] = (
     ("target", _target),
-    ("its size", _size),
+    ("its size", _of_bundle(_size)),
     ("drafter", _drafter),
-    ("its size", _drafter_size),
+    ("its size", _of_bundle(_drafter_size)),
     ("recipe", _recipe),
     ("pretrained on", lambda run: _trained(run, PRETRAIN)),
     ("the target wrote", _written),
     ("distilled on", lambda run: _trained(run, DISTILL)),
-    ("runs unless told otherwise", _default),
-    ("made for", _device),
-    ("bundle", _pair),
+    ("runs unless told otherwise", _of_bundle(_default)),
+    ("made for", _of_bundle(_device)),
+    ("bundle", _of_bundle(_pair)),
 )

@@ -6,20 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.report.fields import Interval, clean
+from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import INK, MUTED, RULES, drawn
 from edgespec.report.gather import Run
-from edgespec.report.parts import (
-    ABSENT,
-    Cell,
-    Column,
-    Figure,
-    Section,
-    Table,
-    Words,
-    between,
-    number,
-)
+from edgespec.report.parts import ABSENT, Cell, Column, Figure, Section, Table, Words, between, number
 from edgespec.report.sources import TRADEOFF
 
 LARGE, SMALL = "AR-large", "AR-small"
@@ -53,7 +43,7 @@ def curves_section(runs: Sequence[Run]) -> Section:
         found = run.fields(TRADEOFF)
         if found is None:
             continue
-        points, metrics = _points(run)
+        points, metrics = _points(found)
         about = found.object("about")
         parts: list[Any] = [
             Words(
@@ -67,10 +57,8 @@ def curves_section(runs: Sequence[Run]) -> Section:
     return section
 
 
-def _points(run: Run) -> tuple[list[Point], list[str]]:
+def _points(found: Fields) -> tuple[list[Point], list[str]]:
     """All arms whose latency is known, and the metrics of the study."""
-    found = run.fields(TRADEOFF)
-    assert found is not None
     points, metrics = [], []
     for one in found.objects("summaries", MOST_POINTS):
         arm, latency = one.object("arm"), one.interval("latency")
@@ -119,15 +107,8 @@ def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
         for end, mark in ((LARGE, "*"), (SMALL, "d")):
             for point in points:
                 if point.curve == end and point.quality.get(metric) is not None:
-                    axes.plot(
-                        [point.latency[0]],
-                        [value(point)],
-                        mark,
-                        color=INK,
-                        markersize=9,
-                        linestyle="",
-                        label=end,
-                    )
+                    where = [point.latency[0]], [value(point)]
+                    axes.plot(*where, mark, color=INK, markersize=9, linestyle="", label=end)
                     axes.axhline(value(point), color=MUTED, linewidth=0.8, linestyle=":")
         axes.set_xlabel("seconds per token / the target's", color=MUTED)
         axes.set_ylabel(clean(metric, 40), color=MUTED)

@@ -86,10 +86,7 @@ def _measured(runs: Sequence[Run]) -> Table | None:
         threads = bench.fields.whole("threads")
         rows.append(
             [
-                Cell(
-                    of_run(name, run.number, len(runs)),
-                    f"{threads} threads" if threads else "",
-                ),
+                Cell(of_run(name, run.number, len(runs)), f"{threads} threads" if threads else ""),
                 rate(plain.token_rate if plain else None),
                 Cell(best.name if best else ""),
                 rate(best.token_rate if best else None),

@@ -51,6 +51,11 @@ class Run:
         """The content of a file of measurements; None where there is none."""
         return self.sources[kind].fields if kind in self.sources else None
 
+    def objects(self, kind: str, key: str, most: int) -> list[Fields]:
+        """The objects in a list of such a file; none without the file."""
+        found = self.fields(kind)
+        return [] if found is None else list(found.objects(key, most))
+
     @property
     def names(self) -> tuple[str, str]:
         """(target, drafter) as bundle or files call them; '' for what none says."""
@@ -106,12 +111,7 @@ def gather(paths: Sequence[str]) -> list[Run]:
 
 def _begin(runs: list[Run], source: Source) -> None:
     """A bundle or build: a run of its own, or that of the files given before it where these are its."""
-    found = {source.kind: source}
-    waiting = list(source.inside)
-    while waiting:
-        one = waiting.pop(0)
-        found[one.kind] = one
-        waiting += one.inside
+    found = {one.kind: one for one in source.all_inside()}
     named = Run(sources=found)
     last = runs[-1] if runs else None
     waits = last is not None and not {BUNDLE, BUILD} & set(last.sources)

@@ -17,6 +17,11 @@ MOST_PROMPTS = 10_000  # with raw counts in an evaluation; a suite has at most a
 RESAMPLED = 1024  # prompts that an interval by position is made of: evenly chosen where there are more
 
 
+def name_of(draft_length: int, chosen: str) -> str:
+    """What a draft length is called; `chosen`: lengths that were chosen block by block."""
+    return {PLAIN: "plain", AUTO: chosen}.get(draft_length, f"γ = {draft_length}")
+
+
 @dataclass(frozen=True)
 class Speed:
     """One draft length of a bench, as its JSON file has it; costs in plain steps."""
@@ -36,11 +41,7 @@ class Speed:
 
     @property
     def name(self) -> str:
-        if self.draft_length == PLAIN:
-            return "plain"
-        if self.draft_length == AUTO:
-            return f"γ chosen ({self.mean_draft_length:.1f})"
-        return f"γ = {self.draft_length}"
+        return name_of(self.draft_length, f"γ chosen ({self.mean_draft_length:.1f})")
 
     @property
     def mbsu_kind(self) -> str:

@@ -75,11 +75,8 @@ def files_section(runs: Sequence[Run]) -> Section:
 
 
 def _rows(run: Run) -> list[FileRow]:
-    found = run.fields(VERIFY)
-    if found is None:
-        return []
     rows = []
-    for check in found.objects("files", MOST_FILES):
+    for check in run.objects(VERIFY, "files", MOST_FILES):
         role, engine, precision = (check.text(key, 40) for key in ("role", "engine", "precision"))
         weight = None if run.manifest is None else _bytes_of(run.manifest, role, engine, precision)
         rows.append(FileRow(role, engine, precision, weight, check))
@@ -143,15 +140,10 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
                         markerfacecolor=RUNS[number_] if role == "target" else "none",
                     )  # fmt: skip
         for _, row, weight, share in placed:
-            words = clean(row.precision, 12)
             axes.annotate(
-                words,
-                (weight / 2**20, 100 * share),
-                xytext=(6, -3),
-                textcoords="offset points",
-                color=INK,
-                fontsize=9,
-            )
+                clean(row.precision, 12), (weight / 2**20, 100 * share),
+                xytext=(6, -3), textcoords="offset points", color=INK, fontsize=9,
+            )  # fmt: skip
         sizes = [weight / 2**20 for _, _, weight, _ in placed]
         worst = max(1.0, 100 - min(100 * share for *_, share in placed))
         axes.set_xscale("log")
@@ -169,10 +161,8 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
 
 def _pairs(run: Run) -> Table | None:
     """verify's `acceptance`: raw counts of every pair of files; here as intervals over prompts."""
-    found = run.fields(VERIFY)
-    pairs = [] if found is None else list(found.objects("acceptance", MOST_PAIRS))
     rows = []
-    for pair in pairs:
+    for pair in run.objects(VERIFY, "acceptance", MOST_PAIRS):
         trials = [
             counts
             for one in pair.lists("trials", MOST_TRIALS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from edgespec.core.manifest import Manifest
 from edgespec.report.built import provenance_of, recipe_of
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
@@ -28,7 +29,7 @@ def provenance_section(runs: Sequence[Run]) -> Section:
         parts += [Code(clean(words, MOST_COMMAND, lines=True)) for words in _commands(run)]
         parts.append(_read(run))
         if run.manifest is not None:
-            parts.append(_files(run))
+            parts.append(_files(run.manifest))
             if recipe := dict(recipe_of(run).values):
                 text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
                 parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
@@ -38,7 +39,7 @@ def provenance_section(runs: Sequence[Run]) -> Section:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    made = provenance_of(run) if run.manifest is not None else Fields({}, "")
+    made = provenance_of(run)
     bench, doctor, study = run.fields(BENCH), run.fields(DOCTOR), run.fields(TRADEOFF)
     machine = bench.text("device") if bench else study.object("about").text("device") if study else ""
     if not machine and doctor is not None:
@@ -80,7 +81,7 @@ def _sampling(bench: Fields | None) -> str:
 
 def _commands(run: Run) -> list[str]:
     """Every command that a file tells, once."""
-    made = provenance_of(run) if run.manifest is not None else Fields({}, "")
+    made = provenance_of(run)
     bench, study = run.fields(BENCH), run.fields(TRADEOFF)
     found = [
         run.build.command if run.build is not None else "",
@@ -99,9 +100,8 @@ def _read(run: Run) -> Table:
     return Table(["read for this page", "path, and SHA-256"], rows, left=2, title="read")
 
 
-def _files(run: Run) -> Table:
-    assert run.manifest is not None
-    entries = list(run.manifest.files.items())
+def _files(manifest: Manifest) -> Table:
+    entries = list(manifest.files.items())
     rows = [[Cell(clean(name, 300), entry.sha256), size(entry.bytes)] for name, entry in entries[:MOST_FILES]]
     if len(entries) > MOST_FILES:
         rows.append([Cell(f"and {len(entries) - MOST_FILES:,} more in manifest.json"), Cell(ABSENT)])

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import BundleError, InputError
-from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded
+from edgespec.core.errors import InputError
+from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded, sha256_file
 from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
 from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT
 from edgespec.report.fields import Fields
+from edgespec.stages.record import DONE
 
 BUNDLE, BUILD = "bundle", "build"
-BENCH, DOCTOR, TRADEOFF, VERIFY, ENGINES, EVALUATION = (
-    "bench",
-    "doctor",
-    "tradeoff",
-    "verify",
-    "other-engines",
-    "evaluation",
-)
+BENCH, DOCTOR, TRADEOFF = "bench", "doctor", "tradeoff"
+VERIFY, ENGINES, EVALUATION = "verify", "other-engines", "evaluation"
 EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "command.txt"
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
-DONE = "stage.json"
 STAGES = (
     *("data", "target", "teacher", "plan", "tune", READ, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS),
     *("pretrain", "generate", ROUNDED, "store", "reference", "distill", "evaluate", "export", "verify"),
@@ -64,6 +58,12 @@ class Source:
     command: str = ""
     inside: tuple[Source, ...] = ()
 
+    def all_inside(self) -> Iterator[Source]:
+        """This one and everything in it."""
+        yield self
+        for one in self.inside:
+            yield from one.all_inside()
+
 
 def open_source(name: str) -> Source:
     """Read what a path holds. Raises InputError or BundleError: what it is, and what is wanted."""
@@ -81,9 +81,7 @@ def open_source(name: str) -> Source:
 
 def open_json(path: Path) -> Source:
     """A file of measurements, by its keys. Raises InputError."""
-    data = read_bounded(path, limit=MAX_JSON_BYTES)
-    value = parse_json(data, path)
-    digest = hashlib.sha256(data).hexdigest()
+    value, digest = _read(path)
     if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         if all({"name", "rule", "answers", "ours"} <= set(one) for one in value):
             rows = tuple(Fields(one, f"{path}[{place}]") for place, one in enumerate(value))
@@ -114,14 +112,13 @@ def _bundle(path: Path) -> Source:
         if (entry := manifest.files.get(name)) is not None:
             file = check_file(path.resolve(), name, entry)
             found.append(_inside(file, kind))
-    data = read_bounded(path / MANIFEST, error=BundleError, limit=MAX_JSON_BYTES)
-    digest = hashlib.sha256(data).hexdigest()
+    digest = sha256_file(path / MANIFEST)
     return Source(BUNDLE, path, digest, manifest=manifest, inside=tuple(one for one in found if one))
 
 
 def _build(path: Path, names: list[str]) -> Source:
     """The finished stages, and the bundle or, before there is one, what was evaluated and verified."""
-    stages = {name: _object(path / name / DONE) for name in names}
+    stages = {name: _object(path / name / DONE)[0] for name in names}
     command = path / COMMAND
     words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
     bundle = path / BUNDLE
@@ -143,15 +140,18 @@ def _build(path: Path, names: list[str]) -> Source:
 
 def _inside(path: Path, kind: str) -> Source | None:
     """A file of a bundle or build; None for an empty one, which says that nothing was measured."""
+    found, digest = _object(path)
+    return Source(kind, path, digest, found) if found.values else None
+
+
+def _object(path: Path) -> tuple[Fields, str]:
+    value, digest = _read(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
+    return Fields(value, str(path)), digest
+
+
+def _read(path: Path) -> tuple[Any, str]:
+    """A JSON file's value and SHA-256."""
     data = read_bounded(path, limit=MAX_JSON_BYTES)
-    value = parse_json(data, path)
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
-    return Source(kind, path, hashlib.sha256(data).hexdigest(), Fields(value, str(path))) if value else None
-
-
-def _object(path: Path) -> Fields:
-    value = parse_json(read_bounded(path, limit=MAX_JSON_BYTES), path)
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: build it again")
-    return Fields(value, str(path))
+    return parse_json(data, path), hashlib.sha256(data).hexdigest()

@@ -11,7 +11,7 @@ from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
 from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
 from edgespec.report.gather import Run
-from edgespec.report.measured import AUTO, PLAIN, Bench, Speed, bench_of, total
+from edgespec.report.measured import AUTO, PLAIN, Bench, bench_of, name_of, total
 from edgespec.report.parts import (
     Cell,
     Column,
@@ -82,9 +82,10 @@ def time_section(runs: Sequence[Run]) -> Section:
         return section
     splits = {number_: _splits(bench) for number_, bench in found.items()}
     most = max(row.whole for rows in splits.values() for row in rows)
-    columns = []
-    for number_, rows in splits.items():
-        columns.append(Column(number_, [_split_figure(rows, number_, most), _split_table(rows)]))
+    columns = [
+        Column(number_, [_split_figure(rows, number_, most), _split_table(rows)])
+        for number_, rows in splits.items()
+    ]
     section.parts.append(Columns(columns))
     return section
 
@@ -95,8 +96,7 @@ def category_section(runs: Sequence[Run]) -> Section:
     )
     columns = []
     for run in runs:
-        found = run.fields(BENCH)
-        rows = list(found.objects("categories", MOST_CATEGORIES)) if found is not None else []
+        rows = run.objects(BENCH, "categories", MOST_CATEGORIES)
         lengths = list(dict.fromkeys(row.whole("draft_length") for row in rows))
         tables = [
             _category_table([row for row in rows if row.whole("draft_length") == length], length or 0)
@@ -116,10 +116,14 @@ def why(bench: Bench) -> str:
     kind = best.mbsu_kind if best else ""
     if best is None or best.speedup is None or best.tau is None or not best.mbsu.get(kind):
         return ""
-    if best.speedup[0] <= 0:
-        return ""
     ratio = bench.fields.object("cost_ratios").number(kind)
-    if ratio is None or best.draft_cost is None or best.verify_cost is None or best.predicted is None:
+    if (
+        best.speedup[0] <= 0
+        or ratio is None
+        or best.draft_cost is None
+        or best.verify_cost is None
+        or best.predicted is None
+    ):
         return ""
     length, tau = best.draft_length, best.tau[0]
     drafting, memory, cost = length * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
@@ -168,13 +172,8 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
                 )  # fmt: skip
             chosen = bench.at(AUTO)
             if chosen is not None and chosen.speedup is not None:
-                axes.axhline(
-                    chosen.speedup[0],
-                    color=colour,
-                    linestyle=":",
-                    linewidth=1.4,
-                    label=named("γ chosen, measured"),
-                )
+                words = named("γ chosen, measured")
+                axes.axhline(chosen.speedup[0], color=colour, linestyle=":", linewidth=1.4, label=words)
         axes.axhline(1.0, color=MUTED, linewidth=1.0)
         axes.set_ylim(bottom=0)
         known = sorted({one.draft_length for bench in found.values() for one in bench.fixed})
@@ -254,8 +253,6 @@ def _questions(count: int | None) -> str:
 
 
 def _category_table(rows: Sequence[Fields], length: int) -> Table:
-    one = Speed(length, 0.0, None, None, None, None, None, None, None, None, {}, None)
-    name = "γ chosen block by block" if length == AUTO else one.name
     cells = [
         [
             Cell(row.text("category", 40), _questions(row.whole("prompts"))),
@@ -267,4 +264,8 @@ def _category_table(rows: Sequence[Fields], length: int) -> Table:
         ]
         for row in rows
     ]
-    return Table(["", "τ", "α", "plain tok/s", "tok/s", "x plain"], cells, title=name)
+    return Table(
+        ["", "τ", "α", "plain tok/s", "tok/s", "x plain"],
+        cells,
+        title=name_of(length, "γ chosen block by block"),
+    )
