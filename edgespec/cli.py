@@ -63,8 +63,7 @@ VERBS = {
     "push": Verb("edgespec.hub.push", "send a bundle to a hub repository (shows it first)", resumes=True),
     "pull": Verb("edgespec.hub.pull", "fetch a bundle from a hub repository, checked", resumes=True),
     "study": Verb(
-        "edgespec.verbs.study",
-        "compare losses, data, token selection and initialisations, and write docs",
+        "edgespec.verbs.study", "compare losses, data, token selection and initialisations, and write docs"
     ),
     "chat": Verb("edgespec.verbs.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.chat.generate", "answer one prompt with a bundle"),
@@ -104,29 +103,18 @@ VERBS = {
     ),
 }
 
-# The package that is absent -> the extra that brings it.
-_EXTRA_OF = {
-    "torch": "train",
-    "transformers": "train",
-    "accelerate": "train",
-    "safetensors": "train",
-    "tensorboardX": "train",
-    "onnx": "export",
-    "onnxruntime_genai": "export",
-    "onnxscript": "export",
-    "gguf": "export",
-    "sentencepiece": "export",
-    "llama_cpp": "llamacpp",
-    "matplotlib": "plot",
-    "datasets": "data",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "sse_starlette": "serve",
-    "prometheus_client": "serve",
+_PACKAGES = {
+    "train": "torch transformers accelerate safetensors tensorboardX",
+    "export": "onnx onnxruntime_genai onnxscript gguf sentencepiece",
+    "llamacpp": "llama_cpp",
+    "plot": "matplotlib",
+    "data": "datasets pyarrow",
+    "serve": "starlette uvicorn sse_starlette prometheus_client",
     "optimum": "optimum",
-    "pyarrow": "data",
-    "bitsandbytes": "bits",
+    "bits": "bitsandbytes",
 }
+# The package that is absent -> the extra that brings it.
+_EXTRA_OF = {package: extra for extra, packages in _PACKAGES.items() for package in packages.split()}
 
 
 class _Help(argparse.HelpFormatter):

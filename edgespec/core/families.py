@@ -63,9 +63,7 @@ class Family:
     scaled_embedding: bool = False  # embeddings are multiplied by √hidden
     nope_period: int = 0  # every period-th layer has no RoPE; 0: all have it
     window: bool = False  # all layers slide where the config has a window and says nothing of single layers
-    alike_layers: bool = (
-        False  # a layer needs the layer before and nothing else: exports and checks go layer by layer
-    )
+    alike_layers: bool = False  # a layer needs only the layer before: exports and checks go layer by layer
     npu: bool = False  # the static graph computes it
     subcloning: bool = False  # a drafter can be cut out of its weights
 
@@ -75,21 +73,16 @@ class Family:
     gguf_biases: frozenset[str] = frozenset()  # matrices whose bias llama.cpp reads
     gguf_parts: Mapping[str, str] = field(default_factory=lambda: _PARTS)
     permute_qk: bool = False  # llama.cpp rotates neighbouring rows of q and k, Hugging Face rotates halves
-    window_period: int = (
-        0  # 0: llama.cpp attends in full; else every period-th layer does and the others slide
-    )
+    window_period: int = 0  # 0: llama.cpp attends in full; else each period-th layer does, the others slide
     window_theta: bool = False  # the sliding layers have a RoPE base of their own
     untied: bool = True  # llama.cpp has a place for an output head of its own
     full_width_heads: bool = False  # heads * head_dim must be the hidden size
     large_scale_layers: int = 0  # with as many layers the attention's scale is that of hidden / heads
-    read_as_target: str = (
-        ""  # transformers' class of the model in a GGUF file; "": such files are not read as targets
-    )
+    read_as_target: str = ""  # transformers' class of a GGUF file's model; "": they are not read as targets
 
     # ONNX: the model builder's names for the tables of cosines and sines, "cos_" and "sin_" left out, by kind of layer.
-    onnx_tables: Mapping[str, str] = field(
-        default_factory=dict
-    )  # "": all layers share one; empty: not known to ONNX export
+    # "": all layers share one; empty: not known to ONNX export.
+    onnx_tables: Mapping[str, str] = field(default_factory=dict)
     onnx_longrope: bool = False  # the graph has two sets of tables and a choice between them
     optimum_head_dim: bool = False  # optimum-onnx 0.1.0 reads head_dim
 

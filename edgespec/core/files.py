@@ -52,11 +52,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(
-    path: Path,
-    *,
-    error: type[EdgespecError] = InputError,
-    limit: int = MAX_JSON_BYTES,
-    strict: bool = False,
+    path: Path, *, error: type[EdgespecError] = InputError, limit: int = MAX_JSON_BYTES, strict: bool = False
 ) -> Any:
     """Parse a JSON file of at most `limit` bytes.
 
@@ -82,7 +78,7 @@ def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: 
         OSError,
         RuntimeError,
         ValueError,
-    ) as seen:  # a loop of links is a RuntimeError, an odd name a ValueError
+    ) as seen:  # RuntimeError: a loop of links; ValueError: odd names
         raise error(f"{path} cannot be read: {seen}") from seen
     if len(data) > limit:
         raise error(f"{path} grew beyond {limit} bytes while it was read; try again")
@@ -90,24 +86,15 @@ def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: 
 
 
 def parse_json(
-    data: bytes | str,
-    where: Path | str,
-    *,
-    error: type[EdgespecError] = InputError,
-    strict: bool = False,
+    data: bytes | str, where: Path | str, *, error: type[EdgespecError] = InputError, strict: bool = False
 ) -> Any:
     """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
     try:
         text = data.decode("utf-8" if strict else "utf-8-sig") if isinstance(data, bytes) else data
-        if strict:
-            value = json.loads(
-                text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
-            )
-        else:
-            value = json.loads(text)
-    except (
-        ValueError
-    ) as seen:  # so is a number of 5,000 digits, whose words end with advice to Python's programmers
+        hooks = {"object_pairs_hook": _unique, "parse_constant": _no_constant, "parse_float": _finite}
+        value = json.loads(text, **hooks if strict else {})
+    except ValueError as seen:
+        # so is a number of 5,000 digits, whose words end with advice to Python's programmers
         words = str(seen).partition("; use sys.")[0]
         raise error(f"{where} is not valid JSON: {words}") from seen
     except RecursionError as seen:

@@ -142,6 +142,10 @@ class Manifest:
                 check_file(root, name, entry, hashes=hashes)
                 bar.update(entry.bytes / MIB)
 
+    def lists(self, name: str) -> bool:
+        """Whether a path is a listed file, or a folder of some."""
+        return name in self.files or any(listed.startswith(name + "/") for listed in self.files)
+
     def check_folder(self, name: str) -> None:
         """Raise BundleError where a folder of the bundle holds what the manifest does not list.
 
@@ -151,8 +155,7 @@ class Manifest:
         folder = self.folder / name
         for path in sorted(folder.iterdir()) if folder.is_dir() else []:
             inside = f"{name}/{path.name}"
-            known = inside in self.files or any(listed.startswith(inside + "/") for listed in self.files)
-            if not known and not path.name.startswith("."):
+            if not self.lists(inside) and not path.name.startswith("."):
                 raise BundleError(f"{path!s} is not among the manifest's files; delete it, or {AGAIN}")
 
     def pairs(self) -> list[tuple[str, str]]:
@@ -203,9 +206,7 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     for role in ROLES:
         for engine, table in getattr(manifest, role).files.items():
             for precision, name in table.items():
-                if name not in manifest.files and not any(
-                    listed.startswith(name + "/") for listed in manifest.files
-                ):
+                if not manifest.lists(name):
                     raise BundleError(
                         f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
@@ -300,15 +301,14 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
     models: dict[str, BundleModel] = {}
     for role in ROLES:
         model = _need(value, role, dict, where)
+        named = role == "drafter" and "vocabulary" in model
         models[role] = BundleModel(
             name=_need(model, "name", str, where),
             source=_need(model, "source", str, where),
             shape=_need(model, "shape", dict, where),
             parameters=_between(_need(model, "parameters", int, where), "parameters", MAX_BYTES, where),
             files=_paths(_need(model, "files", dict, where), f"{role}.files", where),
-            vocabulary=_safe(model["vocabulary"], where)
-            if role == "drafter" and "vocabulary" in model
-            else None,
+            vocabulary=_safe(model["vocabulary"], where) if named else None,
             fast=_paths(_need(model, "fast", dict, where), f"{role}.fast", where) if "fast" in model else {},
             kind=_kind(model, role, where),
         )

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Any
 
 
@@ -53,15 +54,8 @@ class RawCounts:
         for name in (one.name for one in fields(self) if one.name not in lists):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in lists:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            size = max(len(mine), len(theirs))
-            summed = [
-                a + b
-                for a, b in zip(
-                    mine + [0] * (size - len(mine)), theirs + [0] * (size - len(theirs)), strict=True
-                )
-            ]
-            setattr(self, name, summed)
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + theirs for mine, theirs in pairs])
 
     @property
     def block_efficiency(self) -> float:
@@ -99,9 +93,8 @@ def expected_acceptance(p: Any, q: Any) -> Any:
 
     p and q [.., V] are probabilities, two numpy arrays or two torch tensors; the result [..] is float64 and at most 1.
     """
-    library = sys.modules[
-        type(p).__module__.partition(".")[0]
-    ]  # numpy or torch: the functions have the same names
+    # numpy or torch: the functions have the same names
+    library = sys.modules[type(p).__module__.partition(".")[0]]
     return library.minimum(p, q).sum(-1, dtype=library.float64).clip(max=1.0)
 
 

@@ -87,13 +87,12 @@ def base_of(hint: Any) -> tuple[type[Any], bool, bool]:
     return hint, False, optional
 
 
+_SWITCH = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+
+
 def _scalar(value: Any, kind: type[Any], name: str) -> Any:
-    if (
-        kind is bool
-        and isinstance(value, str)
-        and value.lower() in ("true", "false", "yes", "no", "on", "off", "1", "0")
-    ):
-        return value.lower() in ("true", "yes", "on", "1")
+    if kind is bool and isinstance(value, str) and value.lower() in _SWITCH:
+        return _SWITCH[value.lower()]
     if isinstance(value, bool) is not (kind is bool):
         raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}")
     if kind is str and not isinstance(value, str):
@@ -164,9 +163,13 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
         else:
             ready[name] = check(value, hints[name], known[name], label)
     for name, field in known.items():
-        if name not in ready and field.default is MISSING and field.default_factory is MISSING:
+        if name not in ready and _is_required(field):
             raise InputError(f"{where + '.' if where else ''}{name} is missing: {help_of(field)}")
     return kind(**ready)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def to_mapping(options: Any) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             add_flags(group, hint, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
         base, many, _ = base_of(hint)
-        required = field.default is MISSING and field.default_factory is MISSING
+        required = _is_required(field)
         keywords: dict[str, Any] = {"help": _help(field, many)}
         if not required:
             keywords["default"] = argparse.SUPPRESS
@@ -215,14 +218,8 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
         if base is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
         else:
-            shape = field.name.upper() + (",..." if many else "")
-            if choices := field.metadata.get("choices"):
-                shape = (
-                    "{"
-                    + ",".join(str(choice) for choice in choices if choice != "")
-                    + "}"
-                    + (",..." if many else "")
-                )
+            choices = ",".join(str(one) for one in field.metadata.get("choices") or () if one != "")
+            shape = (f"{{{choices}}}" if choices else field.name.upper()) + (",..." if many else "")
             if bare := field.metadata.get("bare"):
                 keywords |= {"nargs": "?", "const": bare[0]}
                 shape = f"FILE{bare[1]}"
@@ -238,8 +235,7 @@ def usage(kind: type[Any]) -> str:
     """What must be given, and that there is more: the one line above the help."""
     words = ["[options]"]
     for field in dataclasses.fields(kind):
-        required = field.default is MISSING and field.default_factory is MISSING
-        name = field.name.upper()
+        required, name = _is_required(field), field.name.upper()
         if field.metadata.get("positional"):
             many = base_of(hints_of(kind)[field.name])[1]
             words.append(name if required else f"[{name}{' ...' * many}]")
@@ -282,9 +278,6 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
             words += as_flags(value, f"{prefix}{key}.")
         else:
             flag = _words(f"{prefix}{key}")
-            words += (
-                [f"--{flag if value else 'no-' + flag}"]
-                if isinstance(value, bool)
-                else [f"--{flag}", str(value)]
-            )
+            switch = [f"--{flag if value else 'no-' + flag}"]
+            words += switch if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words

@@ -93,10 +93,8 @@ class ModelShape:
             for layer in range(self.layers)
             for name, size in self.layer_tensors().items()
         }
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": table, **layers}
-        return (
-            found | {"model.norm.weight": (self.hidden,)} | ({} if self.tied else {"lm_head.weight": table})
-        )
+        head = {} if self.tied else {"lm_head.weight": table}
+        return {"model.embed_tokens.weight": table, **layers, "model.norm.weight": (self.hidden,), **head}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -118,9 +116,9 @@ class ModelShape:
         new = config.get("rope_parameters") or {}
         new = new.get(FULL) or new
         family = family_named(config.get("model_type", ""))
-        theta = new.get("rope_theta") or config.get(
-            "rope_theta"
-        )  # transformers 5 goes by the first, 4 knows the second
+        bias = family.attention_bias
+        # transformers 5 goes by the first, 4 knows the second
+        theta = new.get("rope_theta") or config.get("rope_theta")
         return cls(
             hidden=hidden,
             layers=int(need("num_hidden_layers")),
@@ -133,9 +131,7 @@ class ModelShape:
             context_length=int(config.get("max_position_embeddings") or 2048),
             rope_theta=float(theta or family.rope_theta),
             rms_norm_eps=float(config.get("rms_norm_eps") or 1e-5),
-            attention_bias=bool(config.get("attention_bias"))
-            if family.attention_bias is None
-            else family.attention_bias,
+            attention_bias=bool(config.get("attention_bias")) if bias is None else bias,
             head_norms=family.head_norms,
             rope_border=_rope_border(config),
         )

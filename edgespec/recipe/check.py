@@ -97,9 +97,8 @@ def _source_problem(source: str) -> str:
 
 def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
     """Stages whose texts would be longer than the target's, each in words."""
-    bare = replace(
-        target, rope_border=None
-    )  # of what reads one text at a time, or has one set of RoPE factors: the drafter
+    # of what reads one text at a time, or has one set of RoPE factors: the drafter
+    bare = replace(target, rope_border=None)
     stages = {
         "tune": recipe.tune,
         **({"pretrain": recipe.pretrain} if recipe.drafter.kind == "model" else {}),

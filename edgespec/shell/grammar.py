@@ -58,11 +58,7 @@ class VerbGrammar:
 
 
 def grammar_of(
-    name: str,
-    help: str,
-    kind: type[Any],
-    parser: argparse.ArgumentParser,
-    known: Known,
+    name: str, help: str, kind: type[Any], parser: argparse.ArgumentParser, known: Known
 ) -> VerbGrammar:
     """One verb's. known: option -> the names that it takes, such as those of targets."""
     knobs = dict(knobs_of(kind))

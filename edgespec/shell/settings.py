@@ -55,12 +55,7 @@ class Settings:
 
 
 def settings_of(
-    verb: str,
-    kind: type[Any],
-    flags: dict[str, Any],
-    *,
-    verbs: Collection[str],
-    recipe: Collection[str] = (),
+    verb: str, kind: type[Any], flags: dict[str, Any], *, verbs: Collection[str], recipe: Collection[str] = ()
 ) -> Settings:
     """Everything that is set for one verb with the options `kind`.
 

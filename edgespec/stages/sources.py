@@ -26,13 +26,8 @@ from edgespec.recipe.data_sources import (
 from edgespec.recipe.schema import PYTHON_STDLIB, SELF, InferenceOptions, Recipe
 from edgespec.stages.record import DONE, Reads, Source
 
-SETTINGS = (
-    "*.json",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    f"{MORE_TEMPLATES}/*.jinja",
-)  # config, tokenizer, chat templates
+# config, tokenizer, chat templates
+SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja", f"{MORE_TEMPLATES}/*.jinja")
 WEIGHTS = "*.safetensors"
 _LAST_READER = {
     "pretrain.text": "pretrain",

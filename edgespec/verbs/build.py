@@ -120,9 +120,8 @@ def _room(out: Path, parallel: str) -> Room:
     if not torch.cuda.is_available():
         return room
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    memory = (
-        None if parallel == "fsdp" else int(torch.cuda.mem_get_info()[0])
-    )  # parts of a model are not estimated
+    # parts of a model are not estimated
+    memory = None if parallel == "fsdp" else int(torch.cuda.mem_get_info()[0])
     return replace(room, memory=memory, on_gpu=True, sharing=1)
 
 
@@ -183,12 +182,9 @@ def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh:
         return build
     except NoRoom as error:
         needed = disk_left(recipe, out)
-        raise NoRoom(
-            f"{error}; the build still takes about {size(needed)}" if needed else str(error)
-        ) from error
+        more = f"; the build still takes about {size(needed)}" if needed else ""
+        raise NoRoom(f"{error}{more}") from error
     except Exception:
-        if (
-            fresh and not processes.rank and not (out / "target" / "stage.json").exists()
-        ):  # a target that cannot be had leaves nothing behind
-            shutil.rmtree(out, ignore_errors=True)
+        if fresh and not processes.rank and not (out / "target" / "stage.json").exists():
+            shutil.rmtree(out, ignore_errors=True)  # a target that cannot be had leaves nothing behind
         raise

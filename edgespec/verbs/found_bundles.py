@@ -16,9 +16,8 @@ from edgespec.verbs.ready import READY, ready_folders
 PLACES = (".", "*", "*/bundle", "build/*", "build/*/bundle")
 """Where a bundle lies below the current folder: pulled, exported or built there."""
 MOST = 50  # bundles that are listed: more is no list to choose from
-MOST_FOLDERS = (
-    10_000  # that are looked through for each of PLACES, so that a huge folder does not hold the chat up
-)
+MOST_FOLDERS = 10_000
+"""Folders that are looked through for each of PLACES, so that a huge one does not hold the chat up."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,8 @@ def _described(folder: Path) -> Found | None:
         f"{manifest.default.get('engine', '')} {manifest.default.get('precision', '')}"
     )
     name = str(folder)
-    if not (
-        name.isprintable() and about.isprintable()
-    ):  # a stranger's manifest must not write to the terminal
-        return None
-    return Found(name, about)
+    # a stranger's manifest must not write to the terminal
+    return Found(name, about) if name.isprintable() and about.isprintable() else None
 
 
 def _ready(name: str) -> Found:
