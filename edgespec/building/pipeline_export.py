@@ -16,6 +16,7 @@ from edgespec.core.manifest import read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
+from edgespec.core.texts import draws
 from edgespec.model_folder.config import read_config
 from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.recipe.data_sources import BuildData
@@ -43,13 +44,6 @@ def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
         for setting in evaluation["settings"]
     ]
     return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
-
-
-def _read_all(data: BuildData, strict: bool) -> dict[str, Any]:
-    """Read all of it once; how much each source holds. Raises InputError naming file and row, MissingExtra."""
-    from edgespec_recipes.data.data_check import check_data
-
-    return check_data(data, strict)
 
 
 @dataclass
@@ -109,13 +103,15 @@ class ExportStages:
         return sources.conversations("evaluate.prompts_file", self.recipe.evaluate.prompts_file)
 
     def _readable(self, data: BuildData) -> None:
-        """Data that cannot be read stop a build before its first training step."""
+        """Data that cannot be read stop a build before its first training step: InputError naming file and row, MissingExtra."""
+        from edgespec_recipes.data.data_check import check_data
+
         if data:
             self.stage(
                 "data",
                 "every row of text, instructions and prompts can be read",
                 {"strict": self.recipe.data.strict},
-                lambda place: _read_all(data, self.recipe.data.strict),
+                lambda place: check_data(data, self.recipe.data.strict),
                 reads=sources.everything(data),
             )
 
@@ -139,8 +135,6 @@ class ExportStages:
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
-
-        from edgespec.core.texts import draws
 
         options, out = self.recipe.export, self.out
         models = self._model("target", target) | self._model("drafter", drafter)
@@ -179,8 +173,6 @@ class ExportStages:
     def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
-
-        from edgespec.core.texts import draws
 
         recipe, out = self.recipe, self.out
         device = device_of(recipe)
@@ -249,8 +241,7 @@ class ExportStages:
         """What the target wrote for its drafter; where there is nothing, it writes some now."""
         from edgespec_export.bits.texts import written_texts
 
-        found = written_texts(self._responses())
-        if found:
+        if found := written_texts(self._responses()):
             return found
         from edgespec_recipes.generating.datagen import generate
 

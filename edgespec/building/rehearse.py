@@ -18,7 +18,7 @@ from typing import Any
 from edgespec.building.measured import run_measured
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.core.folder_lock import held, is_empty
+from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
 from edgespec.core.output import give, step
@@ -124,14 +124,8 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
         for name, what in STAGES:
-            rows.append(
-                _stage(
-                    out,
-                    name,
-                    what,
-                    [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out), name],
-                )
-            )
+            program = [sys.executable, "-m", "edgespec.building.rehearse_stages", str(out), name]
+            rows.append(_stage(out, name, what, program))
         for verb in TALKS:
             for engine, precision in ENGINES:
                 rows.append(_talk(out, verb, engine, precision, options))
@@ -166,10 +160,7 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
     """Make `out` this rehearsal's folder. Raises InputError where it is another's."""
     own = ("out", "minutes", "memory", "check_only")
     asked = {name: value for name, value in to_mapping(options).items() if name not in own}
-    plan = {
-        "options": {"target": target, **asked},
-        "shape": asdict(shape),
-    }
+    plan = {"options": {"target": target, **asked}, "shape": asdict(shape)}
     if (out / PLAN).exists():
         if (seen := read_json(out / PLAN)) != plan:
             other = [
@@ -180,17 +171,12 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
                 "or remove that folder"
             )
         return
-    if not is_empty(out):
-        raise InputError(f"{out} holds other files and no {PLAN}; give an empty or new folder with --out")
+    refuse_other(out, PLAN)
     write_json(out / PLAN, plan)
 
 
 def _stage(
-    out: Path,
-    name: str,
-    what: str,
-    argv: Sequence[str],
-    given: str = "",
+    out: Path, name: str, what: str, argv: Sequence[str], given: str = ""
 ) -> tuple[str, dict[str, Any]]:
     """Run one stage unless it is done; its line of the table."""
     folder = out / name

@@ -30,6 +30,12 @@ def is_empty(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
+def refuse_other(out: Path, own: str) -> None:
+    """Raises InputError for a folder that holds files, and not the one called `own`, which would make it ours."""
+    if not is_empty(out) and not (out / own).exists():
+        raise InputError(f"{out} holds other files and no {own}; give an empty or new folder with --out")
+
+
 @contextmanager
 def held(folder: Path, command: str, *, wait: bool = False) -> Iterator[None]:
     """Hold `folder` (made if absent) for the body. Raises InputError that names the holder, or waits for its end.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -281,3 +282,8 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
             switch = [f"--{flag if value else 'no-' + flag}"]
             words += switch if isinstance(value, bool) else [f"--{flag}", str(value)]
     return words
+
+
+def command_line(verb: str, values: Mapping[str, Any]) -> str:
+    """The command that gives these values, as a shell takes it."""
+    return shlex.join(["edgespec", verb, *as_flags(values)])

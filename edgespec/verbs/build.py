@@ -7,7 +7,6 @@ under way goes on. `torchrun --nproc_per_node N -m edgespec build-drafter ...` s
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from contextlib import nullcontext
@@ -22,8 +21,8 @@ from edgespec.building.pipeline import Build
 from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
-from edgespec.core.folder_lock import held, is_empty
-from edgespec.core.options import as_flags, check, from_mapping, knob, to_mapping, with_default
+from edgespec.core.folder_lock import held, refuse_other
+from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, step
 from edgespec.planning.estimate import size
 from edgespec.planning.plan import PlanOptions, recipes_for
@@ -57,16 +56,11 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
     """The recipe, and the options of this run alone (its target is a placeholder)."""
     flags = dict(given)
     own = {name: flags.pop(name) for name in OWN if name in flags}
-    run = Options(target="", **{name: _checked(name, value) for name, value in own.items()})
+    run = from_mapping(Options, {"target": "", **own})
     name, target = run.recipe, flags.get("target", "")
     file = recipe_file(name) if name else shipped_recipes().get(target)
     recipe = resolve(load_recipe(file) if file else {}, flags)
     return recipe, run
-
-
-def _checked(name: str, value: Any) -> Any:
-    field = Options.__dataclass_fields__[name]
-    return check(value, bool if name == "force" else str, field, name)
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -89,10 +83,7 @@ def claim(out: Path, recipe: Recipe) -> None:
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
             )
         return
-    if not is_empty(out):
-        raise InputError(
-            f"{out} holds other files and no {RECIPE_FILE}; give an empty or new folder with --out"
-        )
+    refuse_other(out, RECIPE_FILE)
     write_text(file, dump_recipe(recipe))
 
 
@@ -158,7 +149,7 @@ def run(given: dict[str, Any]) -> int:
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
-    command = shlex.join(["edgespec", "build-drafter", *as_flags(given)])
+    command = command_line("build-drafter", given)
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):
         build = _build(recipe, out, processes, command, fresh)

@@ -6,7 +6,6 @@ is complete is skipped.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
-from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
+from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
@@ -212,9 +211,7 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
 
     Raises InputError for a precision of no format, or one whose format was not named.
     """
-    offered = {
-        field.name: field.metadata["choices"] for field in fields(ExportOptions) if field.name in FORMATS
-    }
+    offered = {one.name: one.metadata["choices"] for one in fields(ExportOptions) if one.name in FORMATS}
     chosen_by = profile(options.device) if options.device else usual
     written = {name: tuple(getattr(chosen_by, name)) for name in FORMATS}
     formats = options.formats or FORMATS
@@ -263,7 +260,7 @@ def run(given: dict[str, Any]) -> int:
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out) if options.out else Path("build") / f"{source.name}{ending}"
-    command = shlex.join(["edgespec", "export", *as_flags(given)])
+    command = command_line("export", given)
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))
         write_text(out / "command.txt", command + "\n")

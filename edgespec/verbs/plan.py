@@ -9,14 +9,13 @@ size, with random weights.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
-from edgespec.core.options import as_flags, from_mapping, help_of, knob, section, with_default
+from edgespec.core.options import command_line, from_mapping, help_of, knob, section, with_default
 from edgespec.core.output import give
 from edgespec.planning.device_report import overview, shown, taken
 from edgespec.planning.plan import PlanOptions, make, read_options
@@ -56,7 +55,7 @@ def run(given: dict[str, Any]) -> int:
     if not rest.get("target"):
         raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
     if options.rehearse:
-        command = shlex.join(["edgespec", "plan", *as_flags(given)])
+        command = command_line("plan", given)
         return run_rehearsal(rest["target"], options.rehearsal, command, str(rest.get("json", "")))
     how, recipe = read_options(rest)
     plan = make(recipe, how)

@@ -15,7 +15,7 @@ from typing import Any
 from edgespec.building.find_target import find_target
 from edgespec.core.errors import InputError, MissingExtra, did_you_mean
 from edgespec.core.files import compact_json, read_json, write_text
-from edgespec.core.folder_lock import held, is_empty
+from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import as_flags, from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
@@ -112,10 +112,7 @@ def _make(study: Study, out: Path, command: str, check: bool) -> None:
     from edgespec_recipes.study.runs import KEPT, Runs, check_alone, now
 
     check_alone()
-    if not is_empty(out) and not (out / STUDY_FILE).exists():
-        raise InputError(
-            f"{out} holds other files and no {STUDY_FILE}; give an empty or new folder with --out"
-        )
+    refuse_other(out, STUDY_FILE)
     write_text(out / STUDY_FILE, yaml.safe_dump(dump_study(study), sort_keys=False, allow_unicode=True))
     write_text(out / "command.txt", command + "\n")
     runs = Runs(study, out, find_target)
