@@ -1,6 +1,6 @@
 """The command line: a table of verbs whose rooms are imported only when used, and the one place that prints errors.
 
-A verb is a module with `OPTIONS` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: errors.EXIT_CODES.
+A verb is a module with `Options` (a dataclass of knobs) and `run(given) -> exit code`. Exit codes: errors.EXIT_CODES.
 """
 
 from __future__ import annotations
@@ -182,12 +182,12 @@ def parser_of(name: str) -> tuple[Any, argparse.ArgumentParser]:
     module: Any = importlib.import_module(verb.module)
     parser = _Parser(
         prog=f"edgespec {name}",
-        usage=f"edgespec {name} {usage(module.OPTIONS)}",
+        usage=f"edgespec {name} {usage(module.Options)}",
         description=(module.__doc__ or verb.help).split("\n\n")[0],
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    add_flags(parser, module.OPTIONS)
+    add_flags(parser, module.Options)
     add_flags(parser, EveryVerb)
     return module, parser
 
@@ -199,11 +199,11 @@ def settings(name: str, module: Any, flags: dict[str, Any]) -> Settings:
     from edgespec.shell.settings import settings_of
 
     recipe: tuple[str, ...] = ()
-    if "recipe" in {one.name for one in fields(module.OPTIONS)}:
+    if "recipe" in {one.name for one in fields(module.Options)}:
         from edgespec.recipe.schema import Recipe
 
         recipe = tuple(one.name for one in fields(Recipe))
-    return settings_of(name, module.OPTIONS, flags, verbs=VERBS, recipe=recipe)
+    return settings_of(name, module.Options, flags, verbs=VERBS, recipe=recipe)
 
 
 def _run(arguments: list[str]) -> int:

@@ -24,9 +24,6 @@ class Options:
     shell: str = knob(help="the shell: {names}", choices=SHELLS, names=lambda: SHELLS, positional=True)
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     script = importlib.import_module(f"edgespec.shell.{options.shell}").script
@@ -61,5 +58,5 @@ def grammar() -> list[VerbGrammar]:
     found = []
     for name, verb in VERBS.items():
         module, parser = parser_of(name)
-        found.append(grammar_of(name, verb.help, module.OPTIONS, parser, {**known, **own.get(name, {})}))
+        found.append(grammar_of(name, verb.help, module.Options, parser, {**known, **own.get(name, {})}))
     return found

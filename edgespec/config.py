@@ -30,7 +30,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
 SECRET = ("key", "token")  # ends of names of options whose value is never printed
 
 

@@ -89,7 +89,7 @@ def test_an_old_name_answers_with_the_command_of_today(
     )
     verb, *rest = command.split()
     module, parser = parser_of(verb)
-    from_mapping(module.OPTIONS, given(parser.parse_intermixed_args(rest)))  # it exists
+    from_mapping(module.Options, given(parser.parse_intermixed_args(rest)))  # it exists
 
 
 def test_the_nearest_names_are_said_and_the_end_of_one_is_enough() -> None:

@@ -104,7 +104,7 @@ def test_every_command_is_understood(page: Path) -> None:
     """Its verb, flags and values exist; the files that it names need not."""
     for verb, *rest in commands(page) if page.name != "cli.md" else ():
         module, parser = parser_of(verb)
-        from_mapping(module.OPTIONS, given(parser.parse_intermixed_args(rest)))
+        from_mapping(module.Options, given(parser.parse_intermixed_args(rest)))
 
 
 def test_the_readme_is_one_page_and_findings_are_short() -> None:

@@ -34,9 +34,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     check_repo(options.repo)

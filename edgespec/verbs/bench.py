@@ -12,8 +12,8 @@ from edgespec.core.errors import InputError
 
 
 def __getattr__(name: str) -> Any:
-    """`OPTIONS`, from a room that is imported only when it is asked for."""
-    if name != "OPTIONS":
+    """`Options`, from a room that is imported only when it is asked for."""
+    if name != "Options":
         raise AttributeError(name)
     from edgespec_runtime.bench.synthetic import Options
 

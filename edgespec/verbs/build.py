@@ -48,7 +48,6 @@ class Options(Recipe):
     json: str = json_knob()
 
 
-OPTIONS = Options
 OWN = ("out", "recipe", "force", "parallel", "json")
 
 

@@ -16,8 +16,8 @@ from edgespec.verbs.ready import bundle_of
 
 
 def __getattr__(name: str) -> Any:
-    """`OPTIONS`, from a room that is imported only when it is asked for."""
-    if name != "OPTIONS":
+    """`Options`, from a room that is imported only when it is asked for."""
+    if name != "Options":
         raise AttributeError(name)
     from edgespec_runtime.chat.settings import Options
 

@@ -64,9 +64,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 @dataclass(frozen=True)
 class Source:
     """The two models and what is known of them.

@@ -36,7 +36,6 @@ class Options(PlanOptions):
     rehearsal: RehearsalOptions = section(RehearsalOptions, "what --rehearse does, and what it may take")
 
 
-OPTIONS = Options
 MODES = {"devices": {"target", "device", "json"}, "rehearse": {"target", "rehearsal", "json"}}
 """What an option that asks for another answer than the plan goes with."""
 

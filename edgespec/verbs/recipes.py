@@ -32,9 +32,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     names = options.names or ()

@@ -31,9 +31,6 @@ class Options:
     out: str = knob("report.html", "the file to write")
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if not 1 <= len(options.paths) <= MOST_SOURCES:

@@ -50,9 +50,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def _study_file(name: str) -> Path:
     shipped = shipped_studies()
     if name in shipped:

@@ -29,9 +29,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     found: Any

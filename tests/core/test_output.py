@@ -23,7 +23,7 @@ NO_TABLE = {"chat", "serve", "completion", "report"}
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_with_a_table_has_the_same_json(verb: str) -> None:
     module, parser = parser_of(verb)
-    assert ("json" in {one.name for one in fields(module.OPTIONS)}) == (verb not in NO_TABLE)
+    assert ("json" in {one.name for one in fields(module.Options)}) == (verb not in NO_TABLE)
     if verb in NO_TABLE:
         return
     needed = {

@@ -21,7 +21,7 @@ from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import FIELDS, header, load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import shape_of_target
-from edgespec.verbs.build import OPTIONS
+from edgespec.verbs.build import Options
 
 CONFIGS = Path(edgespec_recipes.__path__[0]) / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
@@ -41,7 +41,7 @@ def parsed(words: list[str]) -> dict[str, Any]:
     assert words[:2] == ["edgespec", "build-drafter"]
     assert words[1] in VERBS
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_flags(parser, OPTIONS)
+    add_flags(parser, Options)
     return given(parser.parse_intermixed_args(words[2:]))
 
 

@@ -38,7 +38,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(
     monkeypatch.setenv("EDGESPEC_CHAT_TEMPERATURE", "0.2")
     monkeypatch.setenv("EDGESPEC_CHAT_MAX_NEW_TOKENS", "8")
     found = chosen("chat", temperature="0.3")
-    options = from_mapping(parser_of("chat")[0].OPTIONS, {"bundle": "b", **found.values})
+    options = from_mapping(parser_of("chat")[0].Options, {"bundle": "b", **found.values})
     assert (options.temperature, options.max_new_tokens, options.top_p) == (0.3, 8, 0.5)
     assert found.every.quiet
     assert found.origins == {"max_new_tokens": "EDGESPEC_CHAT_MAX_NEW_TOKENS", "top_p": str(config)}

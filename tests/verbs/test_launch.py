@@ -23,7 +23,7 @@ from tiny_models import make_model_folder
 from edgespec.cli import main
 from edgespec.core.options import add_flags, given
 from edgespec.recipe.shipped import launch_files
-from edgespec.verbs.build import OPTIONS as BUILD_OPTIONS
+from edgespec.verbs.build import Options as BuildOptions
 
 FILES = launch_files()
 CONFIGS = [name for name, file in FILES.items() if file.suffix == ".yaml"]
@@ -93,7 +93,7 @@ def test_the_command_at_the_head_is_right(name: str) -> None:
     import argparse
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_flags(parser, BUILD_OPTIONS)
+    add_flags(parser, BuildOptions)
     flags = given(parser.parse_args(words))
     assert {"target", "recipe"} <= set(flags)
     assert ("parallel" in flags) is (name == "launch/node-fsdp")

@@ -36,9 +36,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 @dataclass(frozen=True)
 class Checked:
     """What the check saw: the largest difference of a logit, prefill and cached steps, and how many greedy tokens agree."""

@@ -59,9 +59,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]

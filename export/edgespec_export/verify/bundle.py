@@ -52,9 +52,6 @@ class Options:
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def models_of(options: Options) -> dict[str, Path] | None:
     """The model folders given, else those of the build around the bundle, else None. Raises InputError for other folders."""
     if options.models:

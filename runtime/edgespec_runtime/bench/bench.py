@@ -95,9 +95,6 @@ class Options(ReplyOptions, LoadOptions):
     markdown: bool = knob(False, "print Markdown tables")
 
 
-OPTIONS = Options
-
-
 def measure(
     pair: Pair,
     prompt: Sequence[int],

@@ -19,8 +19,6 @@ from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
 
-OPTIONS = Options
-
 
 def talk(chat: Chat, source: Source) -> int:
     """Read and answer until the input ends. Returns the exit code: in a pipe 2 where something could not be answered."""

@@ -36,9 +36,6 @@ class Options(DecodingOptions, LoadOptions):
     json: str = json_knob()
 
 
-OPTIONS = Options
-
-
 def read_prompt() -> str:
     """The whole of standard input, one final line end off. Raises InputError where there is none to read."""
     if sys.stdin.isatty():

@@ -67,9 +67,6 @@ class Options(CalibrateOptions, LoadOptions):
     markdown: bool = knob(False, "print Markdown tables")
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     findings = examine(options)

@@ -56,9 +56,6 @@ class Options(LoadOptions):
                 )
 
 
-OPTIONS = Options
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     key = options.api_key or os.environ.get(API_KEY, "")

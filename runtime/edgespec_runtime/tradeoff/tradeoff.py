@@ -94,9 +94,6 @@ class Options(Warp, LoadOptions):
     )
 
 
-OPTIONS = Options
-
-
 @dataclass(frozen=True)
 class Prompt:
     messages: list[Message]
