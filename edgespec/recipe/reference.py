@@ -14,12 +14,7 @@ def reference_options(recipe: Recipe) -> DistillOptions:
     """
     own = {name: getattr(recipe.reference, name) for name in TrainingOptions.__dataclass_fields__}
     unread = (
-        "jsd_beta",
-        "tvdpp_estimator",
-        "tvdpp_scope",
-        "finish",
-        "scale_learning_rate",
-        "select_fraction",
+        *("jsd_beta", "tvdpp_estimator", "tvdpp_scope", "finish", "scale_learning_rate", "select_fraction"),
         "labels",
     )
     plain = DistillOptions(divergence="fkl")

@@ -94,16 +94,8 @@ def test_generate_and_bench(trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)
     result, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     arguments = [
-        "--max-prompts",
-        "3",
-        "--max-new-tokens",
-        "16",
-        "--draft-lengths",
-        "1,3",
-        "--json",
-        str(result),
-        "--plot",
-        str(plot),
+        *("--max-prompts", "3", "--max-new-tokens", "16", "--draft-lengths", "1,3", "--json", str(result)),
+        *("--plot", str(plot)),
     ]
     assert main(["bench", bundle, *arguments]) == 0
     assert "γ" in capsys.readouterr().out

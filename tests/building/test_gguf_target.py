@@ -118,12 +118,8 @@ def test_an_export_holds_the_very_file(
     file = made / "tiny.gguf"
     words = ["export", "--target", str(file), "--drafter", str(drafter), "--out", str(tmp_path / "out")]
     words += [
-        "--precisions",
-        "fp32,f16,q8_0",
-        "--verify-prompts",
-        "2",
-        "--prompts-file",
-        str(made / "held.jsonl"),
+        *("--precisions", "fp32,f16,q8_0", "--verify-prompts", "2"),
+        *("--prompts-file", str(made / "held.jsonl")),
     ]
     assert main(words) == 0
     bundle = tmp_path / "out" / "bundle"

@@ -184,16 +184,7 @@ def test_the_real_llama_2_tokenizer(shared: Path, tmp_path: Path) -> None:
     assert words == "tokenizer_llama2, 32000 tokens"
     tokenizer = ChatTokenizer(tmp_path)
     assert tokenizer.encode_chat([{"role": "user", "content": "Hello world"}]) == [
-        1,
-        518,
-        25580,
-        29962,
-        15043,
-        3186,
-        518,
-        29914,
-        25580,
-        29962,
+        *(1, 518, 25580, 29962, 15043, 3186, 518, 29914, 25580, 29962),
     ]
     with pytest.raises(InputError, match="has 32000 tokens and the model 1000"):
         write_tokenizer(tmp_path, 1000, shared / "data" / "tokenizer_llama2")

@@ -77,14 +77,8 @@ def test_every_verb_that_fills_a_folder_holds_it(
         ["build-drafter", "--target", target, "--out", out],
         ["export", "--target", target, "--drafter", target, "--out", out],
         [
-            "plan",
-            "--rehearse",
-            "--target",
-            "llama-2-7b-chat",
-            "--rehearsal.shape",
-            "tiny",
-            "--rehearsal.out",
-            out,
+            *("plan", "--rehearse", "--target", "llama-2-7b-chat", "--rehearsal.shape", "tiny"),
+            *("--rehearsal.out", out),
         ],
     ):
         capfd.readouterr()

@@ -13,12 +13,7 @@ from edgespec.recipe.study_options import read_study
 from edgespec.verbs.study import shipped_studies
 
 CHOSEN = (
-    "divergence",
-    "labels",
-    "tvdpp_estimator",
-    "tvdpp_scope",
-    "fixed_fraction",
-    "student_fraction",
+    *("divergence", "labels", "tvdpp_estimator", "tvdpp_scope", "fixed_fraction", "student_fraction"),
     "select_fraction",
 )
 

@@ -215,13 +215,8 @@ def test_a_build_is_refused_before_it_trains(
     spoil(spoilt)
     out = tmp_path / "out"
     words = [
-        "build-drafter",
-        "--target",
-        str(spoilt),
-        "--out",
-        str(out),
-        "--pretrain.text",
-        str(prompts.parent / "text.txt"),
+        *("build-drafter", "--target", str(spoilt), "--out", str(out)),
+        *("--pretrain.text", str(prompts.parent / "text.txt")),
     ]
     words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
     assert main([*words, "--export.onnx", "fp32", "--export.gguf", ""]) == 2
@@ -274,23 +269,12 @@ def test_the_drafters_checkpoint_is_looked_at_too(
     cut(checkpoint)
     out = tmp_path / "out"
     words = [
-        "build-drafter",
-        "--target",
-        str(whole),
-        "--out",
-        str(out),
-        "--pretrain.text",
-        str(prompts.parent / "text.txt"),
+        *("build-drafter", "--target", str(whole), "--out", str(out)),
+        *("--pretrain.text", str(prompts.parent / "text.txt")),
     ]
     words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
-    words += [
-        "--drafter.init",
-        "checkpoint",
-        "--drafter.checkpoint",
-        str(checkpoint),
-        "--export.onnx",
-        "fp32",
-    ]
+    words += ["--drafter.init", "checkpoint", "--drafter.checkpoint", str(checkpoint)]
+    words += ["--export.onnx", "fp32"]
     assert main(words) == 2
     assert "checkpoint/model.safetensors is cut short" in capsys.readouterr().err
     assert not (out / "pretrain").exists()

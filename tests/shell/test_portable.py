@@ -12,15 +12,7 @@ from repository import REPOSITORY
 
 ONLY_POSIX = {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "syslog", "posix"}
 CALLS = (
-    "fork",
-    "symlink",
-    "link",
-    "wait4",
-    "sched_getaffinity",
-    "getloadavg",
-    "getuid",
-    "sysconf",
-    "mkfifo",
+    *("fork", "symlink", "link", "wait4", "sched_getaffinity", "getloadavg", "getuid", "sysconf", "mkfifo"),
     "killpg",
 )
 PACKAGES = ("edgespec", "runtime/edgespec_runtime", "recipes/edgespec_recipes", "export/edgespec_export")

@@ -109,12 +109,8 @@ def browser(profile: Path) -> Iterator[Tab]:
     back, their_out = os.pipe()
     command = f'exec "$0" "$@" 3<&{their_in} 4>&{their_out}'
     flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--remote-debugging-pipe",
-        f"--user-data-dir={profile}",
+        *("--headless", "--no-sandbox", "--disable-gpu"),
+        *("--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={profile}"),
         "about:blank",
     ]
     with subprocess.Popen(

@@ -38,15 +38,7 @@ def started(bundle: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], 
     """The process of `edgespec serve` and its address; on a free port unless the flags say otherwise."""
     rooms = [str(REPOSITORY / room) for room in (".", "runtime")]
     command = [
-        sys.executable,
-        "-m",
-        "edgespec",
-        "serve",
-        str(bundle),
-        "--port",
-        "0",
-        "--draft-length",
-        "3",
+        *(sys.executable, "-m", "edgespec", "serve", str(bundle), "--port", "0", "--draft-length", "3"),
         *flags,
     ]
     with subprocess.Popen(

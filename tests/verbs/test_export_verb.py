@@ -46,15 +46,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(models: tuple[Path, Path], prompts: Path, out: Path, *more: str) -> list[str]:
     target, drafter = map(str, models)
     words = [
-        "export",
-        "--target",
-        target,
-        "--drafter",
-        drafter,
-        "--out",
-        str(out),
-        "--prompts-file",
-        str(prompts),
+        *("export", "--target", target, "--drafter", drafter, "--out", str(out)),
+        *("--prompts-file", str(prompts)),
     ]
     return [*words, "--verify-prompts", "2", *more]
 
@@ -96,13 +89,7 @@ def test_just_the_devices_files_and_its_settings(exported: Path) -> None:
 
 def test_chat_opens_it(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
-        "generate",
-        str(exported / "bundle"),
-        "Hello",
-        "--max-new-tokens",
-        "4",
-        "--draft-length",
-        "2",
+        *("generate", str(exported / "bundle"), "Hello", "--max-new-tokens", "4", "--draft-length", "2"),
         "--json",
     ]
     assert main(words) == 0

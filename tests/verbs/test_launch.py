@@ -227,28 +227,14 @@ def test_a_build_under_accelerate_launch(name: str, extra: tuple[str, ...], tmp_
     ]
     words = [
         *("build-drafter", "--target", str(target), "--out", str(tmp_path / "out"), *extra, *trainings),
-        *(
-            "--pretrain.text",
-            str(tmp_path / "text.txt"),
-            "--drafter.size-fraction",
-            "0.5",
-            "--drafter.layers",
-            "1",
-        ),
+        *("--pretrain.text", str(tmp_path / "text.txt"), "--drafter.size-fraction", "0.5"),
+        *("--drafter.layers", "1"),
         *("--generate.instructions", str(tmp_path / "chats.jsonl"), "--generate.prompts", "16"),
         *("--generate.shard-size", "8"),
         *("--generate.max-new-tokens", "16", "--evaluate.prompts-file", str(tmp_path / "chats.jsonl")),
         *("--evaluate.prompts", "2", "--evaluate.max-new-tokens", "8", "--evaluate.draft-lengths", "2"),
-        *(
-            "--distill.watch-steps",
-            "0",
-            "--export.onnx",
-            "fp32",
-            "--export.gguf",
-            "",
-            "--export.verify-prompts",
-            "1",
-        ),
+        *("--distill.watch-steps", "0", "--export.onnx", "fp32", "--export.gguf", ""),
+        *("--export.verify-prompts", "1"),
     ]
     environment = {
         **os.environ,
@@ -257,12 +243,7 @@ def test_a_build_under_accelerate_launch(name: str, extra: tuple[str, ...], tmp_
     }
     launch = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
-        "--config_file",
-        str(FILES[name]),
-        "--num_processes",
-        "2",
-        "-m",
-        "edgespec",
+        *("--config_file", str(FILES[name]), "--num_processes", "2", "-m", "edgespec"),
     ]
     done = subprocess.run([*launch, *words], capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
