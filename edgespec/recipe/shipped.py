@@ -76,12 +76,16 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
 def recipe_file(name: str) -> Path:
     """A shipped recipe's name, or the path of a file -> the file. Raises InputError."""
-    shipped = shipped_recipes()
+    return file_named(name, shipped_recipes(), "recipe")
+
+
+def file_named(name: str, shipped: Mapping[str, Path], what: str) -> Path:
+    """One of the files that come with the package, or the user's own. Raises InputError."""
     if name in shipped:
         return shipped[name]
     if Path(name).is_file():
         return Path(name)
-    raise InputError(f"recipe {name!r} is neither a file nor a shipped recipe{did_you_mean(name, shipped)}")
+    raise InputError(f"{what} {name!r} is neither a file nor a shipped {what}{did_you_mean(name, shipped)}")
 
 
 def header(file: Path) -> dict[str, str]:

@@ -212,15 +212,6 @@ def _made_shape(alias: str) -> ModelShape:
     from edgespec.recipe.shipped import made_target
 
     made = made_target(alias)
-    return ModelShape(
-        hidden=made["hidden"],
-        layers=made["layers"],
-        heads=made["heads"],
-        kv_heads=made["kv_heads"],
-        head_dim=made["hidden"] // made["heads"],
-        intermediate=made["intermediate"],
-        vocab_size=made["vocab_size"],
-        tied=True,
-        context_length=made["context_length"],
-        rms_norm_eps=1e-6,
-    )
+    named = ("hidden", "layers", "heads", "kv_heads", "intermediate", "vocab_size", "context_length")
+    sizes = {name: made[name] for name in named}
+    return ModelShape(**sizes, head_dim=made["hidden"] // made["heads"], tied=True, rms_norm_eps=1e-6)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.building.find_target import find_target
-from edgespec.core.errors import InputError, MissingExtra, did_you_mean
+from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import as_flags, from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
-from edgespec.recipe.shipped import in_recipes, load_recipe
+from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
 
 STUDY_FILE = "study.resolved.yaml"
@@ -50,17 +50,8 @@ class Options:
     json: str = json_knob()
 
 
-def _study_file(name: str) -> Path:
-    shipped = shipped_studies()
-    if name in shipped:
-        return shipped[name]
-    if Path(name).is_file():
-        return Path(name)
-    raise InputError(f"study {name!r} is neither a file nor a shipped study{did_you_mean(name, shipped)}")
-
-
 def _open(options: Options) -> Study:
-    file = _study_file(options.study)
+    file = file_named(options.study, shipped_studies(), "study")
     if options.data and not Path(options.data).is_dir():
         raise InputError(
             f"the data folder {options.data} does not exist; give the folder the study's files lie in"

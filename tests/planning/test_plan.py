@@ -9,30 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_plan import DRAFTER, PAPER, TARGET, planned
 from repository import PYTHONPATH, REPOSITORY
 
 from edgespec.cli import main
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import GIB
-from edgespec.planning.plan_device import (
-    budget,
-    rate_of,
-    rates_of_profile,
-)
+from edgespec.planning.plan_device import budget, rate_of, rates_of_profile
 from edgespec.planning.plan_report import span
 from edgespec.recipe.devices import profiles
-from edgespec.recipe.drafter import derive
-from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, shape_of_target
-
-TARGET = shape_of_target("llama-2-7b-chat")
-DRAFTER = derive(TARGET, DrafterOptions())
-PAPER = ("plan", "--target", "llama-2-7b-chat", "--recipe", "paper-llama-2-7b-chat", "--gpus", "8xA100-80GB")
-
-
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main([*words]) == 0
-    return capsys.readouterr().out
 
 
 def as_json(tmp_path: Path, *words: str) -> dict[str, Any]:

@@ -8,18 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.chooser.kept_costs import (
-    FOLDER,
-    Subject,
-    kept_for,
-    outline,
-    store_costs,
-    subject_of,
-)
+from edgespec_runtime.chooser.kept_costs import FOLDER, Subject, kept_for, outline, store_costs, subject_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from paper_plan import DRAFTER, PAPER, TARGET, planned
 
-from edgespec.cli import main
 from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
@@ -36,18 +29,7 @@ from edgespec.planning.plan_device import (
 )
 from edgespec.planning.plan_report import LENGTHS
 from edgespec.recipe.devices import profiles
-from edgespec.recipe.drafter import derive
-from edgespec.recipe.schema import DrafterOptions
-from edgespec.recipe.targets import cache_folder, shape_of_target
-
-TARGET = shape_of_target("llama-2-7b-chat")
-DRAFTER = derive(TARGET, DrafterOptions())
-PAPER = ("plan", "--target", "llama-2-7b-chat", "--recipe", "paper-llama-2-7b-chat", "--gpus", "8xA100-80GB")
-
-
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main([*words]) == 0
-    return capsys.readouterr().out
+from edgespec.recipe.targets import cache_folder
 
 
 def test_a_budget_without_arithmetic_is_mbsu() -> None:

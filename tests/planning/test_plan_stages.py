@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from paper_plan import DRAFTER, TARGET
 from repository import REPOSITORY
 
 from edgespec.planning.hardware import GIB, Hardware
@@ -17,13 +18,8 @@ from edgespec.planning.plan_stages import (
     storage,
     usable,
 )
-from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import DrafterOptions
-from edgespec.recipe.targets import shape_of_target
 
-TARGET = shape_of_target("llama-2-7b-chat")
-DRAFTER = derive(TARGET, DrafterOptions())
 ASSUMED = Assumed(mfu=0.5, bandwidth=0.25)
 ROUND = Hardware("round", 4, 1e12, 1e11, 64 * GIB)
 

@@ -7,29 +7,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family_cases import GEMMA, GEMMA3, LOCAL, LONG, SOFT
+from family_cases import CASES as ONNX_CASES
+from family_cases import GEMMA3, LOCAL
 from float_cache import float_engine
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()
 BOUND = 1e-4  # largest difference of a logit; logits have a standard deviation of 1 to 8
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-PHI = {"head_dim": 16}
+SHARED = (
+    *("llama", "llama untied", "llama linear", "llama dynamic", "llama llama3", "qwen2", "qwen3"),
+    *("qwen3 untied", "smollm3", "gemma2", "phi3", "phi3 longrope"),
+)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"theta": 50000.0}),
-    "llama untied": ("llama", {"tied": False, "attention_bias": True, "mlp_bias": True}),
-    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama dynamic": (
-        "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-    ),
-    "llama llama3": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 1e4}}),
+    **{name: ONNX_CASES[name] for name in SHARED},
     "llama yarn": ("llama", {"rope_parameters": YARN}),
     "llama yarn scaled": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5, "beta_fast": 8.0}}),
     "qwen2 yarn": (
@@ -37,28 +27,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.0}},
     ),
     "qwen3 yarn": ("qwen3", {"rope_parameters": YARN}),
-    "smollm3": ("smollm3", {"layers": 5, "theta": 5e6, "head_dim": 16}),
     "smollm3 untied": ("smollm3", {"layers": 4, "tied": False, "rope_parameters": YARN}),
     "mistral": ("mistral", {}),
     "mistral untied": ("mistral", {"tied": False}),
-    "qwen2": ("qwen2", {"theta": 1e6, "head_dim": 16}),
     "qwen2 untied": ("qwen2", {"theta": 1e6, "head_dim": 16, "tied": False}),
-    "qwen3": ("qwen3", {"theta": 1e6}),
-    "qwen3 untied": ("qwen3", {"theta": 1e6, "tied": False}),
-    "gemma2": ("gemma2", {**GEMMA, **SOFT}),
     **GEMMA3,
-    "phi3": ("phi3", {**PHI, "tied": False}),
-    "phi3 tied": ("phi3", {**PHI, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
-    "phi3 longrope": (
-        "phi3",
-        {
-            **PHI,
-            "context": 512,
-            "tied": False,
-            "rope_parameters": LONG,
-            "original_max_position_embeddings": 256,
-        },
-    ),
+    "phi3 tied": ("phi3", {"head_dim": 16, "rope_parameters": {**LOCAL, "partial_rotary_factor": 0.5}}),
 }
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.verify.readback import gguf_field, gguf_weights
-from family_cases import LONG
+from family_cases import LLAMA3, LONG
 from gguf import GGUFReader
-from gguf_cases import BOUND, CASES, LLAMA3, TOKENS, YARN, float_logits
+from gguf_cases import BOUND, CASES, TOKENS, YARN, float_logits
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder, torch_logits
 from transformers import AutoModelForCausalLM
