@@ -166,9 +166,8 @@ def test_rooms_are_small() -> None:
 
 def test_runtime_loads_where_torch_cannot_be_imported() -> None:
     modules = [name for name in MODULES if name.startswith("edgespec_runtime.")]
-    modules.remove(
-        "edgespec_runtime.engines.llamacpp"
-    )  # its package is an extra; test_engine_llamacpp imports it
+    # its package is an extra; test_engine_llamacpp imports it
+    modules.remove("edgespec_runtime.engines.llamacpp")
     blocked = ", ".join(repr(name) for name in sorted(HEAVY))
     program = (
         "import sys, importlib\n"
@@ -183,10 +182,7 @@ def test_runtime_loads_where_torch_cannot_be_imported() -> None:
 
 
 def test_help_imports_no_room_and_little_else() -> None:
-    slow = (
-        *("numpy", "torch", "onnxruntime", "edgespec_runtime"),
-        *("difflib", "json", "rich", "yaml"),
-    )
+    slow = ("numpy", "torch", "onnxruntime", "edgespec_runtime", "difflib", "json", "rich", "yaml")
     program = (
         "import sys\nfrom edgespec.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"

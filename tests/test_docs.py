@@ -132,10 +132,8 @@ FASTER = {  # what README commands are given besides here, so that a test runs t
     "verify": ["--verify-prompts", "1", "--acceptance-prompts", "0"],
     "export": ["--precisions", "fp32", "--verify-prompts", "1"],
 }
-NOT_HERE = {
-    "serve",
-    "push",
-}  # one never ends, the other needs a hub; tests/runtime/serving/test_serve.py and tests/hub/test_publish.py run them
+# One never ends, the other needs a hub; tests/runtime/serving/test_serve.py and tests/hub/test_publish.py run them.
+NOT_HERE = {"serve", "push"}
 
 
 @pytest.fixture(scope="module")

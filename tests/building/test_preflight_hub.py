@@ -87,9 +87,8 @@ def test_interrupted_downloads(model: Path, tmp_path: Path) -> None:
     """A connection that breaks once is taken up where it was; one that stays broken is said, and what came whole is kept."""
     weights = model / "model.safetensors"
     half = weights.stat().st_size // 2
-    with serving(
-        Hub({"acme/hiccup": model, "acme/cut": model}, cut={"acme/hiccup": 1, "acme/cut": 99})
-    ) as hub:
+    repos = {"acme/hiccup": model, "acme/cut": model}
+    with serving(Hub(repos, cut={"acme/hiccup": 1, "acme/cut": 99})) as hub:
         mended, broken = tried(hub.url, tmp_path, "acme/hiccup", "acme/cut")
         asked = {name: [wanted for path, wanted in hub.ranges if path == name] for name, _ in hub.ranges}
         hub.cut.clear()

@@ -157,9 +157,8 @@ def test_a_model_must_be_among_the_files(folder: Path) -> None:
 
 def test_a_drafters_vocabulary_is_one_of_the_files(folder: Path) -> None:
     assert open_manifest(folder).drafter.vocabulary is None
-    assert (
-        "vocabulary" not in read_json(folder / "manifest.json")["drafter"]
-    )  # as bundles without one always were
+    # as bundles without one always were
+    assert "vocabulary" not in read_json(folder / "manifest.json")["drafter"]
     (folder / "drafter" / "vocabulary.json").write_text("{}")
     value = read_json(folder / "manifest.json")
     value["drafter"]["vocabulary"] = "drafter/vocabulary.json"

@@ -45,9 +45,8 @@ def test_independent_acceptances_give_the_predicted_block_efficiency() -> None:
         while accepted < gamma and generator.random() < alpha:
             accepted += 1
         counts.add_block(gamma, accepted, accepted + 1)
-    assert counts.block_efficiency == pytest.approx(
-        predicted_block_efficiency(alpha, gamma), abs=0.03
-    )  # 4 standard errors
+    expected = predicted_block_efficiency(alpha, gamma)
+    assert counts.block_efficiency == pytest.approx(expected, abs=0.03)  # 4 standard errors
     assert counts.acceptance_rate == pytest.approx(alpha, abs=0.006)
     assert predicted_block_efficiency(1.0, gamma) == gamma + 1
 

@@ -275,13 +275,8 @@ def test_names_that_are_refused(hub: Hub, bundle: Path, tmp_path: Path) -> None:
     ],
 )
 def test_names_that_do_not_travel(name: str, words: str) -> None:
-    names = [
-        "target/onnx-int4/model.onnx",
-        "target/onnx-int4/model.onnx.data",
-        "LICENSE",
-        "README.md",
-        MANIFEST,
-    ]
+    graph = "target/onnx-int4/model.onnx"
+    names = [graph, f"{graph}.data", "LICENSE", "README.md", MANIFEST]
     check_names(names, "a bundle")
     with pytest.raises(BundleError, match=words):
         check_names([*names, name], "a bundle")
@@ -315,9 +310,8 @@ def test_a_pickle_under_another_name(bundle: Path, tmp_path: Path, head: bytes) 
         check_head(file, "model.safetensors", "a bundle")
     for path in bundle.rglob("*.gguf"):
         check_head(path, path.name, "a bundle")
-    file.write_bytes(
-        0x480.to_bytes(8, "little") + b'{"__metadata__"'
-    )  # a header of 1,152 bytes, not protocol 4
+    # a header of 1,152 bytes, not protocol 4
+    file.write_bytes(0x480.to_bytes(8, "little") + b'{"__metadata__"')
     check_head(file, "model.safetensors", "a bundle")
 
 

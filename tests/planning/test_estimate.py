@@ -261,9 +261,8 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
         seed=0,
         reference=reference.requires_grad_(False) if selects else None,
     )
-    packing_of(
-        {"target": target, "drafter": draft, "reference": reference}
-    )  # as the stage does, before it trains
+    # as the stage does, before it trains
+    packing_of({"target": target, "drafter": draft, "reference": reference})
     rows, micro = all_compared(4, 128, 512), recipe.distill.micro_batch_size or 4
     batches = [{name: values[at : at + micro] for name, values in rows.items()} for at in range(0, 4, micro)]
 

@@ -22,14 +22,7 @@ from edgespec.model_folder.weights_check import check_weights
 from edgespec.model_folder.weights_files import INDEX, read_header
 from edgespec.planning import preflight
 from edgespec.planning.estimate import StageCost, estimate
-from edgespec.planning.preflight import (
-    RUNNING,
-    Room,
-    check,
-    check_processes,
-    refuse,
-    shortages,
-)
+from edgespec.planning.preflight import RUNNING, Room, check, check_processes, refuse, shortages
 from edgespec.recipe.read import resolve
 
 GIB = 2**30
@@ -183,9 +176,8 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     snapshot.mkdir(parents=True)
     (snapshot / "model-00001-of-00002.safetensors").touch()
     assert check(recipe, tmp_path, Room(2**50, None)) == []
-    assert (
-        check(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
-    )  # a shape that nobody knows yet
+    # a shape that nobody knows yet
+    assert check(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
 
 
 # Weights

@@ -12,17 +12,9 @@ from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
 from edgespec_runtime.rules.sampling import Warp, warp
 
 V = 5
-
-
 Model = Callable[[tuple[int, ...]], np.ndarray]
-
-
 Law = dict[tuple[int, ...], float]
-
-
 LawOf = Callable[[tuple[int, ...]], np.ndarray]  # the probabilities [V] of what follows a prefix
-
-
 WARPS = {
     "T=1": Warp(temperature=1.0),
     "T=0.6": Warp(temperature=0.6),

@@ -23,9 +23,8 @@ class Explorer:
     """
 
     def __init__(self) -> None:
-        self._path: list[
-            list[tuple[int, float]]
-        ] = []  # what is left to try at every choice, the present one last
+        # what is left to try at every choice, the present one last
+        self._path: list[list[tuple[int, float]]] = []
         self._depth = 0
         self.mass = 1.0
 

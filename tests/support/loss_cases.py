@@ -11,11 +11,7 @@ from torch import Tensor
 from edgespec.recipe.schema import DIVERGENCES, DistillOptions
 
 CHOICES = {field.name: field.metadata["choices"] for field in fields(DistillOptions)}
-
-
 SCOPES = CHOICES["tvdpp_scope"]
-
-
 EVERY = [
     DistillOptions(divergence=name, tvdpp_estimator=estimator, tvdpp_scope=scope)
     for name, estimator, scope in product(DIVERGENCES, CHOICES["tvdpp_estimator"], SCOPES)

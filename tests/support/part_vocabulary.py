@@ -11,8 +11,6 @@ from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 FULL = 512
-
-
 KEPT = 160
 
 

@@ -21,12 +21,6 @@ def noisy_copy(model: Any, noise: float, seed: int) -> Any:
 
 
 TARGET = small_llama(0)
-
-
 FREE = [greedy(TARGET, prompt, MAX_NEW, []) for prompt in PROMPTS]
-
-
 STOPS = [FREE[0][3], FREE[2][8], FREE[3][1]]
-
-
 DRAFTS = {"never": small_llama(9), "sometimes": noisy_copy(TARGET, 0.15, 1), "always": TARGET}

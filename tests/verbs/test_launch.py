@@ -59,10 +59,8 @@ def test_accelerate_loads_every_config(name: str) -> None:
     text = FILES[name].read_text(encoding="utf-8")
     config = load_config_from_file(str(FILES[name]))
     assert isinstance(config, ClusterConfig)
-    assert set(yaml.safe_load(text)) <= {
-        *vars(config),
-        "compute_environment",
-    }  # nothing that accelerate does not know
+    # nothing that accelerate does not know
+    assert set(yaml.safe_load(text)) <= {*vars(config), "compute_environment"}
     assert config.mixed_precision == "no"  # edgespec has its own autocast
     arguments = launched(["launch", "--config_file", str(FILES[name]), "-m", "edgespec"])
     assert (arguments.module, arguments.training_script) == (True, "edgespec")
@@ -134,22 +132,14 @@ def on_a_cluster(tmp_path: Path, name: str, node: int, *words: str) -> tuple[lis
         (tools / program).chmod(0o755)
     environment = {
         **{"PATH": f"{tools}:/usr/bin:/bin", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node-[a-b]"},
-        **{
-            "SLURM_NNODES": "2",
-            "SLURM_NODEID": str(node),
-            "SLURM_GPUS_ON_NODE": "4",
-            "SLURM_CPUS_PER_TASK": "32",
-        },
+        **{"SLURM_NNODES": "2", "SLURM_NODEID": str(node)},
+        **{"SLURM_GPUS_ON_NODE": "4", "SLURM_CPUS_PER_TASK": "32"},
     }
-    done = subprocess.run(
-        ["bash", str(FILES[name]), *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=FILES[name].parent,
-    )
+    program, folder = ["bash", str(FILES[name]), *words], FILES[name].parent
+    done = subprocess.run(program, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     found = (tools / "words").read_bytes().decode().split("\0")[:-1]
+    found = [word if word != "node-ddp.yaml" else str(FILES["launch/node-ddp"]) for word in found]
     pairs = (pair.partition("=") for pair in (tools / "environment").read_bytes().decode().split("\0")[:-1])
     return found, {key: value for key, _, value in pairs}
 
@@ -159,9 +149,7 @@ ARGUMENTS = ("--target", "llama-2-7b-chat", "--generate.system-prompts", "Answer
 
 def test_one_node_of_a_cluster(tmp_path: Path) -> None:
     words, environment = on_a_cluster(tmp_path, "launch/slurm-node", 0, *ARGUMENTS)
-    arguments = launched(
-        [word if word != "node-ddp.yaml" else str(FILES["launch/node-ddp"]) for word in words]
-    )
+    arguments = launched(words)
     assert (arguments.num_processes, arguments.num_machines) == (4, 1)
     assert arguments.training_script_args == ["build-drafter", *ARGUMENTS]  # quoting survives
     assert environment["OMP_NUM_THREADS"] == "8"
@@ -170,14 +158,10 @@ def test_one_node_of_a_cluster(tmp_path: Path) -> None:
 def test_several_nodes_of_a_cluster(tmp_path: Path) -> None:
     for node in (0, 1):
         words, _ = on_a_cluster(tmp_path, "launch/slurm-nodes", node, *ARGUMENTS)
-        arguments = launched(
-            [word if word != "node-ddp.yaml" else str(FILES["launch/node-ddp"]) for word in words]
-        )
+        arguments = launched(words)
         assert (arguments.num_machines, arguments.num_processes, arguments.machine_rank) == (2, 8, node)
-        assert (arguments.main_process_ip, int(arguments.main_process_port)) == (
-            "node-a",
-            20000 + 123456 % 20000,
-        )
+        assert arguments.main_process_ip == "node-a"
+        assert int(arguments.main_process_port) == 20000 + 123456 % 20000
         assert arguments.training_script_args == ["build-drafter", *ARGUMENTS]
 
 
