@@ -48,7 +48,6 @@ class Words:
     """One or more sentences."""
 
     text: str
-    strong: bool = False
     kind: str = "words"
 
 
@@ -113,8 +112,8 @@ def of_run(words: str, run: int, runs: int) -> str:
     return words if runs == 1 else f"{letter(run)}: {words}"
 
 
-def number(value: float | None, digits: int = 2, unit: str = "") -> Cell:
-    return Cell(ABSENT if value is None else f"{value:,.{digits}f}{unit}")
+def number(value: float | None, digits: int = 2) -> Cell:
+    return Cell(ABSENT if value is None else f"{value:,.{digits}f}")
 
 
 def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: bool = False) -> Cell:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from edgespec.shell.grammar import Slot, VerbGrammar
+from edgespec.shell.grammar import VerbGrammar
 
 _SCRIPT = r"""# edgespec's completion for bash; made by `edgespec completion bash`
 
@@ -78,19 +78,15 @@ def script(verbs: Sequence[VerbGrammar]) -> str:
 
 
 def _values(verb: VerbGrammar) -> Iterator[str]:
-    slots: dict[str, Slot] = {
-        name: flag.slot for flag in verb.flags for name in flag.names if flag.slot is not None
-    }
-    slots |= {str(place): slot for place, slot in enumerate(verb.places, 1)}
-    for name, slot in slots.items():
+    for name, slot, _ in verb.slots:
         many = "1" if slot.many else "''"
         yield f"    '{verb.name} {name}') _edgespec_offer {many} '{slot.path}' '{' '.join(slot.words)}' ;;"
 
 
 def _flags(verb: VerbGrammar) -> str:
     flags = " ".join(name for flag in verb.flags for name in flag.names if name.startswith("--"))
-    switches = " ".join(name for flag in verb.flags for name in flag.names if flag.slot is None or flag.alone)
+    places, repeats = len(verb.places), int(verb.repeats)
     return (
-        f"    {verb.name}) local places={len(verb.places)} repeats={int(verb.repeats)} switches='{switches}'\n"
+        f"    {verb.name}) local places={places} repeats={repeats} switches='{verb.switches}'\n"
         f"        flags='{flags}' ;;"
     )

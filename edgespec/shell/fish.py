@@ -58,11 +58,10 @@ def _quoted(text: str) -> str:
 
 
 def _lines(verb: VerbGrammar) -> Iterator[str]:
-    switches = " ".join(name for flag in verb.flags for name in flag.names if flag.slot is None or flag.alone)
     for place, slot in enumerate(verb.places, 1):
         if offered := _offered(slot):
             more = "more" if verb.repeats and place == len(verb.places) else "one"
-            where = f"__edgespec_place {verb.name} {place} {more} {switches}"
+            where = f"__edgespec_place {verb.name} {place} {more} {verb.switches}"
             yield f"complete -c edgespec -n {_quoted(where)} -a {_quoted(offered)}"
     for flag in verb.flags:
         for name in flag.names:

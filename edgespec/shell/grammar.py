@@ -6,7 +6,7 @@ Read from a verb's parser and from the knobs that the parser is made of. Knows n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,19 @@ class VerbGrammar:
     flags: tuple[Flag, ...]
     places: tuple[Slot, ...]
     repeats: bool
+
+    @property
+    def slots(self) -> Iterator[tuple[str, Slot, bool]]:
+        """(flag or number of the place, what it takes, whether it may stand alone) of all that take something."""
+        for flag in self.flags:
+            if flag.slot is not None:
+                yield from ((name, flag.slot, flag.alone) for name in flag.names)
+        yield from ((str(place), slot, False) for place, slot in enumerate(self.places, 1))
+
+    @property
+    def switches(self) -> str:
+        """The flags that need no value, with spaces."""
+        return " ".join(name for flag in self.flags for name in flag.names if flag.slot is None or flag.alone)
 
 
 def grammar_of(

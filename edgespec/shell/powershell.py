@@ -105,11 +105,7 @@ def _flags(verb: VerbGrammar) -> Iterator[str]:
 
 
 def _values(verb: VerbGrammar) -> Iterator[str]:
-    slots = {
-        name: (flag.slot, flag.alone) for flag in verb.flags for name in flag.names if flag.slot is not None
-    }
-    slots |= {str(place): (slot, False) for place, slot in enumerate(verb.places, 1)}
-    for name, (slot, alone) in slots.items():
+    for name, slot, alone in verb.slots:
         words = ", ".join(map(_quoted, slot.words))
         many, stands_alone = (f"${str(value).lower()}" for value in (slot.many, alone))
         yield (
