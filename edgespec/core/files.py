@@ -91,8 +91,10 @@ def parse_json(
     """JSON nested at most MAX_JSON_DEPTH deep; see `read_json`. Raises `error` naming `where`."""
     try:
         text = data.decode("utf-8" if strict else "utf-8-sig") if isinstance(data, bytes) else data
-        hooks = {"object_pairs_hook": _unique, "parse_constant": _no_constant, "parse_float": _finite}
-        value = json.loads(text, **hooks if strict else {})
+        hooks: dict[str, Any] = {}
+        if strict:
+            hooks = {"object_pairs_hook": _unique, "parse_constant": _no_constant, "parse_float": _finite}
+        value = json.loads(text, **hooks)
     except ValueError as seen:
         # so is a number of 5,000 digits, whose words end with advice to Python's programmers
         words = str(seen).partition("; use sys.")[0]

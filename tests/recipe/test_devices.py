@@ -150,13 +150,12 @@ def test_files_that_a_device_has_no_memory_for_are_left_out() -> None:
 
 
 def test_float16_weights_count_as_what_the_engine_makes_of_them() -> None:
-    half = profile("laptop-cpu-x86").writing(ExportOptions(onnx=("fp16",)))
-    whole = profile("laptop-cpu-x86").writing(ExportOptions(onnx=("fp32",)))
-    assert devices_fit.fit(half, LLAMA, DRAFTER).needed == devices_fit.fit(whole, LLAMA, DRAFTER).needed
-    assert (
-        devices_fit.fit(half, LLAMA, DRAFTER).streamed["target"]
-        < devices_fit.fit(whole, LLAMA, DRAFTER).streamed["target"]
+    half, whole = (
+        devices_fit.fit(profile("laptop-cpu-x86").writing(ExportOptions(onnx=(one,))), LLAMA, DRAFTER)
+        for one in ("fp16", "fp32")
     )
+    assert half.needed == whole.needed
+    assert half.streamed["target"] < whole.streamed["target"]
 
 
 def with_device(bundle: Path, folder: Path, **device: object) -> Path:
@@ -181,35 +180,23 @@ def for_bench(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_chat_and_bench_take_the_device_of_the_bundle_as_default(bundle: Path, tmp_path: Path) -> None:
-    fixed = str(
-        with_device(
-            bundle, tmp_path / "npu", name="intel-npu", draft_length=3, max_draft_length=8, context=64
-        )
-    )
-    assert for_reply({"bundle": fixed}) == {
-        "bundle": fixed,
-        "draft_length": 3,
-        "max_draft_length": 8,
-        "context": 64,
-    }
+    device = {"draft_length": 3, "max_draft_length": 8, "context": 64}
+    fixed = str(with_device(bundle, tmp_path / "npu", name="intel-npu", **device))
+    assert for_reply({"bundle": fixed}) == {"bundle": fixed, **device}
     assert for_reply({"bundle": fixed, "draft_length": 5, "context": 32})["draft_length"] == 5
     assert for_bench({"bundle": fixed})["draft_lengths"] == [3]
     assert for_bench({"bundle": fixed})["choose"] is False
     assert for_bench({"bundle": fixed, "draft_lengths": "1,2"})["draft_lengths"] == "1,2"
-    chosen = str(
-        with_device(
-            bundle, tmp_path / "pi", name="raspberry-pi", draft_length=None, max_draft_length=4, context=64
-        )
-    )
+    free = {"draft_length": None, "max_draft_length": 4, "context": 64}
+    chosen = str(with_device(bundle, tmp_path / "pi", name="raspberry-pi", **free))
     assert for_bench({"bundle": chosen})["draft_lengths"] == [length for length in LENGTHS if length <= 4]
     assert "choose" not in for_bench({"bundle": chosen})
     assert for_reply({"bundle": str(bundle)}) == {"bundle": str(bundle)}
 
 
 def test_bench_runs_with_them(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fixed = with_device(
-        bundle, tmp_path / "npu", name="intel-npu", draft_length=2, max_draft_length=8, context=64
-    )
+    device = {"draft_length": 2, "max_draft_length": 8, "context": 64}
+    fixed = with_device(bundle, tmp_path / "npu", name="intel-npu", **device)
     out = tmp_path / "bench.json"
     assert main(["bench", str(fixed), "--max-prompts", "3", "--max-new-tokens", "8", "--json", str(out)]) == 0
     found = json.loads(out.read_text())
@@ -236,10 +223,8 @@ def test_a_strangers_device_is_checked(bundle: Path, tmp_path: Path, device: dic
 def test_a_plan_says_what_the_pair_takes_of_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "--target", "tinyllama-1.1b-chat", "--gpus", "1xH100", "--device"]
     assert main([*given, "raspberry-pi"]) == 0
-    assert (
-        devices_fit.fit(profile("raspberry-pi"), TINYLLAMA, derive(TINYLLAMA, DrafterOptions())).text()
-        in capsys.readouterr().out
-    )
+    found = devices_fit.fit(profile("raspberry-pi"), TINYLLAMA, derive(TINYLLAMA, DrafterOptions()))
+    assert found.text() in capsys.readouterr().out
     assert main([*given, "pi"]) == 2
     assert "unknown device 'pi'" in capsys.readouterr().err
 
