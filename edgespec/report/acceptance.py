@@ -66,13 +66,9 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
         columns = [Column(run.number, _tables(found[run.number], words)) for run in runs if found[run.number]]
         section.parts.append(Columns(columns))
     if not any(benched.values()):
-        section.missing.append(
-            ("acceptance of the exported files", "edgespec bench BUNDLE --json bench.json")
-        )
+        section.lacks("acceptance of the exported files", "edgespec bench BUNDLE --json bench.json")
     if not any(judged.values()):
-        section.missing.append(
-            ("acceptance in torch", "edgespec build-drafter, whose evaluation measures it")
-        )
+        section.lacks("acceptance in torch", "edgespec build-drafter, whose evaluation measures it")
     return section
 
 

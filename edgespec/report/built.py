@@ -21,8 +21,7 @@ def built_section(runs: Sequence[Run]) -> Section:
     section = Section("built", "What was built, and how")
     known = [run for run in runs if run.manifest is not None or run.build is not None]
     if not known:
-        section.missing.append(("the pair and how it was made", "edgespec report BUNDLE bench.json"))
-        return section
+        return section.lacks("the pair and how it was made", "edgespec report BUNDLE bench.json")
     columns: list[int | None] = [None, *(run.number for run in known)]
     rows = []
     for name, tell in FACTS:
@@ -33,6 +32,7 @@ def built_section(runs: Sequence[Run]) -> Section:
     section.parts.append(Table(headers, rows, runs=columns, title="facts"))
     times = {run.number: seconds_of(run) for run in known}
     names = [name for name in STAGES if any(name in one for one in times.values())]
+    a_build = "edgespec report BUILD, the folder that --out named"
     if names:
         longest = max(seconds for one in times.values() for seconds in one.values())
         timed = [
@@ -44,11 +44,9 @@ def built_section(runs: Sequence[Run]) -> Section:
             Table(["stage", *(name or "time" for name in headers[1:])], timed, runs=columns, title="times")
         )
     else:
-        section.missing.append(("times of the stages", "edgespec report BUILD, the folder that --out named"))
+        section.lacks("times of the stages", a_build)
     if not any(training_of(run).values for run in known):
-        section.missing.append(
-            ("tokens written and trained on", "edgespec report BUILD, the folder that --out named")
-        )
+        section.lacks("tokens written and trained on", a_build)
     return section
 
 

@@ -64,8 +64,7 @@ def ways_section(runs: Sequence[Run]) -> Section:
     if measured := _measured(runs):
         section.parts.append(measured)
     if not columns:
-        section.missing.append(("other ways to run the bundle", "edgespec doctor BUNDLE --json doctor.json"))
-        return section
+        return section.lacks("other ways to run the bundle", "edgespec doctor BUNDLE --json doctor.json")
     if len(bars) > 1:
         section.parts.insert(0, _figure(bars, len(runs)))
     section.parts.append(Columns(columns))

@@ -99,7 +99,12 @@ class Section:
         if columns:
             self.parts.append(Columns(columns))
         else:
-            self.missing.append((what, command))
+            self.lacks(what, command)
+
+    def lacks(self, what: str, command: str) -> Section:
+        """Say what is not there, and the command that makes it; gives the section."""
+        self.missing.append((what, command))
+        return self
 
 
 def letter(run: int) -> str:

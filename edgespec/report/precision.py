@@ -54,8 +54,7 @@ def files_section(runs: Sequence[Run]) -> Section:
     rows = {run.number: _rows(run) for run in runs}
     rows = {number_: found for number_, found in rows.items() if found}
     if not rows:
-        section.missing.append(("agreement of the files", "edgespec verify BUNDLE --json verify.json"))
-        return section
+        return section.lacks("agreement of the files", "edgespec verify BUNDLE --json verify.json")
     placed = [
         (number_, row, row.bytes, share)
         for number_, found in rows.items()

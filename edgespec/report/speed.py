@@ -56,8 +56,7 @@ def speed_section(runs: Sequence[Run]) -> Section:
     )
     found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH)))}
     if not found:
-        section.missing.append(("measured speed", COMMAND))
-        return section
+        return section.lacks("measured speed", COMMAND)
     section.parts.append(_gains(found, len(runs)))
     columns = []
     for number_, bench in found.items():
@@ -78,8 +77,7 @@ def time_section(runs: Sequence[Run]) -> Section:
     )
     found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH))) and bench.counts}
     if not found:
-        section.missing.append(("time split", COMMAND))
-        return section
+        return section.lacks("time split", COMMAND)
     splits = {number_: _splits(bench) for number_, bench in found.items()}
     most = max(row.whole for rows in splits.values() for row in rows)
     columns = [

@@ -97,10 +97,8 @@ def test_every_target_can_be_planned(alias: str, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_what_is_refused(words: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["plan", "--target", "llama-2-7b-chat", "--gpus", "1xH100", "--device", "apple-silicon", *words])
-        == 2
-    )
+    device = ("--gpus", "1xH100", "--device", "apple-silicon")
+    assert main(["plan", "--target", "llama-2-7b-chat", *device, *words]) == 2
     seen = capsys.readouterr().err
     assert error in seen
     assert seen.count("\n") == 1

@@ -73,10 +73,8 @@ def test_each_process_holds_its_share_of_a_batch() -> None:
 def test_how_many_devices_can_share_the_batches() -> None:
     paper = resolve({"target": "x", "pretrain": {"batch_size": 496}, "distill": {"batch_size": 40}}, {})
     assert [usable(paper, count) for count in (1, 2, 3, 8, 16, 32)] == [1, 2, 2, 8, 8, 8]
-    assert (
-        usable(resolve({"target": "x", "pretrain": {"steps": 0}, "distill": {"batch_size": 40}}, {}), 32)
-        == 20
-    )
+    distilled = resolve({"target": "x", "pretrain": {"steps": 0}, "distill": {"batch_size": 40}}, {})
+    assert usable(distilled, 32) == 20
 
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:

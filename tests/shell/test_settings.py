@@ -109,9 +109,8 @@ def test_misspelt_variables_are_noticed(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_HOEM", "x")
     assert main(["config", "show"]) == 0
-    assert (
-        "EDGESPEC_HOEM is set, and edgespec reads none of that name; did you mean" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "EDGESPEC_HOEM is set, and edgespec reads none of that name; did you mean" in said
     monkeypatch.setenv("EDGESPEC_CHAT_TEMPERATUR", "1")
     assert main(["chat", "nowhere"]) == 2
     assert "did you mean 'EDGESPEC_CHAT_TEMPERATURE'?" in capsys.readouterr().err
