@@ -170,9 +170,8 @@ def hub_rows(source: str) -> Numbered:
         raise InputError(
             f"{source} cannot be reached ({_one_line(error)}); check the name and the network, or give local files"
         ) from error
-    except (
-        Exception
-    ) as error:  # datasets raises of its own, of fsspec's, of the HTTP client's and of every file format's
+    # datasets raises of its own, of fsspec's, of the HTTP client's and of every file format's
+    except Exception as error:
         after = f" after row {number}" if number else ""
         raise InputError(
             f"{source} cannot be read{after}: {_one_line(error)}; the form is {HUB_FORM}, a NAME with configurations is "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -77,9 +78,8 @@ def agreement(
     p and q are warped alike. Drafts give logits over the target's vocabulary, −inf for tokens they do not know (q = 0).
     """
     found: dict[str, list[Agreement]] = {name: [] for name in drafters}
-    order = sorted(
-        range(len(prompts)), key=lambda row: len(prompts[row]) + len(responses[row])
-    )  # less padding
+    # rows of like length together: less padding
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(responses[row]))
     for at in range(0, len(order), ROWS):
         rows = order[at : at + ROWS]
         answers = [responses[row] for row in rows]
@@ -89,12 +89,9 @@ def agreement(
         keep = torch.zeros_like(tokens, dtype=torch.bool)
         for row, (text, answer) in enumerate(zip(texts, answers, strict=True)):
             tokens[row, : len(text)] = torch.tensor(text)
-            keep[row, len(text) - len(answer) - 1 : len(text) - 1] = (
-                True  # the positions that predict the response
-            )
-        written = torch.tensor([token for answer in answers for token in answer], device=target.device)[
-            :, None
-        ]
+            # the positions that predict the response
+            keep[row, len(text) - len(answer) - 1 : len(text) - 1] = True
+        written = torch.tensor(list(chain.from_iterable(answers)), device=target.device)[:, None]
         tokens, keep = tokens.to(target.device), keep.to(target.device)
         ends = np.cumsum([len(answer) for answer in answers])[:-1]
         with torch.inference_mode():

@@ -71,9 +71,8 @@ def largest(logits: Floats, count: int) -> tuple[NDArray[np.int64], Floats]:
         return ids, np.take_along_axis(logits, ids, 1)
     maxima = logits[:, : groups * _GROUP].reshape(rows, _GROUP, groups).max(1)
     maxima.partition(groups - count, axis=1)
-    flat = np.flatnonzero(
-        logits >= maxima[:, groups - count, None]
-    )  # ten times as fast as nonzero of two axes
+    # ten times as fast as nonzero of two axes
+    flat = np.flatnonzero(logits >= maxima[:, groups - count, None])
     owners, places = np.divmod(flat, columns)
     sizes = np.bincount(owners, minlength=rows)
     column = np.arange(len(owners)) - np.repeat(sizes.cumsum() - sizes, sizes)
@@ -114,9 +113,8 @@ def _drawn(
     scale = heat[warm, None]
     weights = np.exp((values[warm] - values[warm, :1]) / scale)
     kept = weights >= np.float32(cuts.min_p)  # the largest weight is 1
-    known = (
-        np.full(len(warm), ids.shape[1] == logits.shape[1]) | ~kept[:, -1]
-    )  # all that is kept is among these columns
+    # all that is kept is among these columns
+    known = np.full(len(warm), ids.shape[1] == logits.shape[1]) | ~kept[:, -1]
     if cuts.top_p < 1.0:
         every = logits[warm]
         every -= values[warm, :1]

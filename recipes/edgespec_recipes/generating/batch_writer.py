@@ -30,9 +30,8 @@ from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 
-CACHE_BYTES = (
-    2**30
-)  # keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
+# keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
+CACHE_BYTES = 2**30
 CACHE_VALUE = 2  # bytes: llama.cpp's cache is float16
 COPIES = "copies"  # in edgespec's cache folder
 CACHE_STEP = 256  # tokens: llama.cpp rounds the room of a text up to a multiple
@@ -96,9 +95,9 @@ class BatchWriter:
         longest = max(len(request.prompt_ids) for request in requests) + self.options.max_new_tokens
         # of a text without an end, as self-written ones are, as much as fits
         length = min(longest, self.context_length)
-        self.engine.open(
-            min(len(requests), self.at_once(length)), length, features=self.options.features
-        )  # anew for every shard: what was written before it changes nothing
+        # anew for every shard: what was written before it changes nothing
+        at_once = min(len(requests), self.at_once(length))
+        self.engine.open(at_once, length, features=self.options.features)
         start, tokens, found = time.monotonic(), 0, dict[int, Written]()
         for text in write_texts(
             self.engine, self._prompts(requests, length), self._cuts, self.stops, self.wanted.top_k

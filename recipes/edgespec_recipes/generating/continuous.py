@@ -80,9 +80,8 @@ def write_texts(
     """
     waiting, ends = iter(prompts), frozenset(stops)
     places: list[_Place | None] = [None] * len(engine.lengths)
-    before: list[_Place | None] = list(
-        places
-    )  # the last text of each place, whose tokens the engine still holds
+    # the last text of each place, whose tokens the engine still holds
+    before: list[_Place | None] = list(places)
     more = True
     while True:
         for number, place in enumerate(places):

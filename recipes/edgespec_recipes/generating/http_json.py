@@ -20,9 +20,8 @@ from edgespec.core.files import parse_json
 KEY = "EDGESPEC_API_KEY"
 MAX_ANSWER = 256 * 2**20  # bytes
 LONGEST_WAIT = 60.0
-PASSING = frozenset(
-    {408, 425, 429, 500, 502, 503, 504}
-)  # statuses of a server that is busy, starting or restarting
+# statuses of a server that is busy, starting or restarting
+PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class Refusal(Exception):
@@ -100,11 +99,8 @@ class JsonServer:
                     f"status {error.code}: {words}", float(after) if after.isdecimal() else 0.0
                 ) from error
             raise Refusal(error.code, words) from error
-        except (
-            OSError,
-            http.client.HTTPException,
-            UnicodeError,
-        ) as error:  # refused, timed out, cut short, no host name
+        # refused, timed out, cut short, no host name
+        except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
         if len(seen) > MAX_ANSWER:
             raise InputError(

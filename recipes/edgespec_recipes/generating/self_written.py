@@ -186,9 +186,8 @@ def write_text(
     special = set(specials(tokenizer).values())
     ordinary = sorted(token for token in tokenizer.get_vocab().values() if token not in special)
     begin = tokenizer("a", verbose=False)["input_ids"][:1]
-    start = (
-        begin if begin and begin[0] == tokenizer.bos_token_id else []
-    )  # only where the tokenizer itself puts it there
+    # only where the tokenizer itself puts it there
+    start = begin if begin and begin[0] == tokenizer.bos_token_id else []
 
     def beginnings(number: int) -> list[Beginning]:
         drawn = random.Random(f"{own} {number}")
@@ -266,9 +265,8 @@ class _Job:
                 path, start = self.out / shard_name(shards + rank), time.monotonic()
                 made_before = _is_whole(path)
                 if not made_before:
-                    usual = (
-                        world * have / samples if samples else 0.0
-                    )  # what the samples that end now will give
+                    # what the samples that end now will give
+                    usual = world * have / samples if samples else 0.0
                     made = self._shard(writer, shards + rank, _Samples(bar, samples, usual, self.wanted))
                     write_shard(path, made)
                     written += sum(len(row["ids"]) for row in made)

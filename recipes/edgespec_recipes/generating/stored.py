@@ -90,9 +90,8 @@ class StoredTargets:
         self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
         self.packed: bool = index.get("packed", True)  # whether a row holds several texts
-        self._known: dict[
-            int, list[int]
-        ] = {}  # shard -> first position of each row, once its checksum was seen
+        # shard -> first position of each row, once its checksum was seen
+        self._known: dict[int, list[int]] = {}
         self._open = lru_cache(OPEN_SHARDS)(self._opened)
 
     def _opened(self, number: int) -> tuple[np.ndarray, list[int]]:

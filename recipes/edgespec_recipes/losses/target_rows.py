@@ -87,9 +87,8 @@ def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tens
 
 def join_rows(first: TargetRows, second: TargetRows, is_second: Tensor) -> TargetRows:
     """Positions of two sources in one order: `is_second` [n] says whose each one is."""
-    place = (
-        torch.where(is_second, is_second.cumsum(0), (~is_second).cumsum(0)) - 1
-    )  # each one's number in its own source
+    # each one's number in its own source
+    place = torch.where(is_second, is_second.cumsum(0), (~is_second).cumsum(0)) - 1
 
     def rows(part: Rows, draft_logits: Tensor) -> Tensor:
         theirs, at = is_second[part], place[part]

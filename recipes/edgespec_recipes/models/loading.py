@@ -128,9 +128,8 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: An
     vocabulary = vocabulary_of(folder)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # of from_pretrained about fields of old configs: nothing the user can act on
+            # of from_pretrained about fields of old configs: nothing the user can act on
+            warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,

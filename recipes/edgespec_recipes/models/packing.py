@@ -32,10 +32,8 @@ log = logging.getLogger(__name__)
 
 Inputs = Mapping[str, Tensor]
 
-_TEXTS = (
-    (5, 7),
-    (6, 4),
-)  # lengths of the texts in the two rows that are tried; the second row ends with padding
+# lengths of the texts in the two rows that are tried; the second row ends with padding
+_TEXTS = ((5, 7), (6, 4))
 _WINDOW = 3  # of attention while that is tried, so that the texts are longer than it
 _WINDOWS = ("sliding_window", "attention_chunk_size")  # what a config calls it
 _FORM = "_edgespec_form"  # where a model keeps what was found; a copy of the model has it too

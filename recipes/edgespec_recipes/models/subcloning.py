@@ -210,9 +210,8 @@ def _attention(
         return (heads[:, None] * size + inside).flatten()
 
     pairs = kept_pairs(size, kept)
-    spread = importance.view(full.kv_heads, -1, size).sum(
-        1
-    )  # of the values, which the heads of a group share
+    # of the values, which the heads of a group share
+    spread = importance.view(full.kv_heads, -1, size).sum(1)
     values = torch.stack([_largest(one, kept) for one in spread[groups]])
     # scores are divided by sqrt(kept) now: so the kept pairs' share of them stays as it was
     scale = (kept / size) ** 0.25

@@ -100,9 +100,8 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         ) from error
     except (errors.HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(_broken_off(repo, error)) from error
-    except (
-        Exception
-    ) as error:  # a connection that broke off is an exception of the HTTP library, which changed over time
+    # a connection that broke off is an exception of the HTTP library, which changed over time
+    except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "requests", "urllib3"):
             raise
         raise InputError(_broken_off(repo, error)) from error

@@ -27,9 +27,8 @@ SCHEMA = 1
 REPLICATES = 1000
 LEVEL = 0.95
 DIGITS = 5  # of a figure in results.json; a difference that rounds to 0 is none
-NORMAL = (
-    1.96  # the 97.5 % point of the normal distribution, and of Student's t for 1 to 10 degrees of freedom
-)
+# the 97.5 % point of the normal distribution, and of Student's t for 1 to 10 degrees of freedom
+NORMAL = 1.96
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 DOMAINS = ("in", "out")
 METRICS = ("tau", "alpha", "alpha_teacher_forced", "mbsu")

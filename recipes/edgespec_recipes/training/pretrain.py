@@ -58,13 +58,7 @@ def pretrain(
             f"pretrain.context is {options.context}; the target's context is {shape.told_length()}: give at most that"
         )
     wanted = tokens_to_read(options.text, options.steps * options.batch_size * options.context)
-    blocks = text_blocks(
-        options.text,
-        tokenizer,
-        options.context,
-        out / "text",
-        tokens=wanted,
-    )
+    blocks = text_blocks(options.text, tokenizer, options.context, out / "text", tokens=wanted)
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
     counts = train(
         model,
