@@ -204,6 +204,13 @@ def pack_conversations(
     return packed
 
 
+def documents_of(row: Mapping[str, np.ndarray]) -> Iterator[np.ndarray]:
+    """The columns of each conversation of a packed row, in order."""
+    owner = row["document_ids"]
+    for document in range(int(owner.max(initial=PADDING)) + 1):
+        yield np.flatnonzero(owner == document)
+
+
 def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a model is told of packed rows. Positions start anew in every conversation; packing.py gives them to the model so that
     each conversation sees itself only. A feature drafter's rows have `features`, and it tells texts apart by their numbers.

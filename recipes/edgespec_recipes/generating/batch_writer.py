@@ -15,7 +15,6 @@ from edgespec_runtime.batched.float_copy import float_copy, wants_copy
 from edgespec_runtime.batched.sequences import LlamaCppSequences
 from edgespec_runtime.engines.engine import default_threads
 
-from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count
 from edgespec.model_folder.config import read_config
@@ -26,6 +25,7 @@ from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, identity, locate
 from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.kept.top_k import check_top_k
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -61,10 +61,7 @@ class BatchWriter:
             note = f"many responses at once from its float16 copy {fast}: its own type has no product for many rows"
         self.engine = LlamaCppSequences(fast, how.context, how.threads)
         check_vocabulary(self.engine, path, target_folder)
-        if top_k > self.engine.vocab_size:
-            raise InputError(
-                f"stored_top_k is {top_k}; the target's vocabulary has {self.engine.vocab_size} tokens: give at most that"
-            )
+        check_top_k(top_k, self.engine.vocab_size)
         self.options, self.seed = options, seed
         self.stops = stop_ids_of(target_folder, tokenizer)
         self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")

@@ -26,9 +26,9 @@ from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.kept.top_k import compress, record_type
+from edgespec_recipes.kept.top_k import record_type, records_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 
@@ -113,25 +113,16 @@ class FileTarget:
             yield self._row(rows[number], top_k), 1
 
     def _row(self, row: dict[str, np.ndarray], top_k: int) -> np.ndarray:
-        compared, owner = row["compared"], row["document_ids"]
-        found = np.empty(int(compared.sum()), record_type(top_k, self.vocab_size))
-        filled = 0
-        for document in range(int(owner.max(initial=PADDING)) + 1):
-            places = np.flatnonzero(owner == document)
-            wanted = compared[places]
+        found, size = [np.empty(0, record_type(top_k, self.vocab_size))], self.engine.engine.block_length
+        for places in documents_of(row):
+            wanted = row["compared"][places]
             tokens = row["input_ids"][places][: wanted.nonzero()[0].max(initial=-1) + 1]
             self.engine.rewind(0)
-            for start in range(0, len(tokens), self.engine.engine.block_length):
-                piece = tokens[start : start + self.engine.engine.block_length]
+            for start in range(0, len(tokens), size):
+                piece = tokens[start : start + size]
                 logits = self.engine.forward(piece.tolist())[wanted[start : start + len(piece)]]
-                if not len(logits):
-                    continue
-                kept = compress(torch.from_numpy(logits), top_k)
-                part = slice(filled, filled + len(logits))
-                for name, values in zip(found.dtype.names or (), kept, strict=True):
-                    found[name][part] = values.numpy()
-                filled += len(logits)
-        return found
+                found.append(records_of(torch.from_numpy(logits), top_k))
+        return np.concatenate(found)
 
 
 class FileWriter:

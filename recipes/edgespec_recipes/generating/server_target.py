@@ -20,7 +20,7 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import render
-from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_rows import Request, row_of
 from edgespec_recipes.kept.top_k import LEAST, record_type
@@ -179,11 +179,9 @@ class ServerTarget:
         with ThreadPoolExecutor(self.how.parallel) as pool:
             for number in part:
                 row = rows[number]
-                owner = row["document_ids"]
-                documents = [
-                    np.flatnonzero(owner == one) for one in range(int(owner.max(initial=PADDING)) + 1)
-                ]
-                found = pool.map(lambda places, row=row: self._document(row, places, top_k), documents)
+                found = pool.map(
+                    lambda places, row=row: self._document(row, places, top_k), documents_of(row)
+                )
                 yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))]), 1
 
     def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:

@@ -25,12 +25,10 @@ from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
 from edgespec_recipes.generating.response_rows import Request, row_of
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
-from edgespec_recipes.kept.top_k import compress, record_type
+from edgespec_recipes.kept.top_k import records_of
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
-
-CHUNK = 1024  # positions whose float32 logits are alive at once
 
 
 class StateReader:
@@ -79,12 +77,7 @@ class StateReader:
             drawn[row, len(each.prompt_ids) - 1 : len(text)] = True
         device = self.model.device
         hidden, logits = states_at(self.model, drawn.to(device), ids.to(device))
-        records = np.empty(len(logits), record_type(self.wanted.top_k, self.wanted.vocab_size))
-        for at in range(0, len(logits), CHUNK):
-            part = records[at : at + CHUNK]
-            kept = compress(logits[at : at + CHUNK], self.wanted.top_k)
-            for name, values in zip(records.dtype.names or (), kept, strict=True):
-                part[name] = values.cpu().numpy()
+        records = records_of(logits, self.wanted.top_k)
         features, end = hidden.to(torch.float16).cpu().numpy(), 0
         for row, (each, text) in enumerate(zip(batch, texts, strict=True)):
             start, end = end, end + len(self.replies[each.id])

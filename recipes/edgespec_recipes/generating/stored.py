@@ -27,7 +27,14 @@ from edgespec.core.table import count
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
-from edgespec_recipes.kept.top_k import compress, divergence_errors, record_type, target_rows_of
+from edgespec_recipes.kept.top_k import (
+    CHUNK,
+    check_top_k,
+    divergence_errors,
+    record_type,
+    records_of,
+    target_rows_of,
+)
 from edgespec_recipes.kept.written_states import WrittenTarget
 from edgespec_recipes.losses.head_loss import TargetRows
 from edgespec_recipes.losses.losses import Divergence
@@ -42,7 +49,6 @@ log = logging.getLogger(__name__)
 INDEX = "store.json"  # written last: with it the store is whole
 FORMAT = 1
 SHARD_ROWS = 32
-CHUNK = 1024  # positions whose float32 logits are alive at once, beside the pass's own
 OPEN_SHARDS = 64
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
 
@@ -194,10 +200,7 @@ def store_targets(
     """
     inference = inference or InferenceOptions()
     vocab_size = int(read_json(target_folder / "config.json")["vocab_size"])
-    if not 1 <= top_k <= vocab_size:
-        raise InputError(
-            f"stored_top_k is {top_k}; the target's vocabulary has {vocab_size} tokens: give at most that"
-        )
+    check_top_k(top_k, vocab_size)
     parts = [range(at, min(len(rows), at + shard_rows)) for at in range(0, len(rows), shard_rows)]
     if processes.world() > len(parts):
         raise InputError(
@@ -340,9 +343,7 @@ def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.n
         logits_of = live_rows(model, batch["compared"], inputs_of(batch))(None)
         for at in range(0, positions, CHUNK):
             part = slice(at, min(at + CHUNK, positions))
-            compressed = compress(logits_of(part, torch.empty(0)), top_k)
-            for name, values in zip(records.dtype.names or (), compressed, strict=True):
-                records[name][part] = values.cpu().numpy()
+            records[part] = records_of(logits_of(part, torch.empty(0)), top_k)
     return records
 
 

@@ -20,7 +20,7 @@ from edgespec.core.table import count
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses, stop_ids
 from edgespec_recipes.generating.response_rows import Request, row_of
-from edgespec_recipes.kept.top_k import compress, record_type
+from edgespec_recipes.kept.top_k import check_top_k, records_of
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import shape_of
 from edgespec_recipes.models.low_memory import load_target
@@ -49,9 +49,7 @@ class KeptStates:
         """Logits [B, V] from which these rows' next tokens are drawn."""
         if not self.wanted.top_k:
             return
-        found = np.empty(len(rows), record_type(self.wanted.top_k, logits.shape[-1]))
-        for name, values in zip(found.dtype.names or (), compress(logits, self.wanted.top_k), strict=True):
-            found[name] = values.cpu().numpy()
+        found = records_of(logits, self.wanted.top_k)
         for place, row in enumerate(rows):
             self._records[row].append(found[place : place + 1])
 
@@ -81,10 +79,7 @@ def load_writing(folder: Path, how: InferenceOptions, *, features: bool) -> tupl
 def wanted_of(model: Any, target: str, top_k: int, *, features: bool) -> Wanted:
     """What is kept of this model, whose `stored.identity_of` is `target`. Raises InputError for a top_k above its vocabulary."""
     shape = shape_of(model)
-    if top_k > shape.vocab_size:
-        raise InputError(
-            f"stored_top_k is {top_k}; the target's vocabulary has {shape.vocab_size} tokens: give at most that"
-        )
+    check_top_k(top_k, shape.vocab_size)
     return Wanted(target, shape.vocab_size, shape.hidden, top_k, features)
 
 

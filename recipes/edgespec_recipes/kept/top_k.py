@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgespec.core.errors import InputError
 from edgespec_recipes.losses.head_loss import Rows, TargetRows
 
 LEAST = -80.0  # log of the least remainder: exp(−80) is still a normal float32
+CHUNK = 1024  # positions whose float32 logits are alive at once
 
 
 def record_type(top_k: int, vocab_size: int) -> np.dtype[np.void]:
@@ -37,6 +39,26 @@ def compress(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     values, ids = wide.topk(top_k, dim=-1)
     others = wide.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
     return ids, values - normaliser, (others - normaliser)[:, 0].clamp_min(LEAST)
+
+
+def records_of(logits: Tensor, top_k: int) -> np.ndarray:
+    """Records [n] of `record_type` from logits [n, V]."""
+    records = np.empty(len(logits), record_type(top_k, logits.shape[-1]))
+    for at in range(0, len(logits), CHUNK):
+        part = records[at : at + CHUNK]
+        for name, values in zip(
+            part.dtype.names or (), compress(logits[at : at + CHUNK], top_k), strict=True
+        ):
+            part[name] = values.cpu().numpy()
+    return records
+
+
+def check_top_k(top_k: int, vocab_size: int) -> None:
+    """Raise InputError where a vocabulary has not so many tokens."""
+    if top_k > vocab_size:
+        raise InputError(
+            f"stored_top_k is {top_k}; the target's vocabulary has {vocab_size} tokens: give at most that"
+        )
 
 
 def expand(columns: Tensor, log_p: Tensor, log_rest: Tensor, width: int, vocab_size: int) -> Tensor:

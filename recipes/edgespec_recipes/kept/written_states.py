@@ -23,7 +23,7 @@ import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
-from edgespec_recipes.data.token_rows import PADDING
+from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.kept.top_k import record_type
 from edgespec_recipes.parallel.precision import Precision
 
@@ -159,9 +159,7 @@ class WrittenTarget:
 
 def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes, int]]:
     """(its slots in the row, its `key_of`, how many of them are compared) of each text of a packed row."""
-    owner = row["document_ids"]
-    for document in range(int(owner.max(initial=PADDING)) + 1):
-        slots = np.flatnonzero(owner == document)
+    for slots in documents_of(row):
         compared = np.flatnonzero(row["compared"][slots])
         yield slots, key_of(row["input_ids"][slots], int(compared[0]) + 1), len(compared)
 
