@@ -1,6 +1,6 @@
 """Raw counts of drafters on held-out prompts: speculative decoding and teacher forcing, every finished setting kept.
 
-Knows models only through decoding.py and speculation.py; what the counts mean is evaluation_report.py's.
+Knows models only through decoding.py and speculation.py; what the counts mean is report.py's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.evaluation.expected import agreement
 from edgespec_recipes.evaluation.report import label_of, summarise
 from edgespec_recipes.evaluation.speculation import speculate
-from edgespec_recipes.generating.decoding import sample_responses, stop_ids
-from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
+from edgespec_recipes.generating.decoding import sample_responses
+from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.parallel import processes
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +73,10 @@ def teacher_forced(
 
 
 @dataclass(frozen=True)
-class _Pairs:
-    """The models and prompts of one evaluation; every method computes one finished part, one item per prompt."""
+class HeldOut:
+    """A target and the held-out prompts it is asked; every method gives one item per prompt."""
 
     target: Any
-    drafters: dict[str, Any]
     prompts: list[list[int]]
     stops: list[int]
     options: EvaluateOptions
@@ -106,10 +106,7 @@ class _Pairs:
             )
         ]
 
-    def overlaps(self, name: str, sampling: Sampling, responses: list[list[int]]) -> list[list[float]]:
-        return teacher_forced(self.target, self.drafters[name], self.prompts, responses, sampling)
-
-    def counts(self, name: str, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
+    def counts(self, draft: Any, sampling: Sampling, draft_length: int) -> list[dict[str, Any]]:
         """Raw counts of speculative decoding."""
         generator = self._generator()
         return [
@@ -117,7 +114,7 @@ class _Pairs:
             for batch in self._batches()
             for counts in speculate(
                 self.target,
-                self.drafters[name],
+                draft,
                 batch,
                 draft_length=draft_length,
                 temperature=sampling.temperature,
@@ -135,8 +132,9 @@ def _load(
     options: EvaluateOptions,
     seed: int,
     inference: InferenceOptions,
-) -> _Pairs:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+) -> tuple[HeldOut, dict[str, Any]]:
+    """(the target with its prompts, the drafters' models)."""
+    device = processes.device()
     target, tokenizer = load_target(target_folder, inference, device), load_tokenizer(target_folder)
     models = {name: load_model(folder).to(device) for name, folder in drafters.items()}
     for name, model in models.items():
@@ -146,10 +144,8 @@ def _load(
                 f"of {target.config.vocab_size}; they must be the same: build the drafter for this target"
             )
     context = min(shape_of(model).one_rope_length for model in (target, *models.values()))
-    stops = sorted(
-        {*stop_ids(target), *([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else [])}
-    )
-    return _Pairs(target, models, held_out_prompts(tokenizer, options, context), stops, options, seed)
+    prompts, stops = held_out_prompts(tokenizer, options, context), stop_ids_of(target_folder, tokenizer)
+    return HeldOut(target, prompts, stops, options, seed), models
 
 
 def evaluate(
@@ -166,7 +162,7 @@ def evaluate(
     `cost_ratio` is c for MBSU. Every finished part lies in `out`/settings and is not computed again. The first of `drafters`
     is the baseline the others are compared with. Raises InputError: too few prompts, vocabularies that differ.
     """
-    pairs = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
+    asked, models = _load(target_folder, drafters, options, seed, inference or InferenceOptions())
     settings: list[dict[str, Any]] = []
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
@@ -178,7 +174,7 @@ def evaluate(
             file = out / "settings" / f"{name}.json"
             bar.set_postfix_str(name)
             before = file.exists()
-            found = finished_part(file, len(pairs.prompts), lambda: compute(*given))
+            found = finished_part(file, len(asked.prompts), lambda: compute(*given))
             if before:
                 bar.skip(1)
             else:
@@ -187,10 +183,11 @@ def evaluate(
             return found
 
         for sampling in SAMPLINGS:
-            responses = part(f"target-{sampling.key}", len, pairs.own_responses, sampling)
-            for name in drafters:
+            responses = part(f"target-{sampling.key}", len, asked.own_responses, sampling)
+            for name, draft in models.items():
                 stem = f"{name}-{sampling.key}"
-                overlaps = part(f"{stem}-agreement", itemgetter(1), pairs.overlaps, name, sampling, responses)
+                read = asked.target, draft, asked.prompts, responses, sampling
+                overlaps = part(f"{stem}-agreement", itemgetter(1), teacher_forced, *read)
                 for gamma in options.draft_lengths:
                     settings.append(
                         {
@@ -198,15 +195,27 @@ def evaluate(
                             **asdict(sampling),
                             "draft_length": gamma,
                             "counts": part(
-                                f"{stem}-g{gamma}", itemgetter("emitted"), pairs.counts, name, sampling, gamma
+                                f"{stem}-g{gamma}",
+                                itemgetter("emitted"),
+                                asked.counts,
+                                draft,
+                                sampling,
+                                gamma,
                             ),
                             "teacher_forced": overlaps,
                         }
                     )
-    result = summarise(settings, list(drafters), cost_ratio, seed)
+    return finish(out, settings, list(drafters), cost_ratio, seed)
+
+
+def finish(
+    out: Path, settings: list[dict[str, Any]], names: list[str], cost_ratio: float, seed: int
+) -> dict[str, Any]:
+    """Write `out`/evaluation.json from the raw counts of every setting; what the stage's record says of it."""
+    result = summarise(settings, names, cost_ratio, seed)
     write_json(out / "evaluation.json", result)
     return {
-        "prompts": len(pairs.prompts),
+        "prompts": result["prompts"],
         "settings": len(settings),
         **{f"tau_{s['drafter']}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
         **{f"{c['claim']}_{label_of(c)}": c["holds"] for c in result["comparisons"]},

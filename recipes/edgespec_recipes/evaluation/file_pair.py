@@ -17,12 +17,10 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
-from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, Sampling
-from edgespec_recipes.evaluation.evaluation import finished_part, held_out_prompts
-from edgespec_recipes.evaluation.report import label_of, summarise
+from edgespec_recipes.evaluation.evaluation import finish, finished_part, held_out_prompts
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 
 Pair = tuple[CachedEngine, CachedEngine]
@@ -72,13 +70,7 @@ def evaluate_files(
     finally:
         draft.engine.close()
         target.engine.close()
-    result = summarise(settings, [DRAFTER], cost_ratio, seed)
-    write_json(out / "evaluation.json", result)
-    return {
-        "prompts": len(prompts),
-        "settings": len(settings),
-        **{f"tau_{DRAFTER}_{label_of(s)}": round(s["metrics"]["tau"][0], 4) for s in result["settings"]},
-    }
+    return finish(out, settings, [DRAFTER], cost_ratio, seed)
 
 
 def _of_prompt(

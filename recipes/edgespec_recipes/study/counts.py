@@ -11,17 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import EvaluateOptions, Sampling
 from edgespec.recipe.study_options import TaskOptions, parse_sampling
-from edgespec_recipes.evaluation.evaluation import held_out_prompts
+from edgespec_recipes.evaluation.evaluation import HeldOut, held_out_prompts
 from edgespec_recipes.evaluation.expected import Agreement, agreement, expected_counts
-from edgespec_recipes.evaluation.speculation import speculate
-from edgespec_recipes.generating.decoding import sample_responses, stop_ids
-from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
+from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of, stop_ids_of
+from edgespec_recipes.parallel import processes
 
 SCHEMA = 1
 TOGETHER_BYTES = 4 * 2**30  # of drafters' weights
@@ -46,11 +43,6 @@ def _file(task: str, sampling: str) -> str:
     return f"{task}-{Sampling(*parse_sampling(sampling)).key}.json"
 
 
-def _stops(target: Any, tokenizer: Any) -> list[int]:
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return sorted({*stop_ids(target), *own})
-
-
 def sample_texts(
     out: Path,
     target_folder: Path,
@@ -60,9 +52,8 @@ def sample_texts(
     seed: int,
 ) -> dict[str, Any]:
     """Write `out`/TASK-SAMPLING.json: what the target says to every held-out prompt. A file that is there is kept."""
-    tokenizer, target = load_tokenizer(target_folder), load_model(target_folder)
-    target.to("cuda" if torch.cuda.is_available() else "cpu")
-    stops, context = _stops(target, tokenizer), shape_of(target).one_rope_length
+    tokenizer, target = load_tokenizer(target_folder), load_model(target_folder).to(processes.device())
+    stops, context = stop_ids_of(target_folder, tokenizer), shape_of(target).one_rope_length
     counts: dict[str, Any] = {}
     with progress("the target answers held-out prompts", len(tasks) * len(samplings), "parts") as bar:
         for name, task in tasks.items():
@@ -76,19 +67,7 @@ def sample_texts(
                 path, how = out / _file(name, sampling), Sampling(*parse_sampling(sampling))
                 go_on = bar.skip if path.exists() else bar.update
                 if not path.exists():
-                    generator = torch.Generator(target.device).manual_seed(seed)
-                    responses: list[list[int]] = []
-                    for at in range(0, len(prompts), options.batch_size):
-                        batch = prompts[at : at + options.batch_size]
-                        responses += sample_responses(
-                            target,
-                            batch,
-                            [how.temperature] * len(batch),
-                            top_p=how.top_p,
-                            max_new_tokens=options.max_new_tokens,
-                            generator=generator,
-                            stops=stops,
-                        )
+                    responses = HeldOut(target, prompts, stops, options, seed).own_responses(how)
                     write_json(path, {"prompts": prompts, "responses": responses})
                 counts[name][f"response_tokens_{how.key}"] = sum(map(len, read_json(path)["responses"]))
                 go_on(1)
@@ -136,7 +115,7 @@ def _fitting(drafters: Mapping[str, Path]) -> Iterator[dict[str, Path]]:
 def _count_together(
     target_folder: Path, left: Mapping[str, Path], texts: Sequence[Texts], options: EvaluateOptions
 ) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = processes.device()
     target = load_model(target_folder).to(device)
     models = {name: load_model(folder).to(device) for name, folder in left.items()}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in left}
@@ -185,35 +164,19 @@ def run_for_real(
     seed: int,
 ) -> list[dict[str, Any]]:
     """Counts of `speculate` itself on the same prompts at one γ, in the form of one γ of `count_drafters`' texts."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = processes.device()
     target, draft = load_model(target_folder).to(device), load_model(drafter).to(device)
-    stops = _stops(target, load_tokenizer(target_folder))
+    stops = stop_ids_of(target_folder, load_tokenizer(target_folder))
     found = []
     for text in texts:
-        generator = torch.Generator(device).manual_seed(seed)
-        counts = [
-            item
-            for at in range(0, len(text.prompts), options.batch_size)
-            for item in speculate(
-                target,
-                draft,
-                text.prompts[at : at + options.batch_size],
-                draft_length=draft_length,
-                temperature=text.warping.temperature,
-                top_p=text.warping.top_p,
-                max_new_tokens=options.max_new_tokens,
-                stops=stops,
-                generator=generator,
-            )[1]
-        ]
+        asked = HeldOut(target, text.prompts, stops, options, seed)
+        counts = asked.counts(draft, text.warping, draft_length)
         found.append(
             {
                 "task": text.task,
                 "sampling": text.sampling,
-                "emitted": [item.emitted for item in counts],
-                "blocks": [item.blocks for item in counts],
-                "tested": [sum(item.tested) for item in counts],
-                "accepted": [sum(item.accepted) for item in counts],
+                **{name: [item[name] for item in counts] for name in ("emitted", "blocks")},
+                **{name: [sum(item[name]) for item in counts] for name in ("tested", "accepted")},
             }
         )
     return found
