@@ -20,11 +20,11 @@ import torch
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.data.token_rows import Rows
-from edgespec_recipes.generating.decoding import sample_responses, stop_ids
-from edgespec_recipes.generating.stored import record_type, target_logits
-from edgespec_recipes.kept.top_k import compress, divergence_errors, expand
+from edgespec_recipes.generating.decoding import sample_responses
+from edgespec_recipes.generating.stored import target_logits
+from edgespec_recipes.kept.top_k import compress, divergence_errors, expand, record_type
 from edgespec_recipes.losses.losses import fkl, jsd, tvd, tvdpp
-from edgespec_recipes.models.loading import load_model, load_tokenizer
+from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +36,7 @@ CONTEXT, LONGEST, ROWS, TOP_K = 256, 160, 4, (16, 64, 256)
 FUNCTIONS = {"FKL": fkl, "TVD": tvd, "JSD": jsd, "TVD++": tvdpp}
 
 
-def sampled_rows(model: Any, tokenizer: Any, sources: list[str], number: int) -> list[Rows]:
+def sampled_rows(model: Any, tokenizer: Any, stops: list[int], sources: list[str], number: int) -> list[Rows]:
     """[rows to learn, rows to measure] of what the target answers to as many instructions of each source."""
     prompts: list[list[int]] = []
     for source in sources:
@@ -55,7 +55,7 @@ def sampled_rows(model: Any, tokenizer: Any, sources: list[str], number: int) ->
                 top_p=0.95,
                 max_new_tokens=64,
                 generator=torch.Generator(model.device).manual_seed(at),
-                stops=stop_ids(model),
+                stops=stops,
             )
             bar.update(len(batch))
     pairs = list(zip(prompts, responses, strict=True))
@@ -143,7 +143,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     given = parser.parse_args()
     target, tokenizer = load_model(given.model).requires_grad_(False), load_tokenizer(given.model)
-    learnt, measured = sampled_rows(target, tokenizer, given.instructions, given.responses)
+    stops = stop_ids_of(given.model, tokenizer)
+    learnt, measured = sampled_rows(target, tokenizer, stops, given.instructions, given.responses)
     drafter = load_model(given.drafter) if given.drafter else short_drafter(target, learnt, given.steps)
     with torch.no_grad():
         row_ids = list(range(len(measured)))

@@ -8,7 +8,7 @@ token in the middle would cost a row a token of its window. Any Hugging Face dec
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,25 +21,20 @@ from edgespec_recipes.losses.distributions import draw, token_at, warp
 from edgespec_recipes.models.packing import fitted
 
 
-def stop_ids(model: Any) -> list[int]:
-    """Ids that end a response, from the generation config and else the model config."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        found = getattr(config, "eos_token_id", None)
-        if found is not None:
-            return sorted({int(token) for token in (found if isinstance(found, list | tuple) else [found])})
-    return []
-
-
 @contextmanager
-def _head_sees(model: Any, keep: Tensor) -> Iterator[list[Tensor]]:
-    """The output layer gets the hidden states [n, H] at the kept positions instead of [B, T, H], which are in what is yielded."""
+def _head_sees(model: Any, part: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    """The output layer gets a part of the hidden states [B, T, H], which are in what is yielded: nothing without such a layer."""
     seen: list[Tensor] = []
+    head = model.get_output_embeddings()
+    if head is None:
+        yield seen
+        return
 
     def hook(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         seen.append(given[0])
-        return given[0][keep], *given[1:]
+        return part(given[0]), *given[1:]
 
-    handle = model.get_output_embeddings().register_forward_pre_hook(hook)
+    handle = head.register_forward_pre_hook(hook)
     try:
         yield seen
     finally:
@@ -54,17 +49,14 @@ def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
     """
     inner = getattr(model, "module", model)
     given = fitted(inner, inputs)
-    if inner.get_output_embeddings() is None:
-        full: Tensor = model(**given, use_cache=False).logits
-        return full[keep]
-    with _head_sees(inner, keep):
+    with _head_sees(inner, lambda hidden: hidden[keep]) as seen:
         logits: Tensor = model(**given, use_cache=False).logits
-    return logits
+    return logits if seen else logits[keep]
 
 
 def states_at(model: Any, keep: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
     """(the last hidden states [B, T, H] as the output layer reads them, `logits_at` of the kept positions)."""
-    with torch.inference_mode(), _head_sees(model, keep) as seen:
+    with torch.inference_mode(), _head_sees(model, lambda hidden: hidden[keep]) as seen:
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return seen[0], logits
 
@@ -177,21 +169,26 @@ class BatchDecoder:
         width = max(1, pass_tokens(self.device) // len(tokens))
         last = (tokens.shape[1] - keep) // width * width  # the last piece has all that is kept
         pieces = [(start, start + width, 1) for start in range(0, last, width)]
-        features = []
+        features: list[Tensor] = []
         for start, end, kept in [*pieces, (last, tokens.shape[1], keep)]:
-            logits = self._pass(tokens[:, start:end], valid[:, start:end], kept)
-            features += [] if self.features is None else [self.features]
+            logits, seen = self._pass(tokens[:, start:end], valid[:, start:end], kept)
+            features += seen
         self.features = torch.cat(features, 1) if features else None
         return logits
 
-    def _pass(self, tokens: Tensor, valid: Tensor, keep: int) -> Tensor:
+    def _pass(self, tokens: Tensor, valid: Tensor, keep: int) -> tuple[Tensor, list[Tensor]]:
+        """(logits [B, keep, V], [hidden states [B, n, H] before the output layer] or [])."""
         assert self.mask is not None
         self._close_gaps(self.mask)
         positions = (self.lengths[:, None] + valid.cumsum(-1) - 1).clamp_min(0)
         self.mask = torch.cat([self.mask, valid], 1)
         self.lengths = self.lengths + valid.sum(1)
         more = {"position_ids": positions} if "position_ids" in self._takes else {}
-        with torch.inference_mode(), self._last(keep):
+        # contiguous: of a slice, torch multiplies every row by a copy of the layer's weights that it makes for it
+        with (
+            torch.inference_mode(),
+            _head_sees(self.model, lambda hidden: hidden[:, -keep:].contiguous()) as seen,
+        ):
             output = self.model(
                 input_ids=tokens,
                 attention_mask=self.mask.long(),
@@ -200,28 +197,7 @@ class BatchDecoder:
                 **more,
             )
             logits: Tensor = output.logits[:, -keep:].float()
-        return logits
-
-    @contextmanager
-    def _last(self, keep: int) -> Iterator[None]:
-        """Within, the output layer gets the hidden states of the last `keep` slots, and all are kept in `features`.
-
-        Contiguous: of a slice, torch multiplies every row by a copy of the layer's weights that it makes for it.
-        """
-        head = self.model.get_output_embeddings()
-        if head is None:
-            yield
-            return
-
-        def hook(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            self.features = given[0]
-            return given[0][:, -keep:].contiguous(), *given[1:]
-
-        handle = head.register_forward_pre_hook(hook)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return logits, seen
 
     def _close_gaps(self, mask: Tensor) -> None:
         """Move the valid slots of every row to the end of the cache, where one has others behind or between them."""

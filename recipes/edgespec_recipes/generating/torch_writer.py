@@ -18,11 +18,11 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.core.table import count
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec_recipes.generating.decoding import sample_responses, stop_ids
+from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.generating.response_rows import Request, row_of
 from edgespec_recipes.kept.top_k import check_top_k, records_of
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
-from edgespec_recipes.models.loading import shape_of
+from edgespec_recipes.models.loading import shape_of, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
@@ -101,8 +101,7 @@ class TorchWriter:
         target: str,
     ) -> None:
         self.model, self.precision = load_writing(folder, how, features=options.features)
-        ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-        self.stops = sorted({*stop_ids(self.model), *ends})
+        self.stops = stop_ids_of(folder, tokenizer)
         self.options, self.seed = options, seed
         self.context_length = shape_of(self.model).one_rope_length
         self.wanted = wanted_of(self.model, target, top_k, features=options.features)

@@ -13,8 +13,13 @@ from edgespec.core.errors import InputError
 from edgespec.recipe.schema import DistillOptions, TuneOptions
 from edgespec_recipes.data.mixing import FIXED, Mixture, response_rows
 from edgespec_recipes.data.replies import read_replies
-from edgespec_recipes.generating.decoding import stop_ids
-from edgespec_recipes.models.loading import check_same_vocabulary, load_model, load_tokenizer, shape_of
+from edgespec_recipes.models.loading import (
+    check_same_vocabulary,
+    load_model,
+    load_tokenizer,
+    shape_of,
+    stop_ids_of,
+)
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.training.objective import Objective
@@ -34,7 +39,7 @@ def tune_target(
     if teacher_folder is not None:
         check_same_vocabulary(teacher_folder, target_folder, "the teacher and the target")
     tokenizer, target = load_tokenizer(target_folder), load_model(target_folder)
-    stops = sorted({*stop_ids(target), tokenizer.eos_token_id})
+    stops = stop_ids_of(target_folder, tokenizer)
     models = [target] if teacher_folder is None else [target, _teacher(teacher_folder, target)]
     packing = packing_of(dict(zip(("the target", "the teacher"), models, strict=False)))
     shortest = min(map(shape_of, models), key=lambda shape: shape.one_rope_length)

@@ -45,7 +45,7 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch_writer, "choose_precision", lambda device: Precision("float32", "said by a test")
     )
-    monkeypatch.setattr(torch_writer, "stop_ids", lambda model: list(range(0, 512, 10)))
+    monkeypatch.setattr(torch_writer, "stop_ids_of", lambda folder, tokenizer: list(range(0, 512, 10)))
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def floats(monkeypatch: pytest.MonkeyPatch) -> None:
     One token in ten ends a text: the random model would never end one.
     """
     monkeypatch.setattr(torch_writer, "choose_precision", lambda device: FLOATS)
-    monkeypatch.setattr(torch_writer, "stop_ids", lambda model: list(range(0, 512, 10)))
+    monkeypatch.setattr(torch_writer, "stop_ids_of", lambda folder, tokenizer: list(range(0, 512, 10)))
 
 
 @pytest.fixture
