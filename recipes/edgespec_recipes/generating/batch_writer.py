@@ -1,4 +1,4 @@
-"""The target as a GGUF file that writes many responses at once, and keeps what it computed for them. See datagen.Writer.
+"""The target as a GGUF file that writes many responses at once, and keeps what it computed for them. See Writer.
 
 An answer is a function of the file, the request and the seed up to rounding, which the texts beside it change a little: where two
 tokens are nearly as good, it may be the other one. A shard is a function of its requests and the seed, bit for bit.
@@ -24,7 +24,7 @@ from edgespec.recipe.targets import cache_folder
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, identity, locate
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.kept.top_k import check_top_k
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import stop_ids_of
@@ -37,12 +37,14 @@ COPIES = "copies"  # in edgespec's cache folder
 CACHE_STEP = 256  # tokens: llama.cpp rounds the room of a text up to a multiple
 
 
-class BatchWriter:
+class BatchWriter(Writer):
     """A GGUF file that writes `generate.batch_size` responses at once, or as many as CACHE_BYTES hold.
 
     `top_k`: keep the distributions' k most probable tokens; `generate.features`: keep the last hidden states.
     Raises InputError where the file is not the target's, BundleError where llama.cpp refuses it.
     """
+
+    wanted: Wanted
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class BatchWriter:
         check_vocabulary(self.engine, path, target_folder)
         check_top_k(top_k, self.engine.vocab_size)
         self.options, self.seed = options, seed
+        self.context_length = self.engine.context_length
         self.stops = stop_ids_of(target_folder, tokenizer)
         self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
         keeps = bool(top_k or options.features)
@@ -72,23 +75,14 @@ class BatchWriter:
         shape = ModelShape.from_config(read_config(target_folder))
         self._token_bytes = CACHE_VALUE * costs.cache_values(shape)
 
-    @property
-    def context_length(self) -> int:
-        return self.engine.context_length
-
     def at_once(self, length: int) -> int:
         """How many texts of `length` tokens are written at once."""
         room = -(-length // CACHE_STEP) * CACHE_STEP
         return max(1, min(self.options.batch_size, CACHE_BYTES // (self._token_bytes * room)))
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        """See datagen.Writer."""
-        return self.rows_and_states(number, requests, bar)[0]
-
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-        """The answers in the order of the requests, and the arrays that are kept of them, one row's after the other's."""
         longest = max(len(request.prompt_ids) for request in requests) + self.options.max_new_tokens
         # of a text without an end, as self-written ones are, as much as fits
         length = min(longest, self.context_length)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,13 +23,13 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_system
-from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
 from edgespec_recipes.kept.written_states import Wanted, check_states, write_states
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
-from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.parallel.precision import choose_precision
 
 log = logging.getLogger(__name__)
 
@@ -140,39 +140,6 @@ def read_responses(folder: Path) -> list[dict[str, Any]]:
         ) from error
 
 
-class Writer(Protocol):
-    """The target as a writer, wherever it runs."""
-
-    @property
-    def stops(self) -> Sequence[int]:
-        """Token ids that end a response."""
-
-    @property
-    def context_length(self) -> int:
-        """Tokens that prompt and response may have together."""
-
-    @property
-    def precision(self) -> Precision:
-        """What it computes in, and why."""
-
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
-
-
-@runtime_checkable
-class StateWriter(Writer, Protocol):
-    """A writer that can keep what it computes."""
-
-    @property
-    def wanted(self) -> Wanted:
-        """What it keeps."""
-
-    def rows_and_states(
-        self, number: int, requests: list[Request], bar: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-        """As `rows`, and beside them the arrays that `wanted` names."""
-
-
 def writer_of(
     target_folder: Path,
     tokenizer: Any,
@@ -191,7 +158,10 @@ def writer_of(
         check_gives_states(inference)
     if inference.source == "torch" and not options.features:
         top_k = 0  # the store stage's pass over packed rows is cheap beside the writing, and keeping them twice takes disk
-    if inference.source == "torch" or _is_fast_in_torch(target_folder, inference):
+    fast_in_torch = choose_precision(processes.device()).name == "bf16" and is_made_from(
+        target_folder, inference
+    )
+    if inference.source == "torch" or fast_in_torch:
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
     if inference.source == "server":
@@ -220,11 +190,6 @@ def check_gives_states(inference: InferenceOptions) -> None:
         f"generate.features is on, and inference.source is {inference.source!r}: an ONNX file or a server gives no hidden states "
         "while it writes; give --inference.source torch, or file with --inference.file FILE.gguf, or turn it off"
     )
-
-
-def _is_fast_in_torch(folder: Path, inference: InferenceOptions) -> bool:
-    """Whether the folder's weights are those of the target's file, and the device multiplies them faster than llama.cpp does."""
-    return choose_precision(processes.device()).name == "bf16" and is_made_from(folder, inference)
 
 
 def is_made_from(folder: Path, inference: InferenceOptions) -> bool:
@@ -270,7 +235,6 @@ def write_shards(
         raise InputError(
             f"{world} processes share {len(shards)} shards of {unit}; start at most {len(shards)}, or lower generate.shard_size"
         )
-    wanted = writer.wanted if isinstance(writer, StateWriter) else None
     mine = range(processes.rank(), len(shards), world)
     remade, written, seconds = [], 0, 0.0
     label += f" (share 1 of {world})" if world > 1 else ""
@@ -279,16 +243,16 @@ def write_shards(
             path = out / shard_name(number)
             if about_file(path).exists():
                 try:
-                    bar.skip(len(answers_to(shards[number], path, wanted)))
+                    bar.skip(len(answers_to(shards[number], path, writer.wanted)))
                     continue
                 except InputError as error:
                     log.warning("%s; it is made again", error)
                     remade.append(number)
             start = time.monotonic()
-            rows, states = _answered(writer, number, shards[number], bar)
+            rows, states = writer.rows_and_states(number, shards[number], bar)
             seconds += time.monotonic() - start
             written += sum(len(row["response_ids"]) for row in rows)
-            write_shard(path, rows, states, wanted)
+            write_shard(path, rows, states, writer.wanted)
     processes.wait()
     rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
     again = processes.gathered(torch.tensor(remade, dtype=torch.long))
@@ -308,12 +272,3 @@ def write_shards(
         "precision": writer.precision.name,
         "precision_reason": writer.precision.reason,
     }
-
-
-def _answered(
-    writer: Writer, number: int, requests: list[Request], bar: Any
-) -> tuple[list[dict[str, Any]], Mapping[str, np.ndarray] | None]:
-    """A shard's rows, and what its writer computed for them where it keeps that."""
-    if isinstance(writer, StateWriter):
-        return writer.rows_and_states(number, requests, bar)
-    return writer.rows(number, requests, bar), None

@@ -27,7 +27,7 @@ from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.kept.top_k import record_type, records_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -99,13 +99,10 @@ class FileTarget:
         engine, path = locate(how)
         wanted = int(read_json(target_folder / "config.json")["vocab_size"])
         self.engine = CachedEngine(load_engine(engine, path, how.context, how.threads))
+        self.context_length = self.engine.engine.context_length
         self.vocab_size, self.folder = wanted, target_folder
         self.precision = Precision(path.name, f"the target is {path} on {engine}")
         check_vocabulary(self.engine.engine, path, target_folder)
-
-    @property
-    def context_length(self) -> int:
-        return self.engine.engine.context_length
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
         """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
@@ -125,17 +122,13 @@ class FileTarget:
         return np.concatenate(found)
 
 
-class FileWriter:
-    """See datagen.Writer. An answer is a function of the file, the request and the seed, in whatever shard it stands."""
+class FileWriter(Writer):
+    """An answer is a function of the file, the request and the seed, in whatever shard it stands."""
 
     def __init__(self, target: FileTarget, tokenizer: Any, options: GenerateOptions, seed: int) -> None:
         self.target, self.options, self.seed = target, options, seed
         self.stops = stop_ids_of(target.folder, tokenizer)
-        self.precision = target.precision
-
-    @property
-    def context_length(self) -> int:
-        return self.target.context_length
+        self.context_length, self.precision = target.context_length, target.precision
 
     def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
         answered, counts = [], RawCounts()

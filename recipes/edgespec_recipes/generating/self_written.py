@@ -6,7 +6,7 @@ share that is wanted. Running text: documents that begin with one ordinary token
 Both are filtered by rules that know no language, and nothing is kept twice.
 
 Samples lie in shards that resume, as responses do: shard n depends on the seed and on n alone, so the same seed gives the same
-text for any number of processes. How a shard is sampled is datagen's `Writer`; here it is called in one place.
+text for any number of processes. How a shard is sampled is the `Writer`'s; here it is called in one place.
 """
 
 from __future__ import annotations
@@ -29,15 +29,8 @@ from edgespec.core.files import write_jsonl
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import render
-from edgespec_recipes.generating.datagen import (
-    Writer,
-    about_file,
-    read_shard,
-    shard_name,
-    write_shard,
-    writer_of,
-)
-from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.datagen import about_file, read_shard, shard_name, write_shard, writer_of
+from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
 

@@ -22,7 +22,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.kept.top_k import LEAST, record_type
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -225,8 +225,8 @@ class ServerTarget:
         return [token for _, token in best], [min(0.0, value) for value, _ in best]
 
 
-class ServerWriter:
-    """See datagen.Writer. Several requests are under way at once; each carries a seed of its own."""
+class ServerWriter(Writer):
+    """Several requests are under way at once; each carries a seed of its own."""
 
     def __init__(self, target: ServerTarget, options: GenerateOptions, seed: int) -> None:
         self.target, self.options, self.seed = target, options, seed

@@ -22,17 +22,19 @@ from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.replies import read_replies
 from edgespec_recipes.generating.datagen import is_made_from, write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
 from edgespec_recipes.kept.top_k import records_of
-from edgespec_recipes.kept.written_states import FEATURES, RECORDS
+from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
 
 
-class StateReader:
-    """See datagen.StateWriter: its answers are the given ones, by the requests' ids."""
+class StateReader(Writer):
+    """Its answers are the given ones, by the requests' ids."""
+
+    wanted: Wanted
 
     def __init__(
         self,
@@ -47,15 +49,10 @@ class StateReader:
         self.context_length = shape_of(self.model).one_rope_length
         self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True)
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        """See datagen.Writer."""
-        return self.rows_and_states(number, requests, bar)[0]
-
     @freed_memory_kept()
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-        """The rows in the order of the requests, and the arrays that are kept of them."""
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         start, tokens = time.monotonic(), 0
         for batch in _passes(requests, self.replies):

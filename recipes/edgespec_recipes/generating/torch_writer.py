@@ -1,4 +1,4 @@
-"""The target in torch as a writer: batches of responses, and what it computed for them where that is kept. See datagen.Writer.
+"""The target in torch as a writer: batches of responses, and what it computed for them where that is kept. See Writer.
 
 A shard is a function of its requests and the seed. Where the device multiplies in bf16, the weights themselves are bf16 while the
 target writes: autocast would round them, and keys and values with them, for every token anew.
@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.table import count
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.kept.top_k import check_top_k, records_of
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import shape_of, stop_ids_of
@@ -83,11 +83,13 @@ def wanted_of(model: Any, target: str, top_k: int, *, features: bool) -> Wanted:
     return Wanted(target, shape.vocab_size, shape.hidden, top_k, features)
 
 
-class TorchWriter:
+class TorchWriter(Writer):
     """The target's weights in torch; what all its answers depend on.
 
     `target`: its `stored.identity_of`, to be written beside what is kept. Raises what `load_writing` and `wanted_of` raise.
     """
+
+    wanted: Wanted
 
     def __init__(
         self,
@@ -106,15 +108,10 @@ class TorchWriter:
         self.context_length = shape_of(self.model).one_rope_length
         self.wanted = wanted_of(self.model, target, top_k, features=options.features)
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        """See datagen.Writer."""
-        return self.rows_and_states(number, requests, bar)[0]
-
     @freed_memory_kept()
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-        """The answers in the order of the requests, and the arrays that are kept of them, one row's after the other's."""
         device, start, written = self.model.device, time.monotonic(), 0
         generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + number)
         found: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
