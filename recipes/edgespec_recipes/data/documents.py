@@ -7,20 +7,13 @@ file. Everything is read as a stream: one document at a time is in memory, and a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.data_sources import HUB, HUB_FORM, TEXT_FILES, parse_hub, source_files
 from edgespec.recipe.schema import PYTHON_STDLIB
-from edgespec_recipes.data.sources import (
-    Numbered,
-    hub_rows,
-    json_rows,
-    parquet_rows,
-    text_stream,
-)
+from edgespec_recipes.data.sources import Numbered, hub_rows, in_turn, json_rows, parquet_rows, text_stream
 
 SEPARATOR = "<|endoftext|>"
 LONGEST = 2**22  # characters; a longer document is cut at a line end into several
@@ -62,8 +55,7 @@ def read_documents(source: str | Sequence[str]) -> Iterator[str]:
     Raises InputError: no such source, a file that cannot be read, a row without text, no document at all; MissingExtra.
     """
     if not isinstance(source, str):
-        for turn in zip_longest(*map(read_documents, source)):
-            yield from (document for document in turn if document is not None)
+        yield from in_turn(map(read_documents, source))
         return
     empty = True
     for text in _documents(source):

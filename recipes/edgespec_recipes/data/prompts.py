@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
 
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
@@ -15,6 +14,7 @@ from jinja2 import TemplateError
 
 from edgespec.recipe.schema import PYTHON_STDLIB
 from edgespec_recipes.data.instructions import read_conversations
+from edgespec_recipes.data.sources import in_turn
 
 Messages = list[dict[str, str]]
 
@@ -28,8 +28,7 @@ def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
     MissingExtra, as `read_conversations` does.
     """
     if not isinstance(source, str):
-        parts = [read_prompts(one, split) for one in source]
-        return [found for turn in zip_longest(*parts) for found in turn if found is not None]
+        return list(in_turn(read_prompts(one, split) for one in source))
     if source == PYTHON_STDLIB:
         from edgespec_recipes.data.corpus import stdlib_corpus
 
@@ -61,13 +60,9 @@ def render(tokenizer: Any, messages: Messages) -> str:
     except TemplateError:
         if messages[0]["role"] != "system" or len(messages) < 2:
             raise
-        first = {
-            "role": messages[1]["role"],
-            "content": f"{messages[0]['content']}\n\n{messages[1]['content']}",
-        }
-        text = tokenizer.apply_chat_template(
-            [first, *messages[2:]], tokenize=False, add_generation_prompt=True
-        )
+        content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+        joined = [{"role": messages[1]["role"], "content": content}, *messages[2:]]
+        text = tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
     return text
 
 
@@ -85,7 +80,10 @@ def lookalikes_of(tokenizer: Any) -> Lookalikes:
 
 def encode_rendered(tokenizer: Any, text: str, hidden: dict[str, str]) -> list[int]:
     """Ids of a rendering of messages from `Lookalikes.hide`."""
-    if hidden:
-        return lookalikes_of(tokenizer).encode(text, hidden)
+    return lookalikes_of(tokenizer).encode(text, hidden) if hidden else plain_ids(tokenizer, text)
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text, with no token added."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids

@@ -10,10 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import MAX_JSON_BYTES, read_json
@@ -22,8 +23,15 @@ from edgespec.recipe.data_sources import HUB, HUB_FORM, ROW_FILES, parse_hub, so
 
 _PARQUET_BATCH = 256
 
+T = TypeVar("T")
 Numbered = Iterator[tuple[str, dict[str, Any]]]
 """Rows with where each is from, for messages: `file:3`, or `hub:NAME row 3`."""
+
+
+def in_turn(parts: Iterable[Iterable[T]]) -> Iterator[T]:
+    """One item of each part in turn, until all are at their end; no item is None."""
+    for turn in zip_longest(*parts):
+        yield from (item for item in turn if item is not None)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import write_jsonl
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
-from edgespec_recipes.data.prompts import render
+from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.generating.datagen import about_file, read_shard, shard_name, write_shard, writer_of
 from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.models.loading import load_tokenizer
@@ -66,10 +66,9 @@ def user_turn(tokenizer: Any) -> UserTurn:
             "the chat template writes nothing before or behind a user's message, so the target cannot write one; give "
             "generate.instructions as a file"
         )
-    ids = tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"]
     special = [token for token in specials(tokenizer) if token in after]
     closing = min(special, key=after.index) if special else after.strip().split("\n")[0]
-    return UserTurn(list(ids), closing)
+    return UserTurn(plain_ids(tokenizer, before), closing)
 
 
 def specials(tokenizer: Any) -> dict[str, int]:
@@ -109,7 +108,7 @@ def judge_document(tokenizer: Any, ids: Sequence[int]) -> Verdict:
 def _judged(tokenizer: Any, text: str) -> Verdict:
     if "\ufffd" in text or any(token in text for token in specials(tokenizer)):
         return Verdict(text, "garbled")
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = plain_ids(tokenizer, text)
     if len(ids) < FEWEST_TOKENS:
         return Verdict(text, "short")
     grams = [tuple(ids[at : at + NGRAM]) for at in range(len(ids) - NGRAM + 1)]
@@ -141,10 +140,7 @@ def write_instructions(
     turn = user_turn(tokenizer)
     how = _sampling(options, INSTRUCTION_TOKENS)
     writer = writer_of(target_folder, tokenizer, how, _seed(seed, purpose), inference or InferenceOptions())
-    openings = [
-        tokenizer(opening, add_special_tokens=False, verbose=False)["input_ids"]
-        for opening in options.self_openings or ("",)
-    ]
+    openings = [plain_ids(tokenizer, opening) for opening in options.self_openings or ("",)]
 
     def beginnings(number: int) -> list[Beginning]:
         first = number * how.shard_size
@@ -152,7 +148,6 @@ def write_instructions(
         return [Beginning([*turn.before, *opening], len(opening)) for opening in drawn]
 
     job = _Job(
-        out=out,
         label="target writes instructions",
         beginnings=beginnings,
         judge=lambda ids: judge_instruction(tokenizer, turn, ids),
@@ -187,16 +182,12 @@ def write_text(
         ids = [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
         return [Beginning(each, len(each)) for each in ids]
 
-    def tokens(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
     job = _Job(
-        out=out,
         label="target writes running text",
         beginnings=beginnings,
         judge=lambda ids: judge_document(tokenizer, ids),
         row=lambda text: {"text": text},
-        amount=tokens,
+        amount=lambda text: len(plain_ids(tokenizer, text)),
         wanted=wanted,
     )
     return job.run(writer, out / TEXT)
@@ -232,7 +223,6 @@ class Beginning(NamedTuple):
 class _Job:
     """One kind of text: how samples begin, what is kept of them, how much of it is wanted. `amount`: what a kept text counts."""
 
-    out: Path
     label: str
     beginnings: Callable[[int], list[Beginning]]
     judge: Callable[[Sequence[int]], Verdict]
@@ -255,7 +245,7 @@ class _Job:
                         f"of {samples} samples of the target {len(texts)} are usable ({_told(left_out)}); it does not "
                         "write its own data: give files"
                     )
-                path, start = self.out / shard_name(shards + rank), time.monotonic()
+                path, start = file.parent / shard_name(shards + rank), time.monotonic()
                 made_before = _is_whole(path)
                 if not made_before:
                     # what the samples that end now will give
@@ -266,7 +256,7 @@ class _Job:
                     seconds += time.monotonic() - start
                 processes.wait()
                 for number in range(shards, shards + world):
-                    for row in read_shard(self.out / shard_name(number)):
+                    for row in read_shard(file.parent / shard_name(number)):
                         samples, tokens = samples + 1, tokens + len(row["ids"])
                         verdict = self.judge(row["ids"])
                         reason = verdict.reason or ("twice" if _key(verdict.text) in known else "")

@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec_recipes.data.prompts import render
+from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_rows import Request, Writer, row_of
@@ -109,8 +109,7 @@ class ServerTarget:
 
     def split(self, text: str) -> list[int]:
         """The target's own tokens of a text."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return plain_ids(self.tokenizer, text)
 
     def _counted(self, text: str) -> int:
         """Tokens that the server counts in a text. Raises InputError where it does not say."""

@@ -28,6 +28,7 @@ from edgespec.recipe.targets import TINY_CHAT, cache_folder
 from edgespec.stages.record import DONE
 from edgespec.stages.stage import run_stage
 from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
+from edgespec_recipes.data.prompts import plain_ids
 from edgespec_recipes.data.token_rows import PADDING, Rows, inputs_of, pack_conversations, tokenise
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.training.trainer import finish, train
@@ -96,16 +97,8 @@ def _build(out: Path, options: TinyChatOptions) -> dict[str, Any]:
     tokenizer = load_tokenizer(tokenizer_folder)
     data = training_rows(chats, corpus, tokenizer, options)
     model = new_model(options)
-    counts = train(
-        model,
-        data,
-        chat_losses,
-        out,
-        options,
-        seed=options.seed,
-        label="train tiny-chat",
-        ordered=True,
-    )
+    label = "train tiny-chat"
+    counts = train(model, data, chat_losses, out, options, seed=options.seed, label=label, ordered=True)
     finish(model, tokenizer_folder, out)
     return {"parameters": model.num_parameters(), **counts}
 
@@ -233,16 +226,11 @@ class _Encoder:
         texts = [message["content"] for row in chats for message in row["messages"]]
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
         self.questions, self.answers = ids[::2], ids[1::2]
-        self.heads = {role: self._ids(tokenizer, f"<|im_start|>{role}\n") for role in ("user", "assistant")}
-        self.tail = self._ids(tokenizer, "<|im_end|>\n")
+        self.heads = {role: plain_ids(tokenizer, f"<|im_start|>{role}\n") for role in ("user", "assistant")}
+        self.tail = plain_ids(tokenizer, "<|im_end|>\n")
         self.systems = [
-            self._ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
+            plain_ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
         ]
-
-    @staticmethod
-    def _ids(tokenizer: Any, text: str) -> list[int]:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
     def _turn(self, index: int) -> list[int]:
         return [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import reduce
-from itertools import chain, zip_longest
 from operator import or_
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
 from edgespec.recipe.reference import reference_options
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.study_options import Arm, Study, TaskOptions
+from edgespec.recipe.study_options import Arm, Study
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads, settle
 from edgespec.stages.stage import run_stage
@@ -52,6 +51,7 @@ from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.offline_target.resolve import resolve_target
+from edgespec_recipes.parallel import processes
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
 from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
 from edgespec_recipes.training.pretrain import pretrain
@@ -63,14 +63,6 @@ def digest(*options: Any) -> str:
     """Eight hex digits that name a choice of options."""
     plain = json.dumps([to_mapping(part) for part in options], sort_keys=True)
     return hashlib.sha256(plain.encode()).hexdigest()[:8]
-
-
-def interleaved(tasks: dict[str, TaskOptions]) -> Iterator[dict[str, Any]]:
-    """The seed instructions of all tasks in domain, one of each in turn."""
-    parts = [read_prompts(task.instructions, "seed") for task in tasks.values() if task.domain == "in"]
-    for messages in chain.from_iterable(zip_longest(*parts)):
-        if messages is not None:
-            yield {"messages": messages}
 
 
 def machine() -> dict[str, Any]:
@@ -165,7 +157,7 @@ class Runs:
 
         def answer(place: Path) -> dict[str, Any]:
             file = place / "instructions.jsonl"
-            write_jsonl(file, list(interleaved(tasks)))
+            write_jsonl(file, [{"messages": messages} for messages in read_prompts(answered, "seed")])
             return generate(place, self.target, replace(base.generate, instructions=(str(file),)), base.seed)
 
         self.stage(
@@ -182,11 +174,17 @@ class Runs:
     def _target_shape(self) -> ModelShape:
         return ModelShape.from_config(read_json(self.target / "config.json"))
 
+    def _pretrained(self, arm: Arm, seed: int) -> Path:
+        return self.out / "pretrain" / digest(arm.recipe.drafter, arm.recipe.pretrain) / f"seed-{seed}"
+
+    def _arm(self, name: str, seed: int) -> Path:
+        return self.out / "arms" / name / f"seed-{seed}"
+
     def beginning(self, arm: Arm, seed: int) -> Path:
         """The folder of the pretrained drafter an arm begins with."""
         recipe = arm.recipe
         options = {"drafter": to_mapping(recipe.drafter), **to_mapping(recipe.pretrain), "seed": seed}
-        folder = self.out / "pretrain" / digest(recipe.drafter, recipe.pretrain) / f"seed-{seed}"
+        folder = self._pretrained(arm, seed)
         self.stage(
             folder,
             options,
@@ -211,12 +209,10 @@ class Runs:
         )
         if recipe.distill.target_side == "stored":
             kept = {"context": recipe.distill.context, "stored_top_k": recipe.distill.stored_top_k}
-            inputs = replace(
-                inputs, store=self.out / "store" / f"{kept['context']}-top-{kept['stored_top_k']}"
-            )
-            assert inputs.store is not None
+            store = self.out / "store" / f"{kept['context']}-top-{kept['stored_top_k']}"
+            inputs = replace(inputs, store=store)
             self.stage(
-                inputs.store,
+                store,
                 kept,
                 lambda place: store_responses(place, inputs, recipe.distill),
                 self.study.recipe,
@@ -224,9 +220,8 @@ class Runs:
             )
         if recipe.distill.select_fraction < 1:
             options = reference_options(recipe)
-            folder = (
-                self.out / "reference" / digest(recipe.drafter, recipe.pretrain, options) / f"seed-{seed}"
-            )
+            made_by = digest(recipe.drafter, recipe.pretrain, options)
+            folder = self.out / "reference" / made_by / f"seed-{seed}"
             self.stage(
                 folder,
                 {**to_mapping(options), "seed": seed},
@@ -250,7 +245,7 @@ class Runs:
         arm = self.study.arms[name]
         if not arm.recipe.distill.steps:
             return self.beginning(arm, seed)
-        folder = self.out / "arms" / name / f"seed-{seed}"
+        folder = self._arm(name, seed)
         inputs = self._inputs(arm, seed)
         self.stage(
             folder,
@@ -299,25 +294,19 @@ class Runs:
         for place, (seed, name) in enumerate(runs):
             done = self.is_done(name, seed)
             left = sum(not self.is_done(other, at) for at, other in runs[place:])
-            rest = (
-                duration(left * sum(self.trained.values()) / len(self.trained))
-                if self.trained and left
-                else ""
-            )
-            step(
-                f"{'✓' if done else '▸'} run {place + 1} of {len(runs)}: {name}, seed {seed}"
-                + (f" (about {rest} left)" if rest else "")
-            )
+            rest = ""
+            if self.trained and left:
+                mean = sum(self.trained.values()) / len(self.trained)
+                rest = f" (about {duration(left * mean)} left)"
+            step(f"{'✓' if done else '▸'} run {place + 1} of {len(runs)}: {name}, seed {seed}{rest}")
             self.drafter(name, seed)
             if (seed, name) == [run for run in runs if run[0] == seed][-1]:
                 self._count(seed)
 
     def is_done(self, name: str, seed: int) -> bool:
         arm = self.study.arms[name]
-        if arm.recipe.distill.steps:
-            return (self.out / "arms" / name / f"seed-{seed}" / "stage.json").exists()
-        key = digest(arm.recipe.drafter, arm.recipe.pretrain)
-        return (self.out / "pretrain" / key / f"seed-{seed}" / "stage.json").exists()
+        folder = self._arm(name, seed) if arm.recipe.distill.steps else self._pretrained(arm, seed)
+        return (folder / "stage.json").exists()
 
     def checked(self, name: str, draft_length: int) -> list[list[dict[str, Any]]]:
         """Real speculative decoding with an arm on the tasks in domain: for each seed, counts of every text."""
@@ -342,11 +331,9 @@ class Runs:
         """Models, data and time: what the report says beside the counts."""
         study, out = self.study, self.out
         found = read_json(out / "target" / "stage.json")["counts"]
-        markers = sorted(out.rglob("stage.json"))
-        seconds: dict[str, float] = {}
-        for marker in markers:
-            part = marker.relative_to(out).parts[0]
-            seconds[part] = seconds.get(part, 0.0) + float(read_json(marker)["seconds"])
+        seconds: dict[str, float] = defaultdict(float)
+        for marker in sorted(out.rglob("stage.json")):
+            seconds[marker.relative_to(out).parts[0]] += read_json(marker)["seconds"]
         first = next(iter(study.options.seeds))
         arms = {}
         for name, arm in study.arms.items():
@@ -389,7 +376,7 @@ class Runs:
 
 def check_alone() -> None:
     """Raise InputError under torchrun: the runs of a study are many and small, one process makes them."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if processes.world() > 1:
         raise InputError("edgespec study runs in one process; start it without torchrun")
 
 
