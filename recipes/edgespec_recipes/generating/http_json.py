@@ -19,7 +19,7 @@ from edgespec.core.files import parse_json
 
 KEY = "EDGESPEC_API_KEY"
 MAX_ANSWER = 256 * 2**20  # bytes
-LONGEST_WAIT = 60.0
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds
 # statuses of a server that is busy, starting or restarting
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -53,12 +53,12 @@ class JsonServer:
     Raises InputError for a url that is none.
     """
 
-    def __init__(self, url: str, timeout: float, retries: int, first_wait: float = 1.0) -> None:
+    def __init__(self, url: str, timeout: float, retries: int) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise InputError(f"inference.url is {url!r}; give http://HOST:PORT or https://HOST, without /v1")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.timeout, self.retries, self.first_wait = timeout, retries, first_wait
+        self.timeout, self.retries = timeout, retries
         self._open = urllib.request.build_opener(_NoRedirects).open
 
     def ask(
@@ -68,7 +68,7 @@ class JsonServer:
 
         Raises Refusal where it says no, InputError where it cannot be reached or breaks off, time after time.
         """
-        wait = self.first_wait
+        wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
             try:
                 return self._once(path, body, PASSING - once)

@@ -264,7 +264,8 @@ def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any])
     if folder is None:
         return None
     try:
-        found = WrittenTarget(folder, made_for["target"], made_for["top_k"], made_for["vocab_size"])
+        kind = made_for["target"], made_for["top_k"], made_for["vocab_size"]
+        found = WrittenTarget(folder, *kind, context=len(rows[0]["input_ids"]))
     except InputError as error:
         log.info("%s: the target reads the rows again", error)
         return None

@@ -21,7 +21,7 @@ from edgespec.core.files import read_json
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.token_rows import Row, Rows
 from edgespec_recipes.kept.top_k import target_rows_of
-from edgespec_recipes.kept.written_states import check_states, key_of, read_states, texts_of
+from edgespec_recipes.kept.written_states import check_states, cut_key, read_states, texts_of
 from edgespec_recipes.losses.head_loss import TargetRows
 
 
@@ -48,11 +48,8 @@ class WrittenRows(Dataset[Row]):
                         f"{shard} has no hidden states or no distributions beside its rows; write it again with "
                         "--generate.features and --distill.target-side stored"
                     )
-                prompt, response = row["prompt_ids"], row["response_ids"]
-                conversations.append((prompt, response))
-                if len(prompt) < context:
-                    key = key_of([*prompt, *response[: context - len(prompt)]], len(prompt))
-                    self._texts.setdefault(key, (records, features))
+                conversations.append((row["prompt_ids"], row["response_ids"]))
+                self._texts.setdefault(cut_key(row, context), (records, features))
         if not about:
             raise InputError(f"{folder} has no responses; run the generate stage first")
         self.vocab_size, self.width = int(about["top_k"]["vocab_size"]), int(about["features"]["width"])

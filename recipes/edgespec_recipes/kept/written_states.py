@@ -117,43 +117,27 @@ def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None
 class WrittenTarget:
     """The records of a folder of shards as a source of distributions (stored.Distributions): the target need not run again."""
 
-    def __init__(self, folder: Path, target: str, top_k: int, vocab_size: int) -> None:
-        """Raises InputError where a shard has no such records, or is damaged."""
+    def __init__(self, folder: Path, target: str, top_k: int, vocab_size: int, context: int) -> None:
+        """`context`: of the packed rows. Raises InputError where a shard has no such records, or is damaged."""
         self.precision = Precision("as written", "kept while the target wrote these rows")
         self.type = record_type(top_k, vocab_size)
-        self._indices: dict[int, dict[bytes, np.ndarray]] = {}
+        self._records: dict[bytes, np.ndarray] = {}
         wanted = Wanted(target, vocab_size, 0, top_k)
-        self._rows = []
         for shard in sorted(folder.glob("shard-*.jsonl")):
             check_states(shard, read_json(shard.with_suffix(".json")), wanted)
             for row, records, _ in read_states(shard):
                 assert records is not None
-                self._rows.append((row["prompt_ids"], row["response_ids"], records))
-
-    def _index(self, context: int) -> dict[bytes, np.ndarray]:
-        """Records by text, as `token_rows.pack_conversations` cuts it for rows of so many tokens."""
-        if context not in self._indices:
-            self._indices[context] = {
-                key_of([*prompt, *response[: context - len(prompt)]], len(prompt)): records
-                for prompt, response, records in reversed(self._rows)  # of equal texts the first
-                if len(prompt) < context
-            }
-        return self._indices[context]
+                self._records.setdefault(cut_key(row, context), records)
 
     def holds(self, rows: Any) -> bool:
         """Whether every text of packed rows was written here."""
-        return all(
-            key in self._index(len(rows[number]["input_ids"]))
-            for number in range(len(rows))
-            for _, key, _ in texts_of(rows[number])
-        )
+        texts = (key for number in range(len(rows)) for _, key, _ in texts_of(rows[number]))
+        return all(key in self._records for key in texts)
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
         """See stored.Distributions; `top_k` is the one that was asked for."""
         for number in part:
-            row = rows[number]
-            index = self._index(len(row["input_ids"]))
-            found = [index[key][:compared] for _, key, compared in texts_of(row)]
+            found = [self._records[key][:compared] for _, key, compared in texts_of(rows[number])]
             yield np.concatenate([np.empty(0, self.type), *found]), 1
 
 
@@ -162,6 +146,12 @@ def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes,
     for slots in documents_of(row):
         compared = np.flatnonzero(row["compared"][slots])
         yield slots, key_of(row["input_ids"][slots], int(compared[0]) + 1), len(compared)
+
+
+def cut_key(row: Mapping[str, Any], context: int) -> bytes:
+    """`key_of` a shard's row as `token_rows.pack_conversations` cuts it for rows of `context` tokens."""
+    prompt = row["prompt_ids"]
+    return key_of([*prompt, *row["response_ids"]][:context], len(prompt))
 
 
 def key_of(tokens: Sequence[int] | np.ndarray, prompt: int) -> bytes:

@@ -9,8 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from edgespec_runtime.engines.vocabulary import vocabulary_of
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.errors import InputError
@@ -18,7 +20,6 @@ from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
-from edgespec_recipes.models.component_tables import start_from_components
 from edgespec_recipes.models.loading import check_same_vocabulary, load_model
 from edgespec_recipes.models.subcloning import subclone
 from edgespec_recipes.models.vocabulary import (
@@ -92,7 +93,7 @@ def initial_drafter(
             target = load_model(target_folder).to(processes.device())
             model.load_state_dict(subclone(target, whole, text))
         elif options.init == "components":
-            start_from_components(model, load_model(target_folder), token_counts(text, full))
+            _start_from_components(model, load_model(target_folder), token_counts(text, full))
     if is_cut and not is_restricted(model):
         counts = token_counts(text, full)
         size = options.vocabulary or min(shape.vocab_size - 1, covering(counts))
@@ -116,6 +117,43 @@ def new_drafter(shape: DrafterShape, tokenizer: Any, seed: int) -> Any:
         pad_token_id=tokenizer.pad_token_id,
     )
     return LlamaForCausalLM(config)
+
+
+def component_table(table: Tensor, width: int, counts: np.ndarray) -> Tensor:
+    """Rows [V, width] of a table [V, H]: coordinates along its `width` largest principal components, float32.
+
+    A small drafter of a large vocabulary is mostly tables, and tables learn slowly: a rare token's row moves when the token
+    occurs. The target knows already which tokens are alike. The best `width` of its H directions keep the most of that.
+
+    counts: [V], how often each token occurs; one is added, so that no token is without weight. The rows' mean is left out. Raises
+    InputError where the table is narrower than `width`.
+    """
+    if width > table.shape[1]:
+        raise InputError(
+            f"the drafter is {width} wide and the target {table.shape[1]}; principal components make tables narrower: "
+            "give a smaller --drafter.hidden or --drafter.init random"
+        )
+    rows = table.detach().to("cpu", torch.float64)
+    weights = torch.from_numpy(counts.astype(np.float64) + 1.0)
+    weights /= weights.sum()
+    centred = rows - weights @ rows
+    _, directions = torch.linalg.eigh(centred.T @ (weights[:, None] * centred))  # ascending
+    made: Tensor = centred @ directions[:, -width:].flip(1)
+    return made.float()
+
+
+def _start_from_components(model: Any, target: Any, counts: np.ndarray) -> None:
+    """Give a drafter of all the target's tokens the tables of its components, in place.
+
+    They keep the spread of the drafter's random ones, which its layers are made for.
+    """
+    pairs = [(model.get_input_embeddings(), target.get_input_embeddings())]
+    if not model.config.tie_word_embeddings:
+        pairs.append((model.get_output_embeddings(), target.get_output_embeddings()))
+    with torch.no_grad():
+        for mine, theirs in pairs:
+            made = component_table(theirs.weight, mine.weight.shape[1], counts)
+            mine.weight.copy_(made * (mine.weight.std() / made.std()))
 
 
 def _checkpoint(shape: DrafterShape, options: DrafterOptions, target_folder: Path, vocab_size: int) -> Any:

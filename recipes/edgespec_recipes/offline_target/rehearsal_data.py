@@ -15,6 +15,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json, write_jsonl, write_text
 from edgespec_recipes.models.loading import TOKENIZER_FILES, load_tokenizer
+from edgespec_recipes.offline_target.tiny_chat import trained_bpe
 
 LETTERS_OF_A_TOKEN = 8  # more than any tokenizer here puts into one on average
 SPECIALS = ("<unk>", "<s>", "</s>")
@@ -75,19 +76,10 @@ def _write_template(folder: Path) -> None:
 
 
 def _make(folder: Path, vocab_size: int) -> None:
-    """A byte-level BPE with GPT-2's pre-tokenizer and exactly `vocab_size` tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE with exactly `vocab_size` tokens."""
+    from tokenizers import AddedToken
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_sources(200 * vocab_size), trainer)
+    tokenizer = trained_bpe(_sources(200 * vocab_size), vocab_size, SPECIALS)
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([AddedToken(f"<unused{number}>") for number in range(missing)])
     write_text(folder / "tokenizer.json", tokenizer.to_str())

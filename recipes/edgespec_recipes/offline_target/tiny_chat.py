@@ -110,21 +110,27 @@ def _tokenizer_text(chats: list[dict[str, Any]], corpus: Path) -> Iterator[str]:
         yield row["text"]
 
 
-def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions) -> None:
-    """Train a byte-level BPE with GPT-2's pre-tokenizer, the one llama.cpp knows as 'gpt-2', and write its files."""
+def trained_bpe(texts: Iterable[str], vocab_size: int, specials: Sequence[str]) -> Any:
+    """A byte-level BPE with GPT-2's pre-tokenizer, the one llama.cpp knows as 'gpt-2', of at most `vocab_size` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=options.vocab_size,
-        special_tokens=list(SPECIALS),
+        vocab_size=vocab_size,
+        special_tokens=list(specials),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def make_tokenizer(folder: Path, texts: Iterable[str], options: TinyChatOptions) -> None:
+    """Train tiny-chat's tokenizer and write its files."""
     with progress("learn the vocabulary", total=1, unit="tokenizers") as bar:
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer = trained_bpe(texts, options.vocab_size, SPECIALS)
         bar.update(1)
     write_text(folder / "tokenizer.json", tokenizer.to_str())
     write_text(folder / "chat_template.jinja", TEMPLATE)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.files import whole_file, writing
+from edgespec.core.files import writing
+from edgespec.core.pictures import save, tidy
 from edgespec.core.table import count, duration
 
 FOLDER = "tensorboard"
@@ -120,10 +121,8 @@ def plot_curves(log: Path, png: Path, title: str) -> bool:
     panels[-1].xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     panels[-1].xaxis.set_major_formatter("{x:,.0f}")
     for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    with whole_file(png) as temporary:
-        figure.savefig(temporary, format="png")
+        tidy(axes)
+    save(figure, png)
     return True
 
 

@@ -195,7 +195,7 @@ class _Keep(TrainerCallback):  # type: ignore[misc]
             self.keep(state.global_step, kwargs["model"])
 
 
-def _arguments(out: Path, options: TrainingOptions, seed: int, max_grad_norm: float) -> TrainingArguments:
+def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArguments:
     share = options.batch_size // processes.world()
     micro = min(options.micro_batch_size or share, share)
     if options.batch_size % processes.world():
@@ -215,7 +215,7 @@ def _arguments(out: Path, options: TrainingOptions, seed: int, max_grad_norm: fl
         weight_decay=options.weight_decay,
         adam_beta2=0.98,
         optim="adamw_torch_fused",
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=1.0,
         seed=seed,
         save_strategy="steps",
         save_steps=options.save_steps,
@@ -242,7 +242,6 @@ def train(
     seed: int,
     label: str,
     ordered: bool = False,
-    max_grad_norm: float = 1.0,
     watch: Watch | None = None,
     watch_steps: int = 0,
     keep: Callable[[int, Any], None] | None = None,
@@ -274,7 +273,7 @@ def train(
         checkpoint = latest_checkpoint(out)
     done = int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
     rows = rows_until(out / LOG, done)
-    arguments = _arguments(out, options, seed, max_grad_norm)
+    arguments = _arguments(out, options, seed)
     precision = choose_precision(arguments.device)
     use_cache = model.config.use_cache
     with progress(label, steps, done=done) as bar:
@@ -289,14 +288,9 @@ def train(
             floor=options.min_learning_rate / options.learning_rate if options.learning_rate else 1.0,
             out=out,
         )
-        log = trainer.training_log = TrainingLog(
-            out / LOG,
-            bar,
-            rows,
-            scalars=getattr(loss_fn, "scalars", dict),
-            watch=watch,
-            watch_steps=watch_steps,
-        )
+        scalars = getattr(loss_fn, "scalars", dict)
+        log = TrainingLog(out / LOG, bar, rows, scalars=scalars, watch=watch, watch_steps=watch_steps)
+        trainer.training_log = log
         trainer.add_callback(log)
         if keep is not None and keep_steps:
             trainer.add_callback(_Keep(keep, keep_steps))

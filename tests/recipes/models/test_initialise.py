@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.models.component_tables import component_table
-from edgespec_recipes.models.initialise import checkpoint_shape, initial_drafter, new_drafter
+from edgespec_recipes.models.initialise import (
+    checkpoint_shape,
+    component_table,
+    initial_drafter,
+    new_drafter,
+)
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
 from edgespec_recipes.models.subcloning import kept_layers, kept_pairs, measure, subclone
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
