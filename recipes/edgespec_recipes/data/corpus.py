@@ -50,12 +50,7 @@ QUESTIONS = {
         "Tell me about {name}.",
         "what does {name} do",
     ),
-    "topic": (
-        "What is {name} in Python?",
-        "What is {name}?",
-        "Explain {name}.",
-        "Tell me about {name}.",
-    ),
+    "topic": ("What is {name} in Python?", "What is {name}?", "Explain {name}.", "Tell me about {name}."),
 }
 QUESTIONS["method"] = QUESTIONS["function"]
 SMALL_TALK = "small talk"

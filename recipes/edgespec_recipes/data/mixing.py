@@ -127,8 +127,4 @@ class TextRows(Dataset[Row]):
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> Row:
-        return {
-            "input_ids": self.blocks[index].astype(np.int64),
-            "row_id": np.asarray(index),
-            **self.fixed,
-        }
+        return {"input_ids": self.blocks[index].astype(np.int64), "row_id": np.asarray(index), **self.fixed}

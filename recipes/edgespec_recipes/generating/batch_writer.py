@@ -90,9 +90,8 @@ class BatchWriter(Writer):
         at_once = min(len(requests), self.at_once(length))
         self.engine.open(at_once, length, features=self.options.features)
         start, tokens, found = time.monotonic(), 0, dict[int, Written]()
-        for text in write_texts(
-            self.engine, self._prompts(requests, length), self._cuts, self.stops, self.wanted.top_k
-        ):
+        prompts, cuts = self._prompts(requests, length), Cuts(self.options.top_p, self.options.min_p)
+        for text in write_texts(self.engine, prompts, cuts, self.stops, self.wanted.top_k):
             found[text.number] = text
             tokens += len(text.tokens)
             bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
@@ -103,10 +102,6 @@ class BatchWriter(Writer):
             RECORDS: np.concatenate([text.records for text in texts]),
             FEATURES: np.concatenate([text.features for text in texts]),
         }
-
-    @property
-    def _cuts(self) -> Cuts:
-        return Cuts(self.options.top_p, self.options.min_p)
 
     def _prompts(self, requests: list[Request], length: int) -> list[Prompt]:
         """In the order of their tokens: prompts with one beginning follow each other, and it is read once."""

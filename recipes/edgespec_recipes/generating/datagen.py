@@ -26,7 +26,7 @@ from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_syst
 from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.kept.written_states import Wanted, check_states, write_states
+from edgespec_recipes.kept.written_states import Wanted, check_file, check_states, write_states
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.precision import choose_precision
@@ -89,11 +89,7 @@ def write_shard(
 def read_shard(path: Path) -> list[dict[str, Any]]:
     """The rows of one shard. Raises InputError where it is not what was written."""
     about = read_json(about_file(path))
-    if not path.is_file():
-        raise InputError(f"{path} is missing")
-    wanted, seen = about.get("sha256") if isinstance(about, dict) else None, sha256_file(path)
-    if seen != wanted:
-        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(wanted)[:12]} when it was written")
+    check_file(path, about.get("sha256") if isinstance(about, dict) else None)
     return read_jsonl(path)
 
 

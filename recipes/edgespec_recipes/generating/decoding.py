@@ -10,10 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache, DynamicLayer
 
 from edgespec.core.errors import InputError
@@ -63,13 +65,9 @@ def states_at(model: Any, keep: Tensor, input_ids: Tensor) -> tuple[Tensor, Tens
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """(tokens [B, S] int64, valid [B, S] bool) with the rows aligned at their ends."""
-    width = max(map(len, rows))
-    tokens = torch.zeros(len(rows), width, dtype=torch.long)
-    valid = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        tokens[index, width - len(row) :] = torch.tensor(row)
-        valid[index, width - len(row) :] = True
-    return tokens, valid
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    tokens = padded([torch.tensor(row, dtype=torch.long) for row in rows])
+    return tokens, padded([torch.ones(len(row), dtype=torch.bool) for row in rows])
 
 
 class _RoomyLayer(DynamicLayer):  # type: ignore[misc]

@@ -68,6 +68,14 @@ def write_states(shard: Path, wanted: Wanted, arrays: Mapping[str, np.ndarray]) 
     return found
 
 
+def check_file(path: Path, sha256: Any) -> None:
+    """Raise InputError where a file is missing or not as it was written."""
+    if not path.is_file():
+        raise InputError(f"{path} is missing")
+    if (seen := sha256_file(path)) != sha256:
+        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(sha256)[:12]} when it was written")
+
+
 def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = None) -> None:
     """Raise InputError where a file is not as `about` (shard-00000.json) has it, or is not what is wanted."""
     for kind, fields in (wanted.about() if wanted else {}).items():
@@ -78,13 +86,8 @@ def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = 
         if other:
             raise InputError(f"{shard} has no {kind} as they are wanted ({', '.join(other)})")
     for kind in (RECORDS, FEATURES):
-        if kind not in about:
-            continue
-        path = state_path(shard, kind)
-        if not path.is_file():
-            raise InputError(f"{path} is missing")
-        if sha256_file(path) != about[kind].get("sha256"):
-            raise InputError(f"{path} is not as it was written")
+        if kind in about:
+            check_file(state_path(shard, kind), about[kind].get("sha256"))
 
 
 def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None, np.ndarray | None]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import masking_utils
 
 from edgespec.core.errors import InputError
@@ -154,22 +155,20 @@ def _tried(model: Any) -> Form:
 def _rows(vocab_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(packed rows, the same texts one to a row), each with `inside`: where texts are, in the same order in both."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [length for row in _TEXTS for length in row]
-    width = max(map(sum, _TEXTS)) + 1  # so that every row ends with padding
-    rows = {name: torch.zeros(len(_TEXTS), width, dtype=torch.long) for name in ("input_ids", "position_ids")}
-    texts = {"input_ids": torch.zeros(len(lengths), max(lengths), dtype=torch.long)}
-    for part, size in ((rows, (len(_TEXTS), width)), (texts, (len(lengths), max(lengths)))):
-        part["inside"] = torch.zeros(size, dtype=torch.bool)
-    number = 0
-    for row, members in enumerate(_TEXTS):
-        at = 0
-        for length in members:
-            ids = torch.randint(vocab_size, (length,), generator=generator)
-            rows["input_ids"][row, at : at + length] = texts["input_ids"][number, :length] = ids
-            rows["position_ids"][row, at : at + length] = torch.arange(length)
-            rows["inside"][row, at : at + length] = texts["inside"][number, :length] = True
-            at, number = at + length, number + 1
-    return rows, texts
+    packed = [[torch.randint(vocab_size, (size,), generator=generator) for size in row] for row in _TEXTS]
+    end = torch.zeros(1, dtype=torch.long)  # so that every row ends with padding
+
+    def padded(texts: Iterable[Tensor]) -> Tensor:
+        return pad_sequence(list(texts), batch_first=True)
+
+    rows = {
+        "input_ids": padded(torch.cat([*texts, end]) for texts in packed),
+        "position_ids": padded(torch.cat([*(torch.arange(len(x)) for x in texts), end]) for texts in packed),
+        "inside": padded(torch.arange(sum(map(len, texts)) + 1) < sum(map(len, texts)) for texts in packed),
+    }
+    alone = [text for texts in packed for text in texts]
+    inside = padded(torch.ones_like(text, dtype=torch.bool) for text in alone)
+    return rows, {"input_ids": padded(alone), "inside": inside}
 
 
 @contextmanager

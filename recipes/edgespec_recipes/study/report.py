@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import yaml
 
-from edgespec.core.table import count, duration, interval, table
+from edgespec.core import table as tables
+from edgespec.core.table import count, duration, interval
 from edgespec.recipe.schema import Sampling
 from edgespec.recipe.study_options import parse_sampling
 
@@ -27,6 +29,9 @@ AdaSPEC trains a reference besides, and a drafter's own responses take time to b
 
 def label(sampling: str) -> str:
     return Sampling(*parse_sampling(sampling)).label if sampling else "all"
+
+
+table = partial(tables.table, markdown=True)
 
 
 def shown(found: Sequence[float], digits: int = 2) -> str:
@@ -115,7 +120,7 @@ class Report:
                 + ", ".join(f"{part} {duration(seconds)}" for part, seconds in given["seconds"].items()),
             ),
         ]
-        return "## What was run\n\n" + table(("", ""), rows, markdown=True, left=2)
+        return "## What was run\n\n" + table(("", ""), rows, left=2)
 
     def default(self) -> str:
         given, best = self.results, self.results["best"]
@@ -149,7 +154,7 @@ class Report:
         wanted = f"at least {best['wanted_gain']:.0%}"
         lines.append(
             f"Gain in τ of {first['arm']} over {given['baseline']}:\n\n"
-            + table(("task", "gain", wanted), gains, markdown=True)
+            + table(("task", "gain", wanted), gains)
         )
         rows = [
             (place, row["arm"], shown(row["tau"]), "" if place == 1 else shown(row["behind"], 3))
@@ -157,12 +162,7 @@ class Report:
         ]
         lines.append(
             "All arms:\n\n"
-            + table(
-                ("place", "arm", f"τ in domain, γ = {self.gamma}", "behind the first"),
-                rows,
-                markdown=True,
-                left=2,
-            )
+            + table(("place", "arm", f"τ in domain, γ = {self.gamma}", "behind the first"), rows, left=2)
         )
         return "\n\n".join(lines)
 
@@ -189,7 +189,7 @@ class Report:
             "## What the papers claim, and what is seen here\n\n"
             f"The verdict follows from the 95 % interval of the difference (mean over tasks and samplings, γ = {self.gamma}): "
             "above 0 is reproduced, below 0 is contradicted, and where it holds 0 nothing is shown.\n\n"
-            + table(("claim", "source", "here", "verdict", "what differs here"), rows, markdown=True, left=5)
+            + table(("claim", "source", "here", "verdict", "what differs here"), rows, left=5)
         )
 
     def group(self, letter: str) -> str:
@@ -219,7 +219,7 @@ class Report:
         heads = ["arm"]
         for domain in self.domains:
             heads += [f"τ {DOMAIN_NAMES[domain]}", f"over {self.results['baseline']}", "α", "MBSU"]
-        return f"γ = {self.gamma}, mean over tasks and samplings:\n\n" + table(heads, rows, markdown=True)
+        return f"γ = {self.gamma}, mean over tasks and samplings:\n\n" + table(heads, rows)
 
     def _details(self, arms: Sequence[str], domain: str) -> str:
         gammas = self.results["draft_lengths"]
@@ -235,9 +235,7 @@ class Report:
         heads = ["arm", "α teacher-forced"]
         for symbol in ("α", "τ", "MBSU"):
             heads += [f"{symbol}, γ = {gamma}" for gamma in gammas]
-        return f"{DOMAIN_NAMES[domain].capitalize()}, mean over tasks:\n\n" + table(
-            heads, rows, markdown=True
-        )
+        return f"{DOMAIN_NAMES[domain].capitalize()}, mean over tasks:\n\n" + table(heads, rows)
 
     def _by_task(self, arms: Sequence[str]) -> str:
         samplings = self.results["samplings"]
@@ -252,9 +250,7 @@ class Report:
             for arm in arms
             for task in tasks
         ]
-        return f"τ at γ = {self.gamma}, task by task:\n\n" + table(
-            ["arm", *map(label, samplings)], rows, markdown=True
-        )
+        return f"τ at γ = {self.gamma}, task by task:\n\n" + table(["arm", *map(label, samplings)], rows)
 
     def curves(self) -> dict[str, list[tuple[int, str, int]]]:
         """Arm -> (training step, the arm and the step its figures stand under), for arms that kept drafters on the way."""
@@ -289,7 +285,7 @@ class Report:
             heads += [f"τ {DOMAIN_NAMES[domain]}", f"α teacher-forced {DOMAIN_NAMES[domain]}"]
         return (
             f"## Along the training\n\nγ = {self.gamma}, mean over tasks and samplings; step 0 is "
-            f"{self.results['baseline']}.\n\n" + table(heads, rows, markdown=True)
+            f"{self.results['baseline']}.\n\n" + table(heads, rows)
         )
 
     def check(self) -> str:
@@ -309,7 +305,7 @@ class Report:
             f"## Real runs of {check['arm']}\n\n"
             "The τ above are expected values, computed from the target's own responses. Here is speculative decoding itself on "
             f"the same prompts, all seeds, γ = {self.gamma} (above temperature 0 it writes other responses, so the two differ by "
-            "chance):\n\n" + table(("task", "τ, real", "τ, expected", "difference"), rows, markdown=True)
+            "chance):\n\n" + table(("task", "τ, real", "τ, expected", "difference"), rows)
         )
 
     def text(self, pictures: Sequence[tuple[str, str]] = ()) -> str:

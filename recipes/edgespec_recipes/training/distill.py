@@ -7,7 +7,7 @@ own responses with pretraining text 9:1; DistillSpec adds fixed data and the dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from edgespec_recipes.models.loading import check_same_vocabulary, load_model, l
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.models.packing import Packing, packing_of
 from edgespec_recipes.parallel import processes
-from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, finish, save_whole, train
 
 MEASURED_ROWS = 4  # of the store, against the live target
@@ -80,18 +80,16 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     )
     packing = packing_of(_named(target=target, drafter=draft))
     rows = responses_of(inputs.responses, options.context, packing.together)
-    counts = {
-        **store_targets(
-            out,
-            inputs.target,
-            rows,
-            options.stored_top_k,
-            inference=inputs.inference,
-            model=target,
-            written=inputs.responses,
-        ),
-        **packing.record(),
-    }
+    counts = store_targets(
+        out,
+        inputs.target,
+        rows,
+        options.stored_top_k,
+        inference=inputs.inference,
+        model=target,
+        written=inputs.responses,
+    )
+    counts |= packing.record()
     if target is None:
         return counts
     measured = range(min(MEASURED_ROWS, len(rows)))
@@ -148,11 +146,8 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     """
     check_same_vocabulary(inputs.target, inputs.drafter, "the target and the drafter")
     _check_context([inputs.target, inputs.drafter], options)
+    options = with_selection(options, inputs.reference)
     draft = load_model(inputs.drafter)
-    if options.select_fraction < 1 and inputs.reference is None:
-        raise InputError(
-            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
-        )
     device, tokenizer = processes.device(), load_tokenizer(inputs.target)
     reference = None
     if options.select_fraction < 1 and inputs.reference is not None:
@@ -171,13 +166,11 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     if TEXT in parts:
         length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
         wanted = tokens_to_read(inputs.text, length)
-        sources[TEXT] = TextRows(
-            text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
-        )
+        blocks = text_blocks(inputs.text, tokenizer, options.context, inputs.text_cache, tokens=wanted)
+        sources[TEXT] = TextRows(blocks)
     if FIXED in parts:
-        sources[FIXED] = response_rows(
-            read_replies(options.fixed, tokenizer, stops), options.context, together
-        )
+        replies = read_replies(options.fixed, tokenizer, stops)
+        sources[FIXED] = response_rows(replies, options.context, together)
     if STUDENT in parts:
         prompts = [row["prompt_ids"] for row in read_responses(inputs.responses)]
         sources[STUDENT] = prompt_rows(prompts, options.student_max_new_tokens, options.context, together)
@@ -187,13 +180,12 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     if held_out is not None:
         batch = collate([{**held_out[row], "kind": TARGET} for row in range(len(held_out))])  # type: ignore[dict-item]
         watched = [{name: values.to(device) for name, values in batch.items()}]
-    scale = options.select_fraction if options.scale_learning_rate else 1.0
     counts = train(
         draft,
         Mixture(sources, parts, options.steps * options.batch_size, seed),
         objective,
         out,
-        replace(options, learning_rate=options.learning_rate * scale),
+        options,
         seed=seed,
         label=f"distil, {options.losses}",
         ordered=True,

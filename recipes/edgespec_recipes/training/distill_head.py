@@ -8,7 +8,6 @@ not run: everything was kept while it wrote.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,7 @@ from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
 from edgespec_recipes.training.checkpoints import discard_checkpoints
-from edgespec_recipes.training.objective import Objective
+from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, train
 
 Batch = dict[str, Tensor]
@@ -96,16 +95,6 @@ class HeadObjective(Objective):
         return {"alpha" if not step else f"alpha_{step + 1}": mean for step, mean in enumerate(means)}
 
 
-def head_problem(options: DistillOptions) -> str:
-    """What a head cannot learn from, in words; '' where all is well."""
-    if options.text_fraction or options.student_fraction:
-        return (
-            "a head learns from what the target wrote and what it read of distill.fixed, with the hidden states that were kept "
-            "then; give distill.text_fraction and distill.student_fraction 0"
-        )
-    return ""
-
-
 def distill_head(
     out: Path,
     target: Path,
@@ -123,12 +112,12 @@ def distill_head(
 
     Raises InputError: data that a head cannot learn from, a selection without a reference, no hidden states.
     """
-    if problem := head_problem(options):
-        raise InputError(problem)
-    if options.select_fraction < 1 and reference is None:
+    if options.text_fraction or options.student_fraction:
         raise InputError(
-            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
+            "a head learns from what the target wrote and what it read of distill.fixed, with the hidden states that were kept "
+            "then; give distill.text_fraction and distill.student_fraction 0"
         )
+    options = with_selection(options, reference)
     rows = WrittenRows(written, options.context)
     tokenizer, device = load_tokenizer(target), processes.device()
     embedding = target_embedding(target)
@@ -142,15 +131,9 @@ def distill_head(
     judge = None
     if options.select_fraction < 1 and reference is not None:
         judge = UnrolledHead(load_head(reference), embedding).to(device).requires_grad_(False)
-    objective = HeadObjective(
-        options.unrolled_steps,
-        None,
-        options,
-        stops=stop_ids_of(target, tokenizer),
-        seed=seed,
-        store=rows,
-        reference=judge,
-    )
+    stops = stop_ids_of(target, tokenizer)
+    steps = options.unrolled_steps
+    objective = HeadObjective(steps, None, options, stops=stops, seed=seed, store=rows, reference=judge)
     learnt, watched = _held_out(rows, options.watch_rows if options.watch_steps else 0)
     sources: dict[int, Any] = {TARGET: learnt}
     if read is not None:
@@ -158,14 +141,13 @@ def distill_head(
         objective.store = JoinedRows([rows, foreign])
         sources[FIXED] = _Part(foreign, range(len(foreign)), first=len(rows))
     batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watched]
-    scale = options.select_fraction if options.scale_learning_rate else 1.0
     before = objective.acceptance(model.to(device), batches) if batches else {}
     counts = train(
         model,
         Mixture(sources, shares(options), options.steps * options.batch_size, seed),
         objective,
         out,
-        replace(options, learning_rate=options.learning_rate * scale),
+        options,
         seed=seed,
         label=f"distil a head, {options.losses}",
         ordered=True,

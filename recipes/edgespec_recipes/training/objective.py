@@ -17,11 +17,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from edgespec.core.errors import InputError
 from edgespec.core.metrics import expected_acceptance
 from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
@@ -62,6 +64,16 @@ class _Part:
 def finish_at(steps: int) -> int:
     """The step from which on `distill.finish` is learnt."""
     return math.ceil((1 - FINISH) * steps)
+
+
+def with_selection(options: DistillOptions, reference: Path | None) -> DistillOptions:
+    """The options with the learning rate of a token selection. Raises InputError for a selection without a reference."""
+    if options.select_fraction < 1 and reference is None:
+        raise InputError(
+            f"distill.select_fraction is {options.select_fraction:g} and there is no reference; run the reference stage first"
+        )
+    scale = options.select_fraction if options.scale_learning_rate else 1.0
+    return replace(options, learning_rate=options.learning_rate * scale)
 
 
 class Objective:

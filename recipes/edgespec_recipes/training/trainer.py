@@ -135,16 +135,13 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
             raise TrainingDiverged(self._diverged(value, inputs))
         self.values.append(value)
         if len(self.values) == self.micro_batches:
-            self._step_done()
+            self.losses = iter(())  # what it holds is free
+            self.recent = [*self.recent[-RECENT + 1 :], sum(self.values)]
+            if self.training_log is not None:
+                self.training_log.losses.append(sum(self.values))
         if self.training_log is not None:
             self.training_log.fresh += inputs["input_ids"].numel() * processes.world()
         return loss
-
-    def _step_done(self) -> None:
-        self.losses = iter(())  # what it holds is free
-        self.recent = [*self.recent[-RECENT + 1 :], sum(self.values)]
-        if self.training_log is not None:
-            self.training_log.losses.append(sum(self.values))
 
     def _diverged(self, value: float, batch: Batch) -> str:
         """Save what shows why, and say where it lies."""
