@@ -141,9 +141,8 @@ def _known() -> str:
 
 
 def _bounded(conversation: Conversation, where: str) -> Conversation:
-    size = sum(len(message["content"]) for message in conversation.messages) + len(
-        conversation.response or ""
-    )
+    texts = [conversation.response or "", *(message["content"] for message in conversation.messages)]
+    size = sum(map(len, texts))
     if size > LONGEST:  # a line of JSON is bounded before; a row of parquet or a hub dataset is not
         raise InputError(
             f"{where} has {size:,} characters; a conversation has at most {LONGEST:,}: leave it out"
@@ -169,14 +168,13 @@ def _asked(instruction: str, more: str, answer: str) -> list[Conversation]:
     return [Conversation([{"role": "user", "content": content}], answer if answer.strip() else None)]
 
 
-def _pair(asks: str, about: str, answers: tuple[str, ...]) -> Callable[[Row, str], list[Conversation]]:
+def _pair(asks: str, about: str = "", *answers: str) -> Callable[[Row, str], list[Conversation]]:
     """A reader of rows with an instruction under `asks`, what it is about under `about`, the answer under one of `answers`."""
 
     def read(row: Row, where: str) -> list[Conversation]:
         answer = next((text for key in answers if (text := _text(row, key, where, optional=True))), "")
-        return _asked(
-            _text(row, asks, where), _text(row, about, where, optional=True) if about else "", answer
-        )
+        more = _text(row, about, where, optional=True) if about else ""
+        return _asked(_text(row, asks, where), more, answer)
 
     return read
 
@@ -277,25 +275,22 @@ FORMS = (  # in order: the first that fits is it
         "dolly",
         "instruction, context, response",
         _has("instruction", "response"),
-        _pair("instruction", "context", ("response",)),
+        _pair("instruction", "context", "response"),
     ),
     Form(
         "alpaca",
         "instruction, input, output",
         lambda row: "instruction" in row and ("input" in row or "output" in row),
-        _pair("instruction", "input", ("output",)),
+        _pair("instruction", "input", "output"),
     ),
-    Form("instruction", "instruction", _has("instruction"), _pair("instruction", "", ())),
+    Form("instruction", "instruction", _has("instruction"), _pair("instruction")),
     Form(
-        "question and answer",
-        "question, answer",
-        _has("question", "answer"),
-        _pair("question", "", ("answer",)),
+        "question and answer", "question, answer", _has("question", "answer"), _pair("question", "", "answer")
     ),
     Form(
         "prompt",
         "prompt, completion or response",
         _has("prompt"),
-        _pair("prompt", "", ("completion", "response")),
+        _pair("prompt", "", "completion", "response"),
     ),
 )

@@ -25,10 +25,8 @@ def encode_reply(
     The reply is what the template's text has beyond the prompt, so that spaces around the response are those the target knows.
     Where the template writes an answered conversation in another way, it is the response's own tokens and the end of text.
     """
-    response = conversation.response or ""
-    safe, hidden = lookalikes_of(tokenizer).hide(
-        [*conversation.messages, {"role": "assistant", "content": response}]
-    )
+    answer = {"role": "assistant", "content": conversation.response or ""}
+    safe, hidden = lookalikes_of(tokenizer).hide([*conversation.messages, answer])
     prompt = encode_rendered(tokenizer, render(tokenizer, safe[:-1]), hidden)
     try:
         text = tokenizer.apply_chat_template(safe, tokenize=False)

@@ -134,11 +134,8 @@ def _object_facts(module: str, name: str, value: Any, package: str) -> Iterator[
         yield Fact(public, "class" if is_class else "function", package, summary)
     for member in sorted(vars(value)) if is_class else []:
         method = vars(value)[member]
-        if (
-            not member.startswith("_")
-            and callable(method)
-            and (summary := summarise(getattr(method, "__doc__", None)))
-        ):
+        public_method = not member.startswith("_") and callable(method)
+        if public_method and (summary := summarise(getattr(method, "__doc__", None))):
             yield Fact(f"{public}.{member}", "method", package, summary)
 
 
@@ -175,12 +172,9 @@ def _bound_methods(tree: ast.Module) -> dict[str, ast.FunctionDef]:
         name, value = node.targets[0].id, node.value
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
             instances[name] = classes[value.func.id]
-        elif (
-            isinstance(value, ast.Attribute)
-            and isinstance(value.value, ast.Name)
-            and value.value.id in instances
-        ):
-            for method in instances[value.value.id].body:
+        elif isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):
+            owner = instances.get(value.value.id)
+            for method in owner.body if owner else ():
                 if isinstance(method, ast.FunctionDef) and method.name == value.attr:
                     found[name] = method
     return found
@@ -191,11 +185,11 @@ def _module_facts(module: str, tree: ast.Module, public: str) -> Iterator[Fact]:
     if summary := summarise(ast.get_docstring(tree)):
         yield Fact(public, "module", package, summary)
 
+    definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
     def definitions(body: list[ast.stmt], prefix: str, callables: str) -> Iterator[Fact]:
         for node in body:
-            if not isinstance(
-                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-            ) or node.name.startswith("_"):
+            if not isinstance(node, definition) or node.name.startswith("_"):
                 continue
             name, is_class = f"{prefix}.{node.name}", isinstance(node, ast.ClassDef)
             if summary := summarise(ast.get_docstring(node)):
@@ -247,10 +241,9 @@ def library_facts() -> tuple[Fact, ...]:
         facts.setdefault(name, Fact(name, fact.kind, fact.package, fact.summary))
 
     for module in ("builtins", *sorted(sys.stdlib_module_names)):
-        compiled = (
-            _import_compiled(module) if not module.startswith("_") and module not in PUBLIC_NAMES else None
-        )
-        if compiled is not None:
+        if module.startswith("_") or module in PUBLIC_NAMES:
+            continue
+        if (compiled := _import_compiled(module)) is not None:
             if module != "builtins" and (summary := summarise(compiled.__doc__)):
                 add(Fact(module, "module", module, summary))
             for name in sorted(dir(compiled)):

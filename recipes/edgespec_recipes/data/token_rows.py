@@ -60,10 +60,8 @@ class Shuffled(Dataset[Row]):
             raise IndexError(index)
         epoch, place = divmod(index, len(self.dataset))
         if epoch != self.epoch:
-            self.epoch, self.order = (
-                epoch,
-                np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset)),
-            )
+            self.epoch = epoch
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
         row: Row = self.dataset[int(self.order[place])]
         return row
 
@@ -215,7 +213,5 @@ def inputs_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What a model is told of packed rows. Positions start anew in every conversation; packing.py gives them to the model so that
     each conversation sees itself only. A feature drafter's rows have `features`, and it tells texts apart by their numbers.
     """
-    names = (
-        ("input_ids", "features", "document_ids") if "features" in batch else ("input_ids", "position_ids")
-    )
-    return {name: batch[name] for name in names}
+    names = ("features", "document_ids") if "features" in batch else ("position_ids",)
+    return {name: batch[name] for name in ("input_ids", *names)}

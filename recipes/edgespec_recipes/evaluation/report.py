@@ -36,13 +36,11 @@ def metrics(
     sampled draft.
     """
     tau = bootstrap(counts, _tau, seed=seed)
-    empirical = bootstrap(
-        counts, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)), seed=seed
-    )
+    passed = ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested))
     forced, greedy, sampled = (bootstrap(overlaps, _share(column), seed=seed) for column in (0, 2, 3))
     return {
         "tau": tau,
-        "alpha_empirical": empirical,
+        "alpha_empirical": bootstrap(counts, passed, seed=seed),
         "alpha_teacher_forced": forced,
         "alpha_match_greedy": greedy,
         "alpha_match_sampled": sampled,
@@ -106,15 +104,10 @@ def evaluation_table(file: Path) -> str:
     gains = {(c["claim"].split("_beats_")[0], label_of(c)): c for c in result["comparisons"]}
     rows = []
     for setting in sorted(result["settings"], key=lambda s: (s["temperature"], s["draft_length"])):
-        derived, gain = setting["metrics"], gains.get((setting["drafter"], label_of(setting)))
-        rows.append(
-            (
-                f"{Sampling(setting['temperature'], setting['top_p']).label}, γ={setting['draft_length']}, {setting['drafter']}",
-                interval(*derived["tau"]),
-                interval(*derived["alpha_empirical"]),
-                interval(*derived["alpha_teacher_forced"]),
-                interval(*derived["mbsu"]),
-                interval(*gain["tau_difference"]) if gain else "",
-            )
-        )
+        drafter, label = setting["drafter"], Sampling(setting["temperature"], setting["top_p"]).label
+        gain = gains.get((drafter, label_of(setting)))
+        shown = ("tau", "alpha_empirical", "alpha_teacher_forced", "mbsu")
+        row = [f"{label}, γ={setting['draft_length']}, {drafter}"]
+        row += [interval(*setting["metrics"][name]) for name in shown]
+        rows.append([*row, interval(*gain["tau_difference"]) if gain else ""])
     return table(("setting", "τ", "α empirical", "α teacher-forced", "MBSU", "τ gain"), rows)

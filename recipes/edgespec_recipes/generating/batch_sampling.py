@@ -32,11 +32,7 @@ class Cuts:
 
 
 def draw_rows(
-    logits: Floats,
-    temperatures: Sequence[float],
-    cuts: Cuts,
-    sources: Sequence[RandomSource],
-    top_k: int = 0,
+    logits: Floats, temperatures: Sequence[float], cuts: Cuts, sources: Sequence[RandomSource], top_k: int = 0
 ) -> tuple[list[int], np.ndarray]:
     """(a token for each of the rows of logits [n, V], their records [n] of `record_type(top_k, V)`; [0] where top_k is 0).
 

@@ -62,9 +62,8 @@ def plan_requests(options: GenerateOptions, tokenizer: Any, context_length: int)
                 f"no instruction of {', '.join(options.instructions)} fits: the context is {context_length} tokens and "
                 f"generate.max_new_tokens is {options.max_new_tokens}; lower max_new_tokens or give shorter instructions"
             )
-        requests.append(
-            Request(number, messages, ids, options.temperatures[step % len(options.temperatures)])
-        )
+        temperature = options.temperatures[step % len(options.temperatures)]
+        requests.append(Request(number, messages, ids, temperature))
     return requests, len(conversations) - len(fitting)
 
 
@@ -100,11 +99,8 @@ def answers_to(requests: list[Request], path: Path, wanted: Wanted | None = None
     if len(rows) != len(requests):
         raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
     for row, request in zip(rows, requests, strict=True):
-        if (
-            row.get("id") != request.id
-            or row.get("prompt_ids") != request.prompt_ids
-            or not row.get("response_ids")
-        ):
+        same = (row.get("id"), row.get("prompt_ids")) == (request.id, request.prompt_ids)
+        if not same or not row.get("response_ids"):
             raise InputError(
                 f"{path} has the row {row.get('id')!r} where the answer to request {request.id} belongs"
             )
@@ -154,10 +150,8 @@ def writer_of(
         check_gives_states(inference)
     if inference.source == "torch" and not options.features:
         top_k = 0  # the store stage's pass over packed rows is cheap beside the writing, and keeping them twice takes disk
-    fast_in_torch = choose_precision(processes.device()).name == "bf16" and is_made_from(
-        target_folder, inference
-    )
-    if inference.source == "torch" or fast_in_torch:
+    has_bf16 = choose_precision(processes.device()).name == "bf16"
+    if inference.source == "torch" or (has_bf16 and is_made_from(target_folder, inference)):
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
     if inference.source == "server":

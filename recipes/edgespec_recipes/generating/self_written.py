@@ -29,7 +29,7 @@ from edgespec.core.files import write_jsonl
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
-from edgespec_recipes.generating.datagen import about_file, read_shard, shard_name, write_shard, writer_of
+from edgespec_recipes.generating.datagen import read_shard, shard_name, write_shard, writer_of
 from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
@@ -317,8 +317,6 @@ class _Samples:
 
 def _is_whole(path: Path) -> bool:
     """Whether a shard lies there as it was written."""
-    if not about_file(path).exists():
-        return False
     try:
         read_shard(path)
     except InputError:

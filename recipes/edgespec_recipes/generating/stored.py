@@ -156,9 +156,9 @@ def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -
 
         return ServerTarget(inference, folder, load_tokenizer(folder))
     device = processes.device()
-    return _TorchTarget(
-        load_target(folder, inference, device) if model is None else model, choose_precision(device), device
-    )
+    if model is None:
+        model = load_target(folder, inference, device)
+    return _TorchTarget(model, choose_precision(device), device)
 
 
 def identity_of(folder: Path, inference: InferenceOptions) -> str:
@@ -220,9 +220,8 @@ def store_targets(
         target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
         precision = target.precision
         done = sum(len(parts[number]) for number in mine if number not in missing)
-        with progress(
-            "store the target's distributions", sum(len(parts[n]) for n in mine), "rows", done
-        ) as bar:
+        own_rows = sum(len(parts[number]) for number in mine)
+        with progress("store the target's distributions", own_rows, "rows", done) as bar:
             for number in missing:
                 records = []
                 for found, done_rows in target.records(rows, parts[number], top_k):

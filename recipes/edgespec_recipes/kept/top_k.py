@@ -46,9 +46,8 @@ def records_of(logits: Tensor, top_k: int) -> np.ndarray:
     records = np.empty(len(logits), record_type(top_k, logits.shape[-1]))
     for at in range(0, len(logits), CHUNK):
         part = records[at : at + CHUNK]
-        for name, values in zip(
-            part.dtype.names or (), compress(logits[at : at + CHUNK], top_k), strict=True
-        ):
+        kept = compress(logits[at : at + CHUNK], top_k)
+        for name, values in zip(part.dtype.names or (), kept, strict=True):
             part[name] = values.cpu().numpy()
     return records
 

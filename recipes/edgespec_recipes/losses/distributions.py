@@ -18,11 +18,8 @@ def warp(logits: Tensor, temperature: Tensor | float, top_p: float = 1.0, min_p:
     """
     shape = logits.shape
     rows = logits.float().reshape(-1, shape[-1])
-    heat = (
-        torch.as_tensor(temperature, dtype=torch.float32, device=rows.device)
-        .expand(shape[:-1])
-        .reshape(-1, 1)
-    )
+    heat = torch.as_tensor(temperature, dtype=torch.float32, device=rows.device)
+    heat = heat.expand(shape[:-1]).reshape(-1, 1)
     warm = heat[:, 0] > 0
     probabilities = torch.zeros_like(rows)
     if not warm.all():
@@ -40,11 +37,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     guess = min(NUCLEUS_GUESS, size)
     values, tokens = probabilities.topk(guess)
     kept = torch.zeros_like(probabilities)
-    short = (
-        values.sum(-1) < top_p
-        if guess < size
-        else torch.zeros(len(values), dtype=torch.bool, device=values.device)
-    )
+    short = (values.sum(-1) < top_p) & (guess < size)
     _keep_mass(kept, values, tokens, top_p)
     if short.any():
         values, tokens = probabilities[short].sort(descending=True, stable=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from edgespec_recipes.losses.head_loss import TargetRows, head_loss, in_head
+from edgespec_recipes.losses.head_loss import head_loss, in_head
 from edgespec_recipes.losses.losses import Divergence, nll
 from edgespec_recipes.losses.positions import positions_of
 from edgespec_recipes.losses.target_rows import label_rows, labels_of
@@ -59,11 +60,8 @@ def label_losses(
     sequences = [positions_of(batch).sequence for batch in batches] if mean == "sequences" else None
     weights = mean_weights([known for _, known in sides], sequences)
     for batch, (rows, _), own in zip(batches, sides, weights, strict=True):
-        yield in_head(model, batch["compared"], inputs_of(batch), _against(rows, own))
-
-
-def _against(rows: TargetRows, weights: Tensor) -> Callable[[Tensor, Any], Tensor]:
-    return lambda hidden, head: head_loss(LABELS, hidden, head, rows, weights)
+        compute = partial(head_loss, LABELS, target_rows=rows, weights=own)
+        yield in_head(model, batch["compared"], inputs_of(batch), compute)
 
 
 def known_tokens(model: Any) -> Tensor | None:

@@ -117,10 +117,8 @@ class HeadLayer(nn.Module):
         alone = torch.eye(length, dtype=torch.bool, device=x.device).expand(*seen.shape[:-2], -1, -1)
         # one call for all steps: it costs (step + 1) times the products, and never makes the weights [B, heads, T, T]
         keys, values = (
-            torch.cat(
-                [one[which] if not j else _later(one[which], step - j) for j, one in enumerate(past)], 1
-            )
-            for which in range(2)
+            torch.cat([first, *(_later(values, step - j) for j, values in enumerate(later, 1))], 1)
+            for first, *later in zip(*past, strict=True)
         )
         mixed = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -137,11 +135,9 @@ class HeadLayer(nn.Module):
 
 def _later(values: Tensor, by: int) -> Tensor:
     """[B, T, ...] moved `by` slots later; zeros come in."""
-    return (
-        values
-        if not by
-        else functional.pad(values, (0, 0) * (values.dim() - 2) + (by, 0))[:, : values.shape[1]]
-    )
+    if not by:
+        return values
+    return functional.pad(values, (0, 0) * (values.dim() - 2) + (by, 0))[:, : values.shape[1]]
 
 
 class FeatureHead(nn.Module):

@@ -5,7 +5,6 @@ Code from a model's repository never runs (trust_remote_code is off) and only sa
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -79,13 +78,18 @@ def check_class(folder: Path) -> None:
     """Whether transformers can make the model that config.json describes, without its weights. Raises InputError."""
     quiet()
     try:
-        config = AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
-        )
+        config = torch_config(folder)
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of a validator, a class or a module: transformers has no error of its own
         raise InputError(f"transformers cannot make the model in {folder}: {first_line(error)}") from error
+
+
+def torch_config(folder: Path) -> Any:
+    """The folder's config as transformers has it, with the token ids of `read_config`."""
+    return AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -208,7 +212,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
 
 def write_both_forms(folder: Path) -> None:
     """Put rope_theta at the top level of config.json beside rope_parameters."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     rope = config.get("rope_parameters") or {}
     theta = config.get("rope_theta", rope.get("rope_theta", 10000.0))
     config["rope_theta"] = theta

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.model_folder.config import corrected_ids
 from edgespec.recipe.schema import InferenceOptions
-from edgespec_recipes.models.loading import load_model, quiet
+from edgespec_recipes.models.loading import load_model, quiet, torch_config
 
 DISK = "disk"
 AUTO = "auto"
@@ -106,11 +105,10 @@ def device_map(
     from accelerate import init_empty_weights
 
     quiet()
-    config = AutoConfig.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True, **corrected_ids(folder)
-    )
     with init_empty_weights():
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        skeleton = AutoModelForCausalLM.from_config(
+            torch_config(folder), dtype=dtype, trust_remote_code=False
+        )
     skeleton.tie_weights()
     kinds = set(skeleton._no_split_modules or ())
     layers = [name for name, module in skeleton.named_modules() if type(module).__name__ in kinds]

@@ -126,12 +126,10 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
     found["model.norm.weight"] = weights["model.norm.weight"][dims] * seen.norm_ratio("norm", dims)
     for index, source in enumerate(kept_layers(full.layers, shape.layers)):
         prefix = f"model.layers.{source}."
-        layer = {
-            name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)
-        }
-        cut = _attention(layer, full, shape, dims, seen.heads[source]) | _ffn(
-            layer, dims, _largest(seen.neurons[source], shape.intermediate)
-        )
+        own = [name for name in weights if name.startswith(prefix)]
+        layer = {name.removeprefix(prefix): weights[name] for name in own}
+        cut = _attention(layer, full, shape, dims, seen.heads[source])
+        cut |= _ffn(layer, dims, _largest(seen.neurons[source], shape.intermediate))
         for name in ("input_layernorm", "post_attention_layernorm"):
             ratio = seen.norm_ratio(f"layers.{source}.{name}", dims)
             cut[f"{name}.weight"] = layer[f"{name}.weight"][dims] * ratio

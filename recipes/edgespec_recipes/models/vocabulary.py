@@ -224,9 +224,8 @@ def _place(vocabulary: Vocabulary, token: int) -> int | None:
 
 
 def _configs(model: Any) -> list[Any]:
-    return [
-        config for config in (model.config, getattr(model, "generation_config", None)) if config is not None
-    ]
+    generation = getattr(model, "generation_config", None)
+    return [model.config] if generation is None else [model.config, generation]
 
 
 def _listed(value: Any) -> list[int]:

@@ -176,9 +176,8 @@ class Numbers:
         return sorted(self.finished, key=lambda arm: -self.mean((arm, 0), "tau")[0])
 
     def difference(self, better: str, than: str, metric: str = "tau", domain: str = "in") -> list[float]:
-        return interval(
-            self.mean((better, 0), metric, domain=domain) - self.mean((than, 0), metric, domain=domain)
-        )
+        ours, theirs = (self.mean((arm, 0), metric, domain=domain) for arm in (better, than))
+        return interval(ours - theirs)
 
     # results ----------------------------------------------------------------------------------------------------------
 

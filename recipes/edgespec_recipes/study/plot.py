@@ -10,6 +10,7 @@ from edgespec.core.pictures import bars, new_figure, save, tidy
 from edgespec_recipes.study.report import DOMAIN_NAMES, Report
 
 _COLOURS = {"in": "#1f6f8b", "out": "#c1666b"}
+_MARKS = {"capsize": 3, "markersize": 4}
 _LINES = ("#1f6f8b", "#c1666b", "#4d7c3a", "#8a5fa8", "#b8860b", "#555555")
 
 
@@ -36,16 +37,8 @@ def _arms(report: Report) -> Any:
     for axes, domain in zip(panels, report.domains, strict=True):
         found = [report.mean(arm, domain)["tau"] for arm in order]
         middle, errors = bars(found)
-        axes.errorbar(
-            middle,
-            range(len(order)),
-            xerr=errors,
-            fmt="o",
-            color=_COLOURS[domain],
-            capsize=2.5,
-            markersize=4,
-            linewidth=1.2,
-        )
+        colour = _COLOURS[domain]
+        axes.errorbar(middle, range(len(order)), xerr=errors, fmt="o", color=colour, linewidth=1.2, **_MARKS)
         baseline = report.mean(report.results["baseline"], domain)
         axes.axvline(baseline["tau"][0], color="#888888", linestyle=":", linewidth=1)
         axes.set_yticks(range(len(order)), order, fontsize=8)
@@ -66,23 +59,10 @@ def _steps(report: Report) -> Any:
             for domain in report.domains:
                 found = [report.mean(who, domain, step=step)[metric] for _, who, step in points]
                 numbers = [number for number, _, _ in points]
-                axes.plot(
-                    numbers,
-                    [value for value, _, _ in found],
-                    "o-" if domain == "in" else "s--",
-                    color=colour,
-                    markersize=3.5,
-                    linewidth=1.4,
-                    label=f"{arm}, {DOMAIN_NAMES[domain]}",
-                )
-                axes.fill_between(
-                    numbers,
-                    [low for _, low, _ in found],
-                    [high for _, _, high in found],
-                    color=colour,
-                    alpha=0.12,
-                    linewidth=0,
-                )
+                values, lows, highs = zip(*found, strict=True)
+                label, style = f"{arm}, {DOMAIN_NAMES[domain]}", "o-" if domain == "in" else "s--"
+                axes.plot(numbers, values, style, color=colour, markersize=3.5, linewidth=1.4, label=label)
+                axes.fill_between(numbers, lows, highs, color=colour, alpha=0.12, linewidth=0)
         axes.set_xlabel("distillation step")
         axes.set_ylabel(name)
         tidy(axes)
@@ -117,16 +97,8 @@ def _k(report: Report, curves: Mapping[str, list[tuple[float, str]]]) -> Any:
     for axes, domain in zip(panels, report.domains, strict=True):
         for colour, (divergence, points) in zip(_LINES * 9, curves.items(), strict=False):
             middle, errors = bars([report.mean(arm, domain)["alpha"] for _, arm in points])
-            axes.errorbar(
-                [k for k, _ in points],
-                middle,
-                yerr=errors,
-                fmt="o-",
-                color=colour,
-                capsize=3,
-                markersize=4,
-                label=divergence,
-            )
+            shares = [k for k, _ in points]
+            axes.errorbar(shares, middle, yerr=errors, fmt="o-", color=colour, label=divergence, **_MARKS)
         axes.set_xlabel("k, the share of tokens that is learnt")
         axes.set_ylabel(f"α {DOMAIN_NAMES[domain]}")
         axes.legend(frameon=False, fontsize=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from textwrap import indent
 from typing import Any
 
 import yaml
@@ -58,9 +59,8 @@ class Report:
 
     @property
     def domains(self) -> list[str]:
-        return [
-            domain for domain in DOMAIN_NAMES if any(row["domain"] == domain for row in self.results["means"])
-        ]
+        seen = {row["domain"] for row in self.results["means"]}
+        return [domain for domain in DOMAIN_NAMES if domain in seen]
 
     def _tasks(self, domain: str) -> list[str]:
         return [name for name, task in self.results["tasks"].items() if task["domain"] == domain]
@@ -71,9 +71,8 @@ class Report:
         given = self.results
         versions = ", ".join(f"{name} {version}" for name, version in given["versions"].items())
         machine = given["machine"]
-        hardware = f"{machine['cpu']}, {machine['cores']} cores" + (
-            f", {machine['gpu']}" if machine["gpu"] else ""
-        )
+        gpu = f", {machine['gpu']}" if machine["gpu"] else ""
+        hardware = f"{machine['cpu']}, {machine['cores']} cores{gpu}"
         return (
             f"# Results of the study {given['study']}\n\n"
             "Written by `edgespec study`, never by hand: run the command again to write it anew "
@@ -144,9 +143,7 @@ class Report:
         changes = given["arms"][first["arm"]]["changes"]
         if changes:
             plain = yaml.safe_dump(changes, sort_keys=False, allow_unicode=True)
-            lines.append(
-                "What it changes in the recipe:\n\n" + "\n".join(f"    {x}" for x in plain.splitlines())
-            )
+            lines.append("What it changes in the recipe:\n\n" + indent(plain.rstrip("\n"), "    "))
         gains = [
             (task, f"{gain:+.1%} [{low:+.1%}, {high:+.1%}]", _bar(low, gain, best["wanted_gain"]))
             for task, (gain, low, high) in best["gains"].items()

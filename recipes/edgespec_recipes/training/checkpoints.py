@@ -71,14 +71,9 @@ def keep_diverged(
     """Write `out`/diverged: model.safetensors, optimizer.safetensors (moments by parameter number), batch.npz, state.json."""
     shutil.rmtree(out / DIVERGED, ignore_errors=True)
     with whole_folder(out / DIVERGED) as folder:
-        save_file(
-            {name: value.detach().clone().cpu() for name, value in weights.items()},
-            folder / "model.safetensors",
-        )
-        save_file(
-            {name: value.detach().clone().cpu() for name, value in moments.items()},
-            folder / "optimizer.safetensors",
-        )
+        for file, tensors in (("model", weights), ("optimizer", moments)):
+            own = {name: value.detach().clone().cpu() for name, value in tensors.items()}
+            save_file(own, folder / f"{file}.safetensors")
         arrays: dict[str, Any] = {name: value.cpu().numpy() for name, value in batch.items()}
         np.savez(folder / "batch.npz", **arrays)
         write_json(folder / "state.json", about)

@@ -62,9 +62,8 @@ class DistillInputs:
 
 def responses_of(folder: Path, context: int, together: bool = True) -> Rows:
     """The generate stage's responses packed into rows of `context` tokens; the same rows for the same arguments and responses."""
-    return response_rows(
-        [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)], context, together
-    )
+    pairs = [(row["prompt_ids"], row["response_ids"]) for row in read_responses(folder)]
+    return response_rows(pairs, context, together)
 
 
 def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -> dict[str, Any]:
@@ -75,9 +74,8 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     """
     device = processes.device()
     draft = load_model(inputs.drafter).to(device)
-    target = (
-        load_target(inputs.target, inputs.inference, device) if inputs.inference.source == "torch" else None
-    )
+    in_torch = inputs.inference.source == "torch"
+    target = load_target(inputs.target, inputs.inference, device) if in_torch else None
     packing = packing_of(_named(target=target, drafter=draft))
     rows = responses_of(inputs.responses, options.context, packing.together)
     counts = store_targets(

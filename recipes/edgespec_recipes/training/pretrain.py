@@ -26,17 +26,12 @@ from edgespec_recipes.training.trainer import Batch, finish, train
 
 def next_token_losses(model: Any, batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
     """Mean cross-entropy of token t + 1 given the tokens up to t, over rows [B, T] without padding; a loss of trainer.train."""
-    rows = [
-        {"input_ids": batch["input_ids"], "compared": _all_but_last(batch["input_ids"])} for batch in batches
-    ]
+    rows = []
+    for batch in batches:
+        compared = torch.ones_like(batch["input_ids"], dtype=torch.bool)
+        compared[:, -1] = False  # its next token is in no row
+        rows.append({"input_ids": batch["input_ids"], "compared": compared})
     return label_losses(model, rows, lambda row: {"input_ids": row["input_ids"]})
-
-
-def _all_but_last(ids: torch.Tensor) -> torch.Tensor:
-    """bool [B, T]: the positions whose next token is in the row."""
-    compared = torch.ones_like(ids, dtype=torch.bool)
-    compared[:, -1] = False
-    return compared
 
 
 def pretrain(
