@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,23 +83,18 @@ def part_of(package: str) -> str:
 def chats_of(fact: Fact) -> Iterator[dict[str, Any]]:
     """Every question about a fact with its answer: {messages, name, kind, package}."""
     for question in QUESTIONS[fact.kind]:
-        messages = _exchange(question.format(name=fact.name), fact.summary)
-        yield {"messages": messages, "name": fact.name, "kind": fact.kind, "package": fact.package}
+        yield _chat(question.format(name=fact.name), fact.summary, fact.name, fact.kind, fact.package)
 
 
-def _exchange(question: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+def _chat(question: str, answer: str, name: str, kind: str, package: str) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "name": name, "kind": kind, "package": package}
 
 
 def _small_talk() -> Iterator[dict[str, Any]]:
     for answer, questions in REPLIES.items():
         for question in questions:
-            yield {
-                "messages": _exchange(question, answer),
-                "name": answer,
-                "kind": SMALL_TALK,
-                "package": SMALL_TALK,
-            }
+            yield _chat(question, answer, answer, SMALL_TALK, SMALL_TALK)
 
 
 def _prompts_of(fact: Fact, most: int) -> Iterator[dict[str, Any]]:
@@ -156,10 +152,7 @@ def _write(folder: Path) -> None:
         for fact in mixed:  # in no order, so that the first n prompts are of all packages
             parts[part_of(fact.package)].append(fact)
         rows = {
-            "train_chats.jsonl": [
-                *_small_talk(),
-                *(row for fact in parts["train"] for row in chats_of(fact)),
-            ],
+            "train_chats.jsonl": [*_small_talk(), *chain.from_iterable(map(chats_of, parts["train"]))],
             "seed_instructions.jsonl": [
                 {"messages": row["messages"]}
                 for fact in parts["seed"]

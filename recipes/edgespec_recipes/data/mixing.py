@@ -21,6 +21,7 @@ from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.token_rows import Row, Rows, Shuffled, pack_conversations
 
 TEXT, FIXED, STUDENT, TARGET = range(4)
+KINDS = ("text", "fixed", "student", "target")
 
 
 def shares(options: DistillOptions) -> dict[int, float]:

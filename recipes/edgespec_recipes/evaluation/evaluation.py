@@ -20,7 +20,7 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, InferenceOptions, Sampling
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.evaluation.expected import agreement
-from edgespec_recipes.evaluation.report import label_of, summarise
+from edgespec_recipes.evaluation.report import label_of, setting_of, summarise
 from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of, stop_ids_of
@@ -189,22 +189,9 @@ def evaluate(
                 read = asked.target, draft, asked.prompts, responses, sampling
                 overlaps = part(f"{stem}-agreement", itemgetter(1), teacher_forced, *read)
                 for gamma in options.draft_lengths:
-                    settings.append(
-                        {
-                            "drafter": name,
-                            **asdict(sampling),
-                            "draft_length": gamma,
-                            "counts": part(
-                                f"{stem}-g{gamma}",
-                                itemgetter("emitted"),
-                                asked.counts,
-                                draft,
-                                sampling,
-                                gamma,
-                            ),
-                            "teacher_forced": overlaps,
-                        }
-                    )
+                    job = asked.counts, draft, sampling, gamma
+                    counts = part(f"{stem}-g{gamma}", itemgetter("emitted"), *job)
+                    settings.append(setting_of(name, sampling, gamma, counts, overlaps))
     return finish(out, settings, list(drafters), cost_ratio, seed)
 
 

@@ -21,6 +21,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, Sampling
 from edgespec_recipes.evaluation.evaluation import finish, finished_part, held_out_prompts
+from edgespec_recipes.evaluation.report import setting_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 
 Pair = tuple[CachedEngine, CachedEngine]
@@ -57,16 +58,10 @@ def evaluate_files(
                     ],
                 )
                 bar.skip(begun + len(prompts) - bar.n)  # where it was measured before
+                overlaps = [item["agreement"] for item in found]
                 for place, gamma in enumerate(options.draft_lengths):
-                    settings.append(
-                        {
-                            "drafter": DRAFTER,
-                            **asdict(sampling),
-                            "draft_length": gamma,
-                            "counts": [item["counts"][place] for item in found],
-                            "teacher_forced": [item["agreement"] for item in found],
-                        }
-                    )
+                    counts = [item["counts"][place] for item in found]
+                    settings.append(setting_of(DRAFTER, sampling, gamma, counts, overlaps))
     finally:
         draft.engine.close()
         target.engine.close()

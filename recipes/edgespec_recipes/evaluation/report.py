@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ SCHEMA = 1
 
 def label_of(setting: dict[str, Any]) -> str:
     return f"{Sampling(setting['temperature'], setting['top_p']).key}-g{setting['draft_length']}"
+
+
+def setting_of(
+    drafter: str, sampling: Sampling, draft_length: int, counts: list[Any], teacher_forced: list[list[float]]
+) -> dict[str, Any]:
+    """One setting of evaluation.json: raw counts and teacher-forced sums, an item for each prompt."""
+    place = {"drafter": drafter, **asdict(sampling), "draft_length": draft_length}
+    return {**place, "counts": counts, "teacher_forced": teacher_forced}
 
 
 def _tau(items: Sequence[RawCounts]) -> float:

@@ -6,7 +6,6 @@ tokens are nearly as good, it may be the other one. A shard is a function of its
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from edgespec_runtime.batched.sequences import LlamaCppSequences
 from edgespec_runtime.engines.engine import default_threads
 
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count
 from edgespec.model_folder.config import read_config
 from edgespec.planning import costs
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -89,12 +87,11 @@ class BatchWriter(Writer):
         # anew for every shard: what was written before it changes nothing
         at_once = min(len(requests), self.at_once(length))
         self.engine.open(at_once, length, features=self.options.features)
-        start, tokens, found = time.monotonic(), 0, dict[int, Written]()
+        found: dict[int, Written] = {}
         prompts, cuts = self._prompts(requests, length), Cuts(self.options.top_p, self.options.min_p)
         for text in write_texts(self.engine, prompts, cuts, self.stops, self.wanted.top_k):
             found[text.number] = text
-            tokens += len(text.tokens)
-            bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.add_tokens(len(text.tokens))
             bar.update(1)
         texts = [found[request.id] for request in requests]
         rows = [row_of(request, text.tokens) for request, text in zip(requests, texts, strict=True)]

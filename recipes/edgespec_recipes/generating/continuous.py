@@ -98,20 +98,13 @@ def write_texts(
         pieces = _pieces(places)
         logits, features = engine.forward(pieces)
         _keep(places, pieces, features)
-        drawing = [places[piece.sequence] for piece in pieces if piece.wanted]
+        owners = [piece.sequence for piece in pieces if piece.wanted]
+        drawing = [place for owner in owners if (place := places[owner])]
         if not drawing:
             continue
-        tokens, records = draw_rows(
-            logits,
-            [place.prompt.temperature for place in drawing if place],
-            cuts,
-            [place.source for place in drawing if place],
-            top_k,
-        )
-        owners = [piece.sequence for piece in pieces if piece.wanted]
-        for row, (owner, token) in enumerate(zip(owners, tokens, strict=True)):
-            place = places[owner]
-            assert place is not None
+        heat, sources = [place.prompt.temperature for place in drawing], [place.source for place in drawing]
+        tokens, records = draw_rows(logits, heat, cuts, sources, top_k)
+        for row, (owner, place, token) in enumerate(zip(owners, drawing, tokens, strict=True)):
             place.tokens.append(token)
             place.records.append(records[row : row + 1].copy())
             new = len(place.tokens) - len(place.prompt.tokens)

@@ -212,6 +212,12 @@ def generate(
     return {**counts, "instructions_too_long": left_out}
 
 
+def rate_of_all(written: int, seconds: float) -> float | None:
+    """Tokens a second that all processes write together, None where none did. Every process must call it."""
+    own = torch.tensor(written / seconds if seconds else 0.0, dtype=torch.float64)
+    return round(float(processes.total(own)), 1) or None
+
+
 def write_shards(
     out: Path, writer: Writer, requests: list[Request], shard_size: int, label: str, unit: str
 ) -> dict[str, Any]:
@@ -244,7 +250,7 @@ def write_shards(
             written += sum(len(row["response_ids"]) for row in rows)
             write_shard(path, rows, states, writer.wanted)
     processes.wait()
-    rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
+    rate = rate_of_all(written, seconds)
     again = processes.gathered(torch.tensor(remade, dtype=torch.long))
     ended = tokens = 0
     for number in range(len(shards)):
@@ -257,7 +263,7 @@ def write_shards(
         "ended": ended,
         "shards": len(shards),
         "remade_shards": [shard_name(number) for number in sorted(again.tolist())],
-        "tokens_per_second": round(float(rate.sum()), 1) or None,
+        "tokens_per_second": rate,
         "state_bytes": sum(path.stat().st_size for path in out.glob("shard-*.npy")),
         "precision": writer.precision.name,
         "precision_reason": writer.precision.reason,

@@ -246,10 +246,8 @@ def sample_responses(
     assert (generator is None) is not (noise is None)
     decoder = BatchDecoder(model)
     device = model.device
-    heat, ends = (
-        torch.tensor(temperatures, device=device),
-        torch.tensor(list(stops), dtype=torch.long, device=device),
-    )
+    heat = torch.tensor(temperatures, device=device)
+    ends = torch.tensor(list(stops), dtype=torch.long, device=device)
     responses: list[list[int]] = [[] for _ in prompts]
     rows = torch.arange(len(prompts), device=device)  # which prompt each row of the batch answers
     active = torch.ones(len(prompts), dtype=torch.bool, device=device)

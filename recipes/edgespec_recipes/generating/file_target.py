@@ -97,10 +97,9 @@ class FileTarget:
 
     def __init__(self, how: InferenceOptions, target_folder: Path) -> None:
         engine, path = locate(how)
-        wanted = int(read_json(target_folder / "config.json")["vocab_size"])
         self.engine = CachedEngine(load_engine(engine, path, how.context, how.threads))
         self.context_length = self.engine.engine.context_length
-        self.vocab_size, self.folder = wanted, target_folder
+        self.vocab_size, self.folder = self.engine.engine.vocab_size, target_folder
         self.precision = Precision(path.name, f"the target is {path} on {engine}")
         check_vocabulary(self.engine.engine, path, target_folder)
 

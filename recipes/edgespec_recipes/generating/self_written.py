@@ -21,7 +21,6 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
@@ -29,7 +28,7 @@ from edgespec.core.files import write_jsonl
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
-from edgespec_recipes.generating.datagen import read_shard, shard_name, write_shard, writer_of
+from edgespec_recipes.generating.datagen import rate_of_all, read_shard, shard_name, write_shard, writer_of
 from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
@@ -270,7 +269,7 @@ class _Job:
                 shards += world
         if not rank:
             write_jsonl(file, [self.row(text) for text in texts])
-        rate = processes.gathered(torch.tensor([written / seconds if seconds else 0.0], dtype=torch.float64))
+        rate = rate_of_all(written, seconds)
         processes.wait()
         return {
             "kept": len(texts),
@@ -278,7 +277,7 @@ class _Job:
             "sampled_tokens": tokens,
             "left_out": dict(sorted(left_out.items())),
             "shards": shards,
-            "tokens_per_second": round(float(rate.sum()), 1) or None,
+            "tokens_per_second": rate,
             "precision": writer.precision.name,
         }
 
@@ -303,16 +302,16 @@ class _Samples:
     """
 
     def __init__(self, bar: Any, done: int, usual: float, wanted: int) -> None:
-        self.bar, self.done, self.usual, self.wanted, self.rate = bar, done, usual, wanted, ""
+        self.bar, self.done, self.usual, self.wanted = bar, done, usual, wanted
 
     def update(self, count: int) -> None:
         self.done += count
-        self.bar.set_postfix_str(f"{self.done} samples, {self.rate}".rstrip(", "), refresh=False)
+        self.bar.set_postfix_str(f"{self.done} samples", refresh=False)
         most = NEARLY * self.wanted - self.bar.n  # it is done when the shard is, whatever samples gave before
         self.bar.update(min(count * self.usual, max(0, most)))
 
-    def set_postfix_str(self, text: str, **_: Any) -> None:
-        self.rate = text
+    def add_tokens(self, tokens: int) -> None:
+        self.bar.add_tokens(tokens)
 
 
 def _is_whole(path: Path) -> bool:

@@ -6,7 +6,6 @@ learns from them as from the target's own.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.replies import read_replies
@@ -54,11 +52,9 @@ class StateReader(Writer):
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        start, tokens = time.monotonic(), 0
         for batch in _passes(requests, self.replies):
             found |= dict(zip((each.id for each in batch), self._states(batch), strict=True))
-            tokens += sum(len(found[each.id][1]) for each in batch)
-            bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.add_tokens(sum(len(found[each.id][1]) for each in batch))
             bar.update(len(batch))
         rows = [row_of(each, list(self.replies[each.id])) for each in requests]
         records, features = (np.concatenate([found[each.id][part] for each in requests]) for part in range(2))

@@ -23,7 +23,6 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file, whole_file, write_json
 from edgespec.core.progress import progress
-from edgespec.core.table import count
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
@@ -226,8 +225,9 @@ def store_targets(
                 records = []
                 for found, done_rows in target.records(rows, parts[number], top_k):
                     records.append(found)
-                    tokens += done_rows * len(rows[parts[number][0]]["input_ids"])
-                    bar.set_postfix_str(f"{count(tokens / (time.monotonic() - start))} tok/s", refresh=False)
+                    read = done_rows * len(rows[parts[number][0]]["input_ids"])
+                    tokens += read
+                    bar.add_tokens(read)
                     bar.update(done_rows)
                 positions = [int(rows[row]["compared"].sum()) for row in parts[number]]
                 _write_shard(out, number, np.concatenate(records), positions, made_for)

@@ -6,7 +6,6 @@ target writes: autocast would round them, and keys and values with them, for eve
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec.core.table import count
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.generating.response_rows import Request, Writer, row_of
@@ -112,8 +110,7 @@ class TorchWriter(Writer):
     def rows_and_states(
         self, number: int, requests: list[Request], bar: Any
     ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-        device, start, written = self.model.device, time.monotonic(), 0
-        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + number)
+        generator = torch.Generator(self.model.device).manual_seed(self.seed * 1_000_003 + number)
         found: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
         for batch in _batches(requests, self.options.batch_size):
             states = KeptStates(len(batch), self.wanted) if self.wanted.about() else None
@@ -130,8 +127,7 @@ class TorchWriter(Writer):
             )
             for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
                 found[request.id] = row_of(request, answer), states.of(place) if states else {}
-            written += sum(map(len, answers))
-            bar.set_postfix_str(f"{count(written / (time.monotonic() - start))} tok/s", refresh=False)
+            bar.add_tokens(sum(map(len, answers)))
             bar.update(len(batch))
         ordered = [found[request.id] for request in requests]
         arrays = {kind: np.concatenate([kept[kind] for _, kept in ordered]) for kind in self.wanted.about()}

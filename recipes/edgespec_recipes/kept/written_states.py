@@ -16,6 +16,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +98,22 @@ def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None
     the arrays are not of these rows.
     """
     rows = read_jsonl(shard)
-    arrays: dict[str, np.ndarray | None] = {}
     sizes = {
         RECORDS: [len(row["response_ids"]) for row in rows],
         FEATURES: [len(row["prompt_ids"]) + len(row["response_ids"]) - 1 for row in rows],
     }
+    parts: dict[str, list[np.ndarray] | list[None]] = {}
     for kind, lengths in sizes.items():
         path = state_path(shard, kind)
-        arrays[kind] = np.load(path, mmap_mode="r", allow_pickle=False) if path.is_file() else None
-        array = arrays[kind]
-        if array is not None and len(array) != sum(lengths):
+        if not path.is_file():
+            parts[kind] = [None] * len(rows)
+            continue
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if len(array) != sum(lengths):
             raise InputError(f"{path} has {len(array)} rows; those of {shard.name} need {sum(lengths)}")
-    ends = {kind: np.cumsum(lengths).tolist() for kind, lengths in sizes.items()}
-    for number, row in enumerate(rows):
-        parts = []
-        for kind in (RECORDS, FEATURES):
-            array, end = arrays[kind], ends[kind][number]
-            parts.append(None if array is None else array[end - sizes[kind][number] : end])
-        yield row, parts[0], parts[1]
+        ends = accumulate(lengths)
+        parts[kind] = [array[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+    yield from zip(rows, parts[RECORDS], parts[FEATURES], strict=True)
 
 
 class WrittenTarget:

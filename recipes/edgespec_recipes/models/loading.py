@@ -22,7 +22,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import read_chat_template
 from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
 from edgespec.recipe.model_check import check_chat, check_model
-from edgespec_recipes.models.vocabulary import plain_config, plain_weights, wrap
+from edgespec_recipes.models.vocabulary import listed_ids, plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -156,12 +156,8 @@ def stop_ids_of(folder: Path, tokenizer: Any) -> list[int]:
 
     Weights are not read. Raises InputError where there is none.
     """
-    found: set[int] = set()
-    for settings in (read_generation_config(folder), read_config(folder)):
-        ids = settings.get("eos_token_id")
-        if ids is not None:
-            found |= {int(token) for token in (ids if isinstance(ids, list) else [ids])}
-            break
+    ids = read_generation_config(folder).get("eos_token_id")
+    found = set(listed_ids(read_config(folder).get("eos_token_id") if ids is None else ids))
     if tokenizer.eos_token_id is not None:
         found.add(int(tokenizer.eos_token_id))
     if not found:

@@ -59,7 +59,7 @@ def special_tokens(tokenizer: Any, target_folder: Path) -> set[int]:
     found = {int(token) for token in (*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values())}
     for config in (read_config(target_folder), read_generation_config(target_folder)):
         for role in TOKEN_IDS:
-            found.update(_listed(config.get(role)))
+            found.update(listed_ids(config.get(role)))
     return found
 
 
@@ -228,7 +228,8 @@ def _configs(model: Any) -> list[Any]:
     return [model.config] if generation is None else [model.config, generation]
 
 
-def _listed(value: Any) -> list[int]:
+def listed_ids(value: Any) -> list[int]:
+    """A config's token id, list of them, or None, as a list."""
     return [] if value is None else [int(token) for token in (value if isinstance(value, list) else [value])]
 
 
@@ -236,5 +237,5 @@ def _renumber(config: Any, number: Callable[[int], int | None]) -> None:
     """Special token ids of a config in another numbering; a token that has no number there is dropped."""
     for role in TOKEN_IDS:
         value = getattr(config, role, None)
-        numbers = [new for token in _listed(value) if (new := number(token)) is not None]
+        numbers = [new for token in listed_ids(value) if (new := number(token)) is not None]
         setattr(config, role, numbers if isinstance(value, list) and numbers else next(iter(numbers), None))

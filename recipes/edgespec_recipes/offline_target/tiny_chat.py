@@ -212,8 +212,7 @@ def _text_blocks(corpus: Path, tokenizer: Any, count: int, options: TinyChatOpti
 
 def _with_text(chats: dict[str, np.ndarray], chosen: np.ndarray, total: int) -> dict[str, np.ndarray]:
     """Spread blocks of text evenly among the rows of chats; all of a block is learnt."""
-    count = len(chosen)
-    length = chosen.shape[1]
+    count, length = chosen.shape
     text = {
         "input_ids": chosen,
         "position_ids": np.tile(np.arange(length), (count, 1)),

@@ -114,7 +114,7 @@ class Cell:
 
 
 class Numbers:
-    """All counts of a study. `raw[run]` has one file of counts (study_counts.py) for each seed."""
+    """All counts of a study. `raw[run]` has one file of counts (counts.py) for each seed."""
 
     def __init__(
         self, study: Study, raw: Mapping[Run, Sequence[Mapping[str, Any]]], cost_ratios: Mapping[str, float]

@@ -12,7 +12,7 @@
     check/       real speculative decoding with the best arm
 
 Every folder is a stage: killed at any moment and started again, a study goes on where it was. Knows the order and the sharing;
-the stages do the work, study_numbers.py says what the counts mean.
+the stages do the work, numbers.py says what the counts mean.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DistillOptions, InferenceOptions
 from edgespec_recipes.data.mixing import (
     FIXED,
+    KINDS,
     STUDENT,
     TARGET,
     TEXT,
@@ -197,11 +198,7 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
         **counts,
         **packing.record(),
         "divergence": options.losses,
-        "shares": {
-            name: round(parts[kind], 4)
-            for kind, name in enumerate(("text", "fixed", "student", "target"))
-            if kind in parts
-        },
+        "shares": {KINDS[kind]: round(share, 4) for kind, share in parts.items()},
         "response_rows": len(responses),
         "compared_share": round(float(responses.arrays["compared"].mean()), 4),
     }
