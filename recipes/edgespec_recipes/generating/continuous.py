@@ -8,25 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
-from edgespec_runtime.batched.sequences import PASS_TOKENS, Piece
+from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences, Piece
 from edgespec_runtime.rules.sampling import Uniforms
 
 from edgespec_recipes.generating.batch_sampling import Cuts, draw_rows
-
-
-class Sequences(Protocol):
-    """What is needed of an engine: see `batched.sequences.LlamaCppSequences`."""
-
-    lengths: list[int]
-
-    def forward(self, pieces: Sequence[Piece]) -> tuple[Any, Any]: ...
-
-    def cut(self, sequence: int, length: int) -> int: ...
-
-    def move(self, source: int, sequence: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +57,7 @@ class _Place:
 
 
 def write_texts(
-    engine: Sequences, prompts: Iterable[Prompt], cuts: Cuts, stops: Sequence[int], top_k: int = 0
+    engine: LlamaCppSequences, prompts: Iterable[Prompt], cuts: Cuts, stops: Sequence[int], top_k: int = 0
 ) -> Iterator[Written]:
     """Continue every prompt until a stop token or its `most` tokens, in the order in which the texts end.
 
@@ -113,7 +100,7 @@ def write_texts(
                 yield _written(place, records[:0], features[:0])
 
 
-def _begun(engine: Sequences, number: int, prompt: Prompt, before: _Place | None) -> _Place:
+def _begun(engine: LlamaCppSequences, number: int, prompt: Prompt, before: _Place | None) -> _Place:
     """A text at its beginning; of the one before it in this place, the engine keeps what both begin with."""
     place = _Place(prompt, list(prompt.tokens), Uniforms(prompt.seed))
     shared = 0
@@ -127,7 +114,7 @@ def _begun(engine: Sequences, number: int, prompt: Prompt, before: _Place | None
     return place
 
 
-def _close_up(engine: Sequences, places: list[_Place | None]) -> None:
+def _close_up(engine: LlamaCppSequences, places: list[_Place | None]) -> None:
     """Move texts from the end into free places: an engine takes sequences with a gap between them in several passes."""
     last = len(places) - 1
     for number in range(len(places)):

@@ -71,15 +71,14 @@ def start_head(
     )
     weights = {name: value.float() for name, value in target.state_dict().items()}
     first = shape.layers - layers
-    given = {f"layers.{number}.": f"model.layers.{first + number}." for number in range(layers)}
-    for name, value in head.state_dict().items():
-        found = _from_target(name, weights, given)
-        if found is not None and found.shape != value.shape:
-            raise InputError(
-                f"{name} of the head is {list(value.shape)} and the target's is {list(found.shape)}"
-            )
-        if found is not None:
-            value.copy_(torch.zeros_like(found) if name.endswith(WRITES) else found)
+    for number, layer in enumerate(head.layers):
+        for name, value in layer.state_dict().items():
+            found = _of_layer(weights, f"model.layers.{first + number}.", name)
+            if found.shape != value.shape:
+                raise InputError(
+                    f"layers.{number}.{name} of the head is {list(value.shape)} and the target's is {list(found.shape)}"
+                )
+            value.copy_(torch.zeros_like(found) if name in WRITES else found)
     head.norm.weight.data.copy_(weights["model.norm.weight"])
     head.lm_head.weight.data.copy_(target.get_output_embeddings().weight.detach().float()[head.lm_head.ids])
     embedding = target.get_input_embeddings().weight.detach().float()
@@ -122,18 +121,11 @@ def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor
     return found
 
 
-_PARTS = ("self_attn", "mlp")
-
-
-def _from_target(name: str, weights: dict[str, Tensor], given: dict[str, str]) -> Tensor | None:
-    """The target's tensor of the same layer and name, if the head's is one of a layer."""
-    for own, theirs in given.items():
-        if name.startswith(own):
-            rest = name.removeprefix(own)
-            for place in ("", *(f"{part}." for part in _PARTS)):
-                if f"{theirs}{place}{rest}" in weights:
-                    return weights[f"{theirs}{place}{rest}"]
-            raise InputError(
-                f"a head starts from layers of Llama's form, and the target has no {theirs}*{rest}; give drafter.kind model"
-            )
-    return None
+def _of_layer(weights: dict[str, Tensor], layer: str, name: str) -> Tensor:
+    """The target's tensor of that name in one of its layers."""
+    for part in ("", "self_attn.", "mlp."):
+        if f"{layer}{part}{name}" in weights:
+            return weights[f"{layer}{part}{name}"]
+    raise InputError(
+        f"a head starts from layers of Llama's form, and the target has no {layer}*{name}; give drafter.kind model"
+    )
