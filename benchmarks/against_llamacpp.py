@@ -103,7 +103,7 @@ def native_loop(file: Path, context: int, threads: int, new: int, flash_attentio
     params.n_gpu_layers = 0
     model = lib.llama_model_load_from_file(str(file).encode(), params)
     context_params = lib.llama_context_default_params()
-    context_params.n_ctx, context_params.n_batch, context_params.n_ubatch = context, 256, 256
+    context_params.n_ctx, context_params.n_batch, context_params.n_ubatch = context, context, 256
     context_params.n_threads = context_params.n_threads_batch = threads
     context_params.flash_attn_type = int(flash_attention)
     context_params.no_perf = True

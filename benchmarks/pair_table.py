@@ -3,7 +3,8 @@
     python benchmarks/pair_table.py BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
                                     [--new 128] [--draft-lengths 1,2] [--transformers FOLDER] [--json FILE.json]
 
-    edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q8_0,q4_k_m --out build/all     # such a bundle
+    edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4 --out build/all   # its GGUF is FILE.gguf
+    edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf   # others of the same weights
 
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
@@ -17,7 +18,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from against_llamacpp import Run, Timer, native_loop, ours, python_binding
@@ -27,7 +30,7 @@ from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
 
-from edgespec.core.files import write_json
+from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import read_manifest
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.output import note
@@ -39,6 +42,15 @@ TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
 
 Rates = dict[str, list[float]]  # by rival, one for each question
+
+
+@dataclass(frozen=True)
+class Measured:
+    """By rival: tokens a second at each question; τ; α by position, of fixed drafts."""
+
+    rates: Rates
+    taus: dict[str, float]
+    alphas: dict[str, list[float]]
 
 
 def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
@@ -92,8 +104,8 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
 
 def answered(
     rivals: dict[str, Run], prompts: Sequence[Sequence[int]], temperature: float, label: str
-) -> tuple[Rates, dict[str, RawCounts]]:
-    """Tokens a second of every rival at every prompt, and the raw counts of those that have some."""
+) -> Measured:
+    """Every rival at every prompt."""
     rates: Rates = {name: [] for name in rivals}
     counts: dict[str, RawCounts] = defaultdict(RawCounts)
     for run in rivals.values():
@@ -106,7 +118,14 @@ def answered(
                 if counted is not None:
                     counts[name].add(counted)
             bar.update(1)
-    return rates, counts
+    drafted = {name: each for name, each in counts.items() if each.drafted}
+    taus = {name: each.block_efficiency for name, each in drafted.items()}
+    alphas = {
+        name: [stayed / seen for stayed, seen in zip(each.accepted, each.tested, strict=True)]
+        for name, each in drafted.items()
+        if name != CHOSEN
+    }
+    return Measured(rates, taus, alphas)
 
 
 def against(rates: Rates, name: str, of: Sequence[int]) -> str:
@@ -114,20 +133,30 @@ def against(rates: Rates, name: str, of: Sequence[int]) -> str:
     return interval(*bootstrap([rates[name][each] / rates[PLAIN][each] for each in of], median))
 
 
-def rows_of(
-    file: str, temperature: float, rates: Rates, counts: dict[str, RawCounts]
-) -> list[tuple[str, ...]]:
-    everywhere = range(len(rates[PLAIN]))
+def rows_of(file: str, temperature: str, found: Measured) -> list[tuple[str, ...]]:
+    everywhere = range(len(found.rates[PLAIN]))
     rows = []
-    for name, found in rates.items():
-        gain = "1" if name == PLAIN else against(rates, name, everywhere)
-        tau, alpha = "", ""
-        if counts[name].drafted:
-            tau = f"{counts[name].block_efficiency:.2f}"
-            kept = zip(counts[name].accepted, counts[name].tested, strict=True)
-            alpha = " ".join(f"{stayed / seen:.2f}" for stayed, seen in kept) if name != CHOSEN else ""
-        rows.append((file, f"{temperature:g}", name, f"{median(found):.1f}", gain, tau, alpha))
+    for name, rates in found.rates.items():
+        gain = "1" if name == PLAIN else against(found.rates, name, everywhere)
+        tau = f"{found.taus[name]:.2f}" if name in found.taus else ""
+        alpha = " ".join(f"{each:.2f}" for each in found.alphas.get(name, ()))
+        rows.append((file, temperature, name, f"{median(rates):.1f}", gain, tau, alpha))
     return rows
+
+
+class Kept:
+    """What was measured so far, in a JSON file where one is named; a run that was cut off goes on from it."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._found = read_json(file) if file is not None and file.exists() else {}
+
+    def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
+        if key not in self._found:
+            self._found[key] = asdict(measure())
+            if self._file is not None:
+                write_json(self._file, self._found)
+        return Measured(**self._found[key])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -143,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
     given = parser.parse_args(arguments)
     questions = in_turn(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
@@ -151,32 +180,29 @@ def main(arguments: list[str] | None = None) -> int:
     target = read_manifest(given.bundle).target
     files = [word for word in given.files.split(",") if word]
     files = files or [f"{engine}:{precision}" for engine, each in target.files.items() for precision in each]
-    rows, by_kind, report = [], [], {}
+    of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
+    rows, by_kind, kept = [], [], Kept(given.json)
     for file in files:
         engine, precision = file.split(":")
-        pair = open_pair(
-            given.bundle, LoadOptions(engine, precision, context=given.context, threads=given.threads)
-        )
+        options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
+        pair = open_pair(given.bundle, options)
         prompts = [pair.tokenizer.encode_chat(chat_of(question)) for question in questions]
         rivals = rivals_of(pair, given)
-        for temperature in map(float, given.temperatures.split(",")):
-            rates, counts = answered(rivals, prompts, temperature, f"{file}, T = {temperature:g}")
-            rows += rows_of(f"{file} {pair.mode}", temperature, rates, counts)
-            of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
-            by_kind.append((file, f"{temperature:g}", *(against(rates, CHOSEN, of[kind]) for kind in kinds)))
-            report[f"{file} T={temperature:g}"] = rates
+        for word in given.temperatures.split(","):
+            label = f"{file}, T = {word}"
+            found = kept.get(label, partial(answered, rivals, prompts, float(word), label))
+            rows += rows_of(f"{file} {pair.mode}", word, found)
+            by_kind.append((file, word, *(against(found.rates, CHOSEN, of[kind]) for kind in kinds)))
         pair.close()
     if given.transformers:
         rivals = {
             PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
             TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
         }
-        for temperature in map(float, given.temperatures.split(",")):
-            rates, counts = answered(rivals, prompts, temperature, f"{TORCH}, T = {temperature:g}")
-            rows += rows_of(f"{TORCH} float32", temperature, rates, counts)
-            report[f"{TORCH} T={temperature:g}"] = rates
-    if given.json:
-        write_json(given.json, report)
+        for word in given.temperatures.split(","):
+            label = f"{TORCH}, T = {word}"
+            found = kept.get(label, partial(answered, rivals, prompts, float(word), label))
+            rows += rows_of(f"{TORCH} float32", word, found)
     print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
     print(table(("file", "T", "rival", "tok/s", "x plain", "τ", "α by position"), rows, left=3))
     print(table(("γ chosen, x plain", "T", *kinds), by_kind))
