@@ -46,10 +46,10 @@ class Files:
     ) -> list[ExportedFile]:
         """bits, gguf_bits: budgets of mixed files. ort: kinds of ort_quantizers.py."""
         for name in PRECISIONS["onnx"]:
-            if name not in MIXED:
+            if name not in MIXED.values():
                 self._make(ONNXRUNTIME, name, lambda path, name=name: export_onnx(self.model, path, name))
         for name in PRECISIONS["gguf"]:
-            if name not in MIXED:
+            if name not in MIXED.values():
                 self._make(LLAMACPP, name, lambda path, name=name: export_gguf(self.model, path, name))
         for budget in bits:
             self._make(ONNXRUNTIME, f"mixed {budget:g}", lambda path, b=budget: self._mixed(b, "onnx", path))

@@ -217,11 +217,22 @@ def row_of(line: Line, lines: Sequence[Line], parameters: int) -> list[str]:
     return cells
 
 
-def plot(file: Path, lines: Sequence[Line], title: str) -> None:
-    """Size against the share of kept argmaxes; a file's fast mode is a hollow mark."""
+PLOTTED = 12  # bits: a wider file keeps all there is to keep
+
+
+def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None:
+    """Size against the share of kept argmaxes, in fast mode where a file has one."""
     from edgespec.core.pictures import bars, new_figure, save, tidy
 
-    figure = new_figure(8, 4.6)
+    fast = {line.path for line in lines if line.mode == "fast"}
+    shown = [
+        line
+        for line in lines
+        if line.answers
+        and 8 * line.bytes < PLOTTED * parameters
+        and (line.mode != "exact" or line.path not in fast)
+    ]
+    figure = new_figure(8.5, 5)
     axes = figure.subplots()
     axes.set_title(title, fontsize=11)
     for bound, word in ((SAME, "same answers"), (CLOSE, "close")):
@@ -230,38 +241,19 @@ def plot(file: Path, lines: Sequence[Line], title: str) -> None:
             word, (1.0, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
         )
     for engine, colour in COLOURS.items():
-        for fast in (False, True):
-            own = [
-                line
-                for line in lines
-                if line.engine == engine and (line.mode == "fast") == fast and line.answers
-            ]
-            if not own:
-                continue
-            values, lengths = bars([line.answers.top1 for line in own if line.answers])
-            axes.errorbar(
-                [line.bytes / 1e6 for line in own], values, yerr=lengths, fmt="o", color=colour, capsize=2, markersize=5,
-                markerfacecolor="white" if fast else colour, elinewidth=0.8, label=engine + (", fast" if fast else ""),
-            )  # fmt: skip
-            for line, value in zip(own, values, strict=True):
-                if not fast:
-                    place = (line.bytes / 1e6, value)
-                    axes.annotate(
-                        line.name, place, xytext=(4, -9), textcoords="offset points", fontsize=7, color=colour
-                    )
-    axes.set_xscale("log")
-    sizes = [line.bytes / 1e6 for line in lines]
-    ticks = [
-        size
-        for size in (10, 20, 50, 70, 100, 140, 200, 300, 500, 1000)
-        if min(sizes) <= size <= max(sizes) * 1.1
-    ]
-    axes.set_xticks(ticks, [str(size) for size in ticks])
-    axes.minorticks_off()
+        own = [line for line in shown if line.engine == engine]
+        values, lengths = bars([line.answers.top1 for line in own if line.answers])
+        sizes = [line.bytes / 1e6 for line in own]
+        look = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "elinewidth": 0.8}
+        axes.errorbar(sizes, values, yerr=lengths, **look, label=engine)
+        for line, size, value, above in zip(own, sizes, values, lengths[1], strict=True):
+            look = {"rotation": 70, "fontsize": 7, "color": colour, "textcoords": "offset points"}
+            axes.annotate(line.name, (size, value + above), xytext=(-2, 3), **look)
+    axes.set_ylim(top=1.02)
     axes.set_xlabel("size of the file, MB")
     axes.set_ylabel("top-1 agreement with the model")
     tidy(axes)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
     save(figure, file)
 
 
@@ -308,8 +300,13 @@ def main() -> int:
     if given.json:
         write_json(given.json, {"model": given.model, "files": [as_json(line) for line in lines]})
     if given.plot:
-        name = given.model if found is None else found.name
-        plot(given.plot, lines, f"{name}: size against agreement, {len(held.replies)} replies")
+        name = model.name if found is None else found.name
+        plot(
+            given.plot,
+            lines,
+            shape.parameters,
+            f"{name}: size against agreement, {len(held.replies)} replies",
+        )
     return 0
 
 
