@@ -74,11 +74,8 @@ def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: 
             data = stream.read(limit + 1)
     except FileNotFoundError as seen:
         raise error(f"{path} is missing") from seen
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as seen:  # RuntimeError: a loop of links; ValueError: odd names
+    except (OSError, RuntimeError, ValueError) as seen:
+        # RuntimeError: a loop of links; ValueError: odd names
         raise error(f"{path} cannot be read: {seen}") from seen
     if len(data) > limit:
         raise error(f"{path} grew beyond {limit} bytes while it was read; try again")

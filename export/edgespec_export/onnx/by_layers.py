@@ -117,9 +117,8 @@ def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: P
     with whole_folder(out_folder) as folder:
         shutil.move(template / DATA, folder / DATA)
         lengthen(graph, layers)
-        for (
-            tensor
-        ) in graph.initializer:  # the last norm, which the graph numbers as a layer behind the others
+        for tensor in graph.initializer:
+            # the last norm, which the graph numbers as a layer behind the others
             if layer_of(tensor.name) == TEMPLATE_LAYERS:
                 tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
         with open(folder / DATA, "ab") as sink:
