@@ -91,8 +91,8 @@ class DrafterOptions:
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
     vocabulary: int | None = knob(
         None,
-        "keep so many of the target's tokens, the most frequent ones; the others get q = 0 (default: all; where the target is "
-        "narrower than 1,024 and has more than 32,768 tokens, what covers 98 % of its text, and at most a quarter)",
+        "keep so many of the target's tokens, the most frequent ones; it never proposes the others (default: all. A target "
+        "with a hidden size below 1,024 and more than 32,768 tokens: those that cover 98 % of its text, a quarter at most)",
         at_least=16,
     )
     init: str = knob(
