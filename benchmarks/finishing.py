@@ -1,11 +1,12 @@
-"""Does another divergence in the last fifth of the steps help a head? The same training with and without, several seeds.
+"""Does another divergence in the last fifth of the steps help a head, and do selected tokens (AdaSPEC)? Several seeds.
 
-    python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--seeds 3] [--steps 300] [--batch-size 4]
+    python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--select 0.4] [--seeds 3] [--steps 300] [--batch-size 4]
 
 TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head. All arms begin with the same first
 guess and read the same rows; a seed is another order. α is the mean of Σ min(p, q) at temperature 1, on rows that no arm has
 learnt, for the first and the second draft token. The table has every run, then each arm's mean difference to forward KL alone.
-A run that is done is not made again.
+An arm of `--select` has forward KL on that share of the tokens, at the same learning rate; AdaSPEC's reference is the head that
+forward KL alone gave with the same seed. A run that is done is not made again.
 """
 
 from __future__ import annotations
@@ -22,16 +23,28 @@ from edgespec.core.files import read_json, read_jsonl, write_json
 from edgespec.core.table import table
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
-ALONE = ""
+ALONE = "fkl alone"
 RESULT = "finishing.json"
 
 
-def alphas(out: Path, given: argparse.Namespace, finish: str, seed: int) -> tuple[float, float]:
-    """α of the first and the second draft token after one training."""
+def folder(given: argparse.Namespace, arm: str, seed: int) -> Path:
+    where: Path = given.out / f"{arm.replace(' ', '-')}-{seed}"
+    return where
+
+
+def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float]:
+    """α of the first and the second draft token after one training.
+
+    `arm`: the divergence of the last fifth, or the share of selected tokens; ALONE is neither.
+    """
+    out = folder(given, arm, seed)
     if not (out / RESULT).is_file():
+        selects = arm in given.select
         options = DistillOptions(
             divergence="fkl",
-            finish=finish,
+            finish="" if selects or arm == ALONE else arm,
+            select_fraction=float(arm) if selects else 1.0,
+            scale_learning_rate=False,
             text_fraction=0.0,
             target_side="stored",
             unrolled_steps=2,
@@ -44,11 +57,16 @@ def alphas(out: Path, given: argparse.Namespace, finish: str, seed: int) -> tupl
             watch_rows=given.watched,
         )
         drafter = DrafterOptions(kind="head", vocabulary=given.vocabulary)
-        distill_head(out, given.target, given.written, drafter, options, seed)
+        reference = folder(given, ALONE, seed) / "model" if selects else None
+        distill_head(out, given.target, given.written, drafter, options, seed, reference)
         rows: list[dict[str, Any]] = [row for row in read_jsonl(out / "log.jsonl") if "alpha" in row]
         write_json(out / RESULT, {"alpha": rows[-1]["alpha"], "alpha_2": rows[-1]["alpha_2"]})
     found = read_json(out / RESULT)
     return found["alpha"], found["alpha_2"]
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
-    parser.add_argument("--finish", default="tvd++,lk")
+    parser.add_argument("--finish", type=names, default="tvd++,lk")
+    parser.add_argument("--select", type=names, default="", help="shares of the tokens")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -66,22 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=Path("build/finishing"))
     given = parser.parse_args(arguments)
-    arms = (ALONE, *given.finish.split(","))
-    found = {
-        (arm, seed): alphas(given.out / f"{arm or 'fkl'}-{seed}", given, arm, seed)
-        for seed in range(given.seeds)
-        for arm in arms
-    }
-    rows = [
-        (arm or "fkl alone", str(seed), *(f"{a:.4f}" for a in each))
-        for (arm, seed), each in sorted(found.items())
-    ]
-    print(table(("last fifth", "seed", "α of the first token", "of the second"), rows, left=2), end="\n\n")
+    arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others
+    found = {(arm, seed): alphas(given, arm, seed) for seed in range(given.seeds) for arm in arms}
+    rows = [(arm, str(seed), *(f"{a:.4f}" for a in each)) for (arm, seed), each in sorted(found.items())]
+    print(
+        table(("last fifth, or share", "seed", "α of the first token", "of the second"), rows, left=2),
+        end="\n\n",
+    )
     for arm in arms[1:]:
         pairs = np.array([np.subtract(found[arm, seed], found[ALONE, seed]) for seed in range(given.seeds)])
         mean, spread = pairs.mean(0), pairs.std(0, ddof=1) if given.seeds > 1 else [float("nan")] * 2
         told = ", ".join(f"{m:+.4f} (standard deviation {s:.4f})" for m, s in zip(mean, spread, strict=True))
-        print(f"{arm} against fkl alone, first and second token: {told}")
+        print(f"{arm} against {ALONE}, first and second token: {told}")
     return 0
 
 

@@ -151,18 +151,28 @@ class Chooser:
     def _options(self, sensitivity: float, group: Group) -> list[Option]:
         """Every kind that fits all matrices of a group."""
         probe, rounding = self.probe, self.rounding
+        known: dict[tuple[str, str], Array] = {}  # errors of the rows, by tensor and kind
+
+        def errors(name: str, kind: str) -> Array:
+            if (name, kind) not in known:
+                every = probe.rows(name)
+                values = rounding.values(probe.matrix(name)[::every], kind, probe.importance.get(name))
+                known[name, kind] = probe.errors(name, values, every)
+            return known[name, kind]
+
         shapes = {name: tuple(probe.weights[name].shape) for name in group.tensors}
         fitting = [set(rounding.kinds(shape)) for shape in shapes.values()]
         found = []
         for kind in rounding.kinds(next(iter(shapes.values()))):
             if not all(kind in kinds for kinds in fitting):
                 continue
-            error = sum(
-                probe.error(name, rounding.values(probe.matrix(name), kind, probe.importance.get(name)))
+            loss = sum(
+                float(errors(name, own)[rows].sum())
                 for name in group.tensors
+                for rows, own in rounding.parts(kind)
             )
             size = sum(rounding.bytes(shape, kind) for shape in shapes.values())
-            found.append(Option(kind, size, sensitivity * error))
+            found.append(Option(kind, size, sensitivity * loss))
         return found
 
     def _fallbacks(self) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class Mixed:
         if subset is not None:
             places = subset.places()
             texts = [Text(places.take(text.tokens).tolist(), text.start) for text in texts]
-        probe = Probe(self.folder, split(texts, self.shape.context_length))
+        probe = Probe(self.folder, split(texts, self.shape.context_length, self.shape.parameters))
         probe.measure_importance()
         return probe
 

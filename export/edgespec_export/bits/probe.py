@@ -24,13 +24,17 @@ from edgespec.core.free_space import free_memory
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
-from edgespec_export.bits.texts import Text, Texts, measured_part
+from edgespec_export.bits.texts import Text, Texts
+from edgespec_export.gguf.to_gguf import Checkpoint
 
 Array = np.ndarray[Any, Any]
 BLOCK = 32  # weights of a block of the probe
 FLOAT = 4  # bytes
 ROWS = 8  # texts of one pass
-COPIES = 1.5  # of the weights in memory: themselves, a rounded group, activations
+COPIES = 1.5  # of the weights in memory: themselves, a rounded group or table, activations
+SAMPLED = (
+    2**20
+)  # weights of a layer's matrix whose error is measured: its rows are alike, and all of a large one take minutes
 # Share of the mean below which no input's importance falls: one that these texts do not use may be used by others.
 LEAST_IMPORTANCE = 0.01
 _LAYER = re.compile(r"(.*\.layers\.(\d+))\.(.+)\.weight")
@@ -72,7 +76,7 @@ class Probe:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **corrected_ids(folder)
         ).eval()
-        self.texts = texts
+        self.texts, self._stored = texts, Checkpoint(folder)
         self.weights = {
             name: value.detach() for name, value in self.model.named_parameters() if value.dim() == 2
         }
@@ -92,14 +96,22 @@ class Probe:
         found: Array = self.weights[name].numpy()
         return found
 
-    def error(self, name: str, rounded: Array) -> float:
-        """Σ E[x²] (w − w')² of one matrix, the rows of a table of tokens by how likely these are."""
-        difference = np.square(rounded - self.matrix(name))
+    def rows(self, name: str) -> int:
+        """Of a matrix every which row its error is measured on; of a table of tokens all, since their rows are unlike."""
+        return 1 if _LAYER.fullmatch(name) is None else max(1, self.weights[name].numel() // SAMPLED)
+
+    def errors(self, name: str, rounded: Array, every: int = 1) -> Array:
+        """Σ E[x²] (w − w')² of each row [N] of a matrix, in a table of tokens times how likely the token is.
+
+        rounded: every so-manieth row; those between count like the one before them.
+        """
+        weight = self.matrix(name)
+        difference = np.square(rounded - weight[::every])
         importance = self.importance.get(name)
         rows = difference.sum(1) if importance is None else difference @ importance
         if self.likely is not None and _LAYER.fullmatch(name) is None and len(rows) == len(self.likely):
             rows = rows * self.likely
-        return float(rows.sum())
+        return np.repeat(rows, every)[: len(weight)]
 
     def measure_importance(self) -> None:
         """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
@@ -135,11 +147,11 @@ class Probe:
     def sensitivities(self) -> dict[str, float]:
         """{group: KL in nats for a unit of error}."""
         found: dict[str, float] = {}
-        texts = measured_part(self.texts.calibration)
+        texts = self.texts.measured
         with self._remembered(texts) as wanted, progress("measure tensors", len(self.groups), "group") as bar:
             for group in self.groups:
                 rounded = {name: probed(self.matrix(name)) for name in group.tensors}
-                error = sum(self.error(name, value) for name, value in rounded.items())
+                error = sum(float(self.errors(name, value).sum()) for name, value in rounded.items())
                 with self._replaced(rounded), self._from_layer(group.layer):
                     seen = list(self._logits(texts))
                 kl = _quality(seen, wanted).kl
@@ -151,8 +163,13 @@ class Probe:
         """Of the model with `rounded` matrices in place of those named, on the held-out texts. The weights are then as before."""
         if self._held_out is None:
             self._held_out = list(self._logits(self.texts.held_out))
-        with self._replaced({name: rounded(name) for name in names}):
+        try:
+            for name in names:
+                self.weights[name].copy_(torch.from_numpy(rounded(name)))
             return _quality(self._logits(self.texts.held_out), self._held_out)
+        finally:  # from the folder: a second copy of all weights would take their memory
+            for name in names:
+                self.weights[name].copy_(torch.from_numpy(np.concatenate(list(self._stored.pieces(name)))))
 
     @contextmanager
     def _replaced(self, rounded: Mapping[str, Array]) -> Iterator[None]:

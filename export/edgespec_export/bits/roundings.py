@@ -33,6 +33,9 @@ class Rounding(Protocol):
     def wanted(self) -> Sequence[str]:
         """Those of a matrix whose rows fit all."""
 
+    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
+        """The rows of each part of a matrix, and the kind that they have."""
+
     def bytes(self, shape: Shape, kind: str) -> int:
         """In the file, tables included."""
 
@@ -65,6 +68,12 @@ class OnnxRounding:
             found += [blocks.split_kind(shape[0] // part) for part in SPLITS if shape[0] >= part]
         return found
 
+    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
+        first = blocks.split_rows(kind)
+        if not first:
+            return [(slice(None), kind)]
+        return [(slice(first), blocks.INT8), (slice(first, None), blocks.OFFSET4)]
+
     def bytes(self, shape: Shape, kind: str) -> int:
         return blocks.bytes_of(shape, kind)
 
@@ -89,6 +98,9 @@ class GgufRounding:
         if shape[1] % K_BLOCK == 0:
             return self.LONG
         return self.SHORT if shape[1] % GGML_QUANT_SIZES[Kind.Q8_0][0] == 0 else ("F16",)
+
+    def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
+        return [(slice(None), kind)]
 
     def bytes(self, shape: Shape, kind: str) -> int:
         return gguf_bytes(shape, Kind[kind])

@@ -13,6 +13,9 @@ LEAST = 256  # positions of either part: the interval of a share of 0.95 is then
 HELD_OUT = 1024  # most positions on which a file is judged: ± 1.3 %
 MEASURED = 256  # positions of one group's measurement, of which there are some hundred
 IMPORTANCE = 4096  # most tokens whose activations are squared and summed
+# Parameters above which fewer positions are read, so that the work stays that of such a model; down to a quarter of them.
+FULL = 2**29
+LEAST_SHARE = 1 / 4
 LONGEST = 192  # tokens of a text: rows are padded to the longest
 
 
@@ -30,9 +33,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Texts:
-    """`calibration` is what tensors are measured on, `held_out` what the outcome is judged on."""
+    """The inputs' importance is of `calibration`; every group of tensors is measured on `measured`, its first texts; `held_out`
+    is what the outcome is judged on."""
 
     calibration: list[Text]
+    measured: list[Text]
     held_out: list[Text]
 
 
@@ -45,8 +50,11 @@ def written_texts(folder: Path) -> list[Text]:
     ]
 
 
-def split(texts: Iterable[Text], context: int) -> Texts:
-    """Every second text is held out, as many as are needed. Raises InputError where there is too little."""
+def split(texts: Iterable[Text], context: int, parameters: int = 0) -> Texts:
+    """Every second text is held out; of both parts as many as a model of so many parameters is measured on.
+
+    Raises InputError where there is too little.
+    """
     longest = min(LONGEST, context)
     short = [Text(text.tokens[:longest], max(1, text.start)) for text in texts]
     usable = [text for text in short if text.positions > 0]
@@ -58,7 +66,12 @@ def split(texts: Iterable[Text], context: int) -> Texts:
             f"given {sum(text.positions for text in usable)} count (a text's first {longest} tokens); give a build "
             "whose target wrote more (--generate.prompts)"
         )
-    return Texts(_first(calibration, IMPORTANCE), _first(held_out, HELD_OUT))
+    share = max(LEAST_SHARE, min(1.0, FULL / max(1, parameters)))
+    return Texts(
+        _first(calibration, int(share * IMPORTANCE)),
+        _first(calibration, int(share * MEASURED)),
+        _first(held_out, int(share * HELD_OUT)),
+    )
 
 
 def _first(texts: Sequence[Text], positions: int) -> list[Text]:
@@ -69,8 +82,3 @@ def _first(texts: Sequence[Text], positions: int) -> list[Text]:
             break
         found.append(text)
     return found
-
-
-def measured_part(texts: Sequence[Text]) -> list[Text]:
-    """Those of the calibration's texts that every group of tensors is measured on."""
-    return _first(texts, MEASURED)

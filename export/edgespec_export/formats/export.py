@@ -109,6 +109,7 @@ def export_pair(
     from edgespec_export.bits.files import Mixed
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
+    from edgespec_export.onnx.by_layers import export_int4
     from edgespec_export.onnx.head_graph import export_head
     from edgespec_export.onnx.to_onnx import export_onnx
 
@@ -136,6 +137,8 @@ def export_pair(
                 )
             elif file.held == MIXED["onnx"]:
                 made = mixed[file.role].onnx(file.path, hidden_states=head)
+            elif file.held == "int4":
+                made = export_int4(source, file.path, hidden_states=head)
             elif file.engine == "onnxruntime":
                 made = export_onnx(source, file.path, file.precision, hidden_states=head)
             elif own is not None and file.role == "target":

@@ -13,16 +13,18 @@ types, so that a matrix that was rounded to Q4_0 (int4), Q8_0 (int8) or Q4_1 (of
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.engine import default_threads
 
 BLOCK = 32
 INT4, OFFSET4, INT8 = "int4", "offset4", "int8"
 KINDS = (INT4, OFFSET4, INT8)
 HALF_BYTES = 2  # of a scale or a shift
-PIECE = 2**16  # weights that are searched at once: their dozen arrays stay in the processor's cache
+PIECE = 2**17  # weights that a thread searches at once: their dozen arrays stay in the processor's cache
 FULL = {INT4: 15, OFFSET4: 15, INT8: 255}  # the largest q
 NEUTRAL = {INT4: 8, OFFSET4: 8, INT8: 128}  # the zero where none is stored
 # Ranges of a block over its step. 15 is the whole range; a step wider than that (14, 13 ...) suits blocks that do not use all 16
@@ -134,9 +136,9 @@ def _rounded(weight: Array, kind: str, importance: Array | None) -> Blocks:
     weights = np.broadcast_to(weights, (rows, count, BLOCK)).reshape(-1, BLOCK)
     blocks = padded.reshape(-1, BLOCK)
     step = PIECE // BLOCK
-    pieces = [
-        _searched(blocks[at : at + step], weights[at : at + step], kind) for at in range(0, len(blocks), step)
-    ]
+    places = [slice(at, at + step) for at in range(0, len(blocks), step)]
+    with ThreadPoolExecutor(default_threads()) as threads:
+        pieces = [*threads.map(lambda at: _searched(blocks[at], weights[at], kind), places)]
     q, scale, offset = (np.concatenate(part) for part in zip(*pieces, strict=True))
     scales = scale.reshape(rows, count)
     if kind == INT8:

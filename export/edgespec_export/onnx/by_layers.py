@@ -1,6 +1,6 @@
 """A model folder as an int4 ONNX folder, two layers at a time: for targets that the model builder cannot hold in memory.
 
-The builder loads all float weights (9 bytes of memory for each were seen). Here it sees slices of two layers in folders of their
+The builder loads all float weights and makes its own of them. Here it sees slices of two layers in folders of their
 own: once with the embedding and the output layer, whose graph is then made longer, and for each further pair with a vocabulary
 of a few rows, from which only the layers' weights are taken. The graph and the weights are those that the builder makes of the
 whole model; a test holds one against the other.
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgespec.core.families import family_for
+from edgespec.core.families import family_for, family_named
 from edgespec.core.files import read_json, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
@@ -31,10 +31,24 @@ PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
 # in place of biases that are zero: the builder leaves those out, and all slices need one graph
 NEXT_TO_ZERO = np.float32(1e-37)
+BUILDER = 9  # bytes of memory that the builder was seen to take for a parameter
+WHOLE = 4 * 2**30  # bytes of memory up to which the builder gets a model whole, which is faster
 
 
-def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
-    """Write what `to_onnx.export_onnx(model_folder, out_folder, "int4")` writes; returns {"bytes", "notes"}.
+def export_int4(model_folder: Path, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
+    """Write an int4 folder; of a large model two layers at a time, where its family allows it.
+
+    Returns and raises what `export_onnx` does.
+    """
+    config = read_config(model_folder)
+    alike = family_named(str(config.get("model_type", ""))).alike_layers
+    if alike and BUILDER * ModelShape.from_config(config).parameters > WHOLE:
+        return export_by_layers(model_folder, out_folder, hidden_states=hidden_states)
+    return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
+
+
+def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
+    """Write what `to_onnx.export_onnx` writes at int4; returns {"bytes", "notes"}.
 
     Memory: one slice's weights and what the builder makes of them. Raises InputError for a family whose layers differ, and what
     `export_onnx` raises.
@@ -43,7 +57,7 @@ def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
     shape = ModelShape.from_config(config)
     family_for("alike_layers", "an export by layers", config, model_folder)
     if shape.layers <= TEMPLATE_LAYERS:
-        return export_onnx(model_folder, out_folder, PRECISION)
+        return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
     checkpoint = Checkpoint(model_folder)
     out_folder.parent.mkdir(parents=True, exist_ok=True)
     for stale in out_folder.parent.glob(f".{out_folder.name}.slices.*"):  # left by a killed run
@@ -58,7 +72,7 @@ def export_by_layers(model_folder: Path, out_folder: Path) -> dict[str, Any]:
             source, made = Path(scratch) / "model", Path(scratch) / f"onnx-{first}"
             shutil.rmtree(source, ignore_errors=True)
             _write_slice(checkpoint, model_folder, config, source, first, whole=whole)
-            export_onnx(source, made, PRECISION)
+            export_onnx(source, made, PRECISION, hidden_states=hidden_states)
             shutil.rmtree(source)
             bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
             return made

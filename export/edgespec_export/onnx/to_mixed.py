@@ -17,8 +17,9 @@ from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_folder, write_json
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
+from edgespec_export.onnx.by_layers import export_int4
 from edgespec_export.onnx.mixed_graph import DATA, EXACT_LEVEL, FAST_LEVEL, write_graphs
-from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
+from edgespec_export.onnx.to_onnx import FAST_GRAPH
 
 Array = np.ndarray[Any, Any]
 
@@ -36,7 +37,7 @@ def export_mixed(
 
     kinds: {the checkpoint's name of a matrix: its kind}; q, k and v, which the graph joins, have one kind. importance: {name: the
     weight [K] of an error in each of its columns}. about: {name of a further JSON file: its content}. Raises what
-    `export_onnx` raises.
+    `export_int4` raises.
     """
     checkpoint = Checkpoint(model_folder)
     names = set(checkpoint)
@@ -46,7 +47,7 @@ def export_mixed(
         whole_folder(out_folder) as folder,
     ):
         source = Path(scratch) / "int4"
-        export_onnx(model_folder, source, "int4", hidden_states=hidden_states)
+        export_int4(model_folder, source, hidden_states=hidden_states)
         for file in source.iterdir():
             if file.name not in ("model.onnx", DATA, FAST_GRAPH):
                 file.rename(folder / file.name)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from edgespec_export.bits import probe as probe_file
 from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import OnnxRounding
@@ -127,8 +128,44 @@ def test_an_error_in_a_row_of_the_table_counts_by_its_tokens_probability(model: 
     for token in (order[0], order[-1]):
         changed = probe.matrix(name).copy()
         changed[token] += 1.0
-        errors.append(probe.error(name, changed))
+        errors.append(probe.errors(name, changed).sum())
     assert errors[1] / errors[0] == pytest.approx(probe.likely[order[-1]] / probe.likely[order[0]], rel=1e-4)
+
+
+def test_the_parts_of_a_split_table_have_its_errors(model: Path) -> None:
+    """So the rows of int8 and offset4 are rounded once for all splits."""
+    probe, name, rounding = mixed(model).probe, "model.embed_tokens.weight", OnnxRounding(512)
+    weight, importance = probe.matrix(name), probe.importance[name]
+
+    def errors(kind: str) -> np.ndarray:
+        return probe.errors(name, rounding.values(weight, kind, importance))
+
+    for kind in rounding.kinds(weight.shape):
+        parts = sum(errors(own)[rows].sum() for rows, own in rounding.parts(kind))
+        assert parts == pytest.approx(errors(kind).sum(), rel=1e-6)
+
+
+def test_rows_stand_for_their_matrix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large layer's matrix some rows are rounded; of a table of tokens all."""
+    probe, name = mixed(model).probe, "model.layers.1.mlp.down_proj.weight"
+    weight, importance = probe.matrix(name), probe.importance[name]
+    monkeypatch.setattr(probe_file, "SAMPLED", weight.size // 3)
+    assert (probe.rows("model.embed_tokens.weight"), probe.rows(name)) == (1, 3)
+    whole, some = (
+        probe.errors(name, OnnxRounding(512).values(weight[::every], INT8, importance), every)
+        for every in (1, 3)
+    )
+    assert whole.shape == some.shape
+    assert some.sum() == pytest.approx(whole.sum(), rel=0.1)
+
+
+def test_a_rounded_model_leaves_the_weights_as_they_were(model: Path) -> None:
+    probe = mixed(model).probe
+    before = {name: probe.matrix(name).copy() for name in probe.weights}
+    seen = probe.quality(lambda name: np.zeros_like(before[name]), list(before))
+    assert seen.kl > 0.01
+    for name, weight in before.items():
+        np.testing.assert_array_equal(probe.matrix(name), weight, name)
 
 
 def test_a_table_of_tokens_may_be_split() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_export.bits.texts import LEAST, Text, split
+from edgespec_export.bits.texts import FULL, HELD_OUT, IMPORTANCE, LEAST, LEAST_SHARE, MEASURED, Text, split
 
 from edgespec.core.errors import InputError
 
@@ -30,3 +30,15 @@ def test_too_little_text_is_refused_with_how_much_is_needed() -> None:
     with pytest.raises(InputError, match="given 0 count"):
         split([Text([1, 2, 3], 3)] * 100, context=256)
     assert split(texts(2 * LEAST // 40 + 2), context=256)
+
+
+@pytest.mark.parametrize(("parameters", "share"), [(1, 1.0), (2 * FULL, 0.5), (100 * FULL, LEAST_SHARE)])
+def test_large_models_read_less(parameters: int, share: float) -> None:
+    """In whole texts of 40 positions."""
+    parts = split(texts(500), context=256, parameters=parameters)
+    for part, most in (
+        (parts.calibration, IMPORTANCE),
+        (parts.measured, MEASURED),
+        (parts.held_out, HELD_OUT),
+    ):
+        assert 0 <= sum(text.positions for text in part) - share * most < 40

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.onnx import by_layers
 from edgespec_export.onnx.by_layers import export_by_layers
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
@@ -24,14 +25,21 @@ PROMPTS = [[5, 6, 7, 300, 2, 17], [9, 8, 7]]
 
 
 @pytest.mark.parametrize(
-    ("family", "layers", "tied"),
-    [("llama", 5, False), ("qwen3", 4, True), ("qwen2", 3, True), ("mistral", 2, False)],
+    ("family", "layers", "tied", "hidden_states"),
+    [
+        ("llama", 5, False, True),
+        ("qwen3", 4, True, False),
+        ("qwen2", 3, True, False),
+        ("mistral", 2, False, False),
+    ],
 )
-def test_by_layers_is_the_same_as_whole(tmp_path: Path, family: str, layers: int, tied: bool) -> None:
+def test_by_layers_is_the_same_as_whole(
+    tmp_path: Path, family: str, layers: int, tied: bool, hidden_states: bool
+) -> None:
     head_dim = 16 if family == "qwen2" else 32
     model = make_model_folder(tmp_path / "model", family, layers=layers, tied=tied, head_dim=head_dim)
-    export_onnx(model, tmp_path / "whole", "int4")
-    export_by_layers(model, tmp_path / "slices")
+    export_onnx(model, tmp_path / "whole", "int4", hidden_states=hidden_states)
+    export_by_layers(model, tmp_path / "slices", hidden_states=hidden_states)
     names = [sorted(file.name for file in (tmp_path / one).iterdir()) for one in ("whole", "slices")]
     assert names[0] == names[1]
     shape = ModelShape.from_config(read_json(model / "config.json"))
@@ -45,6 +53,18 @@ def test_by_layers_is_the_same_as_whole(tmp_path: Path, family: str, layers: int
         ]
         ours, theirs = (engine.forward(PROMPTS[0]) for engine in engines)
         np.testing.assert_array_equal(ours, theirs)
+        assert all((engine.features is not None) == hidden_states for engine in engines)
+        if hidden_states:
+            np.testing.assert_array_equal(engines[0].features, engines[1].features)
+
+
+def test_large_models_go_by_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And families whose layers differ go whole."""
+    monkeypatch.setattr(by_layers, "WHOLE", 0)
+    model = make_model_folder(tmp_path / "llama", layers=3)
+    assert by_layers.export_int4(model, tmp_path / "slices")["notes"] == ["exported two layers at a time"]
+    model = make_model_folder(tmp_path / "gemma2", "gemma2", layers=3)
+    assert by_layers.export_int4(model, tmp_path / "whole")["notes"] == []
 
 
 def test_families_with_unlike_layers_are_refused(tmp_path: Path) -> None:
