@@ -240,20 +240,32 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
         axes.annotate(
             word, (1.0, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
         )
+    names: dict[tuple[int, int], list[str]] = {}  # of files at one place of the picture
+    largest, tops = (
+        max(line.bytes for line in shown) / 1e6,
+        [line.answers.top1[0] for line in shown if line.answers],
+    )
+    spread = max(tops) - min(tops) or 1.0
     for engine, colour in COLOURS.items():
         own = [line for line in shown if line.engine == engine]
+        if not own:
+            continue
         values, lengths = bars([line.answers.top1 for line in own if line.answers])
         sizes = [line.bytes / 1e6 for line in own]
         look = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "elinewidth": 0.8}
         axes.errorbar(sizes, values, yerr=lengths, **look, label=engine)
-        for line, size, value, above in zip(own, sizes, values, lengths[1], strict=True):
-            look = {"rotation": 70, "fontsize": 7, "color": colour, "textcoords": "offset points"}
-            axes.annotate(line.name, (size, value + above), xytext=(-2, 3), **look)
-    axes.set_ylim(top=1.02)
+        for line, size, value in zip(own, sizes, values, strict=True):
+            at = round(150 * size / largest), round(40 * value / spread)
+            names.setdefault(at, []).append(line.name)
+            if len(names[at]) == 1:
+                look = {"fontsize": 7, "color": colour, "textcoords": "offset points", "va": "center"}
+                axes.annotate("", (size, value), xytext=(5, 0), **look)
+    for texts, label in zip(names.values(), axes.texts[2:], strict=True):
+        label.set_text(", ".join(dict.fromkeys(texts)))
     axes.set_xlabel("size of the file, MB")
     axes.set_ylabel("top-1 agreement with the model")
     tidy(axes)
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    axes.legend(frameon=False, fontsize=8, loc="center right")
     save(figure, file)
 
 

@@ -115,6 +115,7 @@ class Mixed:
             tables=tables + FLOAT * vectors,
         )
         chosen, rest = chooser.choose(self.budget), 0
+        self.probe.release()  # a writer takes memory of its own
         made = write(chosen)
         most = self.budget.bytes
         if most is not None and size() > most:  # graphs and vocabulary are known once they are written

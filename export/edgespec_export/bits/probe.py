@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,6 @@ class Probe:
     """A model folder's float model with texts. Raises InputError where it does not fit in memory or is not finite."""
 
     def __init__(self, folder: Path, texts: Texts) -> None:
-        from transformers import AutoModelForCausalLM
-
         shape = ModelShape.from_config(read_config(folder))
         needed, free = int(COPIES * FLOAT * shape.parameters), free_memory()
         if free is not None and needed > free:
@@ -73,13 +72,7 @@ class Probe:
                 f"choosing bits runs {folder} as floats, which takes {needed / 2**30:.1f} GiB of memory, and "
                 f"{free / 2**30:.1f} GiB are free; choose a precision of one kind (int4, q4_k_m) or a machine with more"
             )
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, **corrected_ids(folder)
-        ).eval()
-        self.texts, self._stored = texts, Checkpoint(folder)
-        self.weights = {
-            name: value.detach() for name, value in self.model.named_parameters() if value.dim() == 2
-        }
+        self.folder, self.texts, self._stored = folder, texts, Checkpoint(folder)
         broken = [name for name, value in self.model.named_parameters() if not torch.isfinite(value).all()]
         if broken:
             raise InputError(
@@ -90,6 +83,25 @@ class Probe:
         self.importance: dict[str, Array] = {}
         self.likely: Array | None = None  # [V]: the mean probability of each token, times V
         self._held_out: list[torch.Tensor] | None = None
+
+    @cached_property
+    def model(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        floats = AutoModelForCausalLM.from_pretrained(
+            self.folder, dtype=torch.float32, **corrected_ids(self.folder)
+        )
+        return floats.eval()
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The matrices by name."""
+        return {name: value.detach() for name, value in self.model.named_parameters() if value.dim() == 2}
+
+    def release(self) -> None:
+        """Give the model's memory back; it is loaded again when it is next needed."""
+        for name in ("model", "weights"):
+            self.__dict__.pop(name, None)
 
     def matrix(self, name: str) -> Array:
         """A float matrix [N, K]."""
@@ -179,8 +191,8 @@ class Probe:
                 self.weights[name].copy_(torch.from_numpy(value))
             yield
         finally:
-            for name, value in before.items():
-                self.weights[name].copy_(value)
+            for name, floats in before.items():
+                self.weights[name].copy_(floats)
 
     def _logits(self, texts: Sequence[Text]) -> Iterator[torch.Tensor]:
         """Logits [positions, V] of a few texts at a time, in order."""
