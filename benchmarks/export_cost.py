@@ -47,6 +47,9 @@ if "mixed" in precision:
     texts = [Text([random.randrange(200) for _ in range(LONGEST)], 64) for _ in range(64)]
     mixed = Mixed(model, "target", lambda: texts, ExportOptions(bits=5.5))
     export = lambda model, out, precision: (mixed.onnx if onnx else mixed.gguf)(out)
+elif precision == "int4":
+    from edgespec_export.onnx.by_layers import export_int4
+    export = lambda model, out, precision: export_int4(model, out)
 elif onnx:
     from edgespec_export.onnx.to_onnx import export_onnx as export
 else:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError
-from edgespec.core.files import write_text
+from edgespec.core.files import read_json, write_text
 from edgespec_runtime.engines.engine import Engine, Logits
 
 VOCABULARY = "vocabulary.json"
@@ -66,13 +66,7 @@ def read_vocabulary(path: Path, error: type[EdgespecError] = BundleError) -> Voc
     def refuse(what: str) -> EdgespecError:
         return error(f"{path}: {what}; build the drafter again")
 
-    try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise refuse(f"it has {size} bytes, and at most {MAX_BYTES} are read")
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as seen:
-        raise refuse(f"it cannot be read as JSON ({seen})") from seen
+    value: Any = read_json(path, error=error, limit=MAX_BYTES)
     if not isinstance(value, dict):
         raise refuse(f"it holds {type(value).__name__}, and a JSON object is wanted")
     total, ids = value.get("target_vocab_size"), value.get("ids")
