@@ -7,9 +7,11 @@ whichever of the two roundings is nearer: a matrix that was rounded to such a ty
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from edgespec_runtime.engines.engine import default_threads
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
@@ -24,8 +26,14 @@ SHORT = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1})  # blocks of 32
 def packed(rows: Array, kind: Kind, importance: Array | None = None) -> Array:
     """Rows [n, K] of float32 as the file holds them: uint8 or float16 [n, bytes]. `importance` [K]: of an error in each column.
 
-    Raises MissingExtra where a K type or an importance needs llama.cpp and it is not installed.
+    Every thread has a part of the rows. Raises MissingExtra where a K type or an importance needs llama.cpp and it is not installed.
     """
+    parts = np.array_split(rows, max(1, min(len(rows), default_threads())))
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return np.concatenate([*threads.map(lambda part: _packed(part, kind, importance), parts)])
+
+
+def _packed(rows: Array, kind: Kind, importance: Array | None) -> Array:
     if kind in BLIND or (importance is None and kind in SHORT):
         return np.ascontiguousarray(quantize(rows, kind))
     weighted = _by_llama_cpp(rows, kind, importance)
