@@ -26,7 +26,9 @@ SHORT = frozenset({Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1})  # blocks of 32
 def packed(rows: Array, kind: Kind, importance: Array | None = None) -> Array:
     """Rows [n, K] of float32 as the file holds them: uint8 or float16 [n, bytes]. `importance` [K]: of an error in each column.
 
-    Every thread has a part of the rows. Raises MissingExtra where a K type or an importance needs llama.cpp and it is not installed.
+    Every thread has a part of the rows.
+
+    Raises MissingExtra where a K type or an importance needs llama.cpp and it is not installed.
     """
     parts = np.array_split(rows, max(1, min(len(rows), default_threads())))
     with ThreadPoolExecutor(len(parts)) as threads:
