@@ -115,7 +115,7 @@ class Probe:
     def errors(self, name: str, rounded: Array, every: int = 1) -> Array:
         """Σ E[x²] (w − w')² of each row [N] of a matrix, in a table of tokens times how likely the token is.
 
-        rounded: every so-manieth row; those between count like the one before them.
+        rounded: every n-th row, n = `every`; those between count like the one before them.
         """
         weight = self.matrix(name)
         difference = np.square(rounded - weight[::every])
