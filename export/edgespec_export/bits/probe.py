@@ -33,9 +33,8 @@ BLOCK = 32  # weights of a block of the probe
 FLOAT = 4  # bytes
 ROWS = 8  # texts of one pass
 COPIES = 1.5  # of the weights in memory: themselves, a rounded group or table, activations
-SAMPLED = (
-    2**20
-)  # weights of a layer's matrix whose error is measured: its rows are alike, and all of a large one take minutes
+# Weights of a layer's matrix whose error is measured: its rows are alike, and all matrices of a large model take minutes.
+SAMPLED = 2**20
 # Share of the mean below which no input's importance falls: one that these texts do not use may be used by others.
 LEAST_IMPORTANCE = 0.01
 _LAYER = re.compile(r"(.*\.layers\.(\d+))\.(.+)\.weight")
