@@ -170,7 +170,7 @@ def test_the_schedule_chooses_unless_lengths_are_given(
     printed = capsys.readouterr().out
     assert printed.count("onnxruntime int4, 1 thread, greedy") == 1
     assert "α = 0.9 " in printed
-    assert "v(6)" in printed
+    assert "v(4)" in printed  # longer passes are measured where there is time
     assert "v(7)" not in printed
     assert "speculation pay" in printed
 
