@@ -30,14 +30,14 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return of_the_run(tmp_path_factory) / "edgespec-home"
 
 
-@pytest.fixture(autouse=True)
-def cache(
-    shared_home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No test touches the user's cache folder, config file or the network."""
-    monkeypatch.setenv("EDGESPEC_CONFIG", str(tmp_path_factory.getbasetemp() / "no-config.yaml"))
-    monkeypatch.setenv("EDGESPEC_HOME", str(shared_home))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+@pytest.fixture(scope="session", autouse=True)
+def cache(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test touches the user's cache folder, config file or the network; nor does a fixture of a whole module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGESPEC_CONFIG", str(tmp_path_factory.getbasetemp() / "no-config.yaml"))
+        patch.setenv("EDGESPEC_HOME", str(shared_home))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
 
 
 @pytest.fixture
