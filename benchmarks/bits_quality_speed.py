@@ -55,6 +55,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import interval, table
 
 CONTEXT, PAST, NEW = 512, 64, 16  # tokens
+CELLS = 150, 40  # of the plot, across and up: labels of files that lie closer would cover each other
 COLOURS = {
     ONNXRUNTIME: "#1f6f8b",
     LLAMACPP: "#c2571a",
@@ -240,12 +241,12 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
         axes.annotate(
             word, (1.0, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
         )
-    names: dict[tuple[int, int], list[str]] = {}  # of files at one place of the picture
-    largest, tops = (
-        max(line.bytes for line in shown) / 1e6,
-        [line.answers.top1[0] for line in shown if line.answers],
-    )
-    spread = max(tops) - min(tops) or 1.0
+    names: dict[
+        tuple[int, int], list[str]
+    ] = {}  # of the files in one cell of the picture, which share a label
+    width = max(line.bytes for line in shown) / 1e6 / CELLS[0]
+    tops = [line.answers.top1[0] for line in shown if line.answers]
+    height = (max(tops) - min(tops) or 1.0) / CELLS[1]
     for engine, colour in COLOURS.items():
         own = [line for line in shown if line.engine == engine]
         if not own:
@@ -255,7 +256,7 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
         look = {"fmt": "o", "color": colour, "capsize": 2, "markersize": 5, "elinewidth": 0.8}
         axes.errorbar(sizes, values, yerr=lengths, **look, label=engine)
         for line, size, value in zip(own, sizes, values, strict=True):
-            at = round(150 * size / largest), round(40 * value / spread)
+            at = round(size / width), round(value / height)
             names.setdefault(at, []).append(line.name)
             if len(names[at]) == 1:
                 look = {"fontsize": 7, "color": colour, "textcoords": "offset points", "va": "center"}

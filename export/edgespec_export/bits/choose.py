@@ -155,7 +155,7 @@ class Chooser:
 
         def errors(name: str, kind: str) -> Array:
             if (name, kind) not in known:
-                every = probe.rows(name)
+                every = probe.stride(name)
                 values = rounding.values(probe.matrix(name)[::every], kind, probe.importance.get(name))
                 known[name, kind] = probe.errors(name, values, every)
             return known[name, kind]

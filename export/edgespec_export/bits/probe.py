@@ -107,8 +107,8 @@ class Probe:
         found: Array = self.weights[name].numpy()
         return found
 
-    def rows(self, name: str) -> int:
-        """Of a matrix every which row its error is measured on; of a table of tokens all, since their rows are unlike."""
+    def stride(self, name: str) -> int:
+        """n where a matrix's error is measured on every n-th row; 1 for a table of tokens, whose rows are unlike."""
         return 1 if _LAYER.fullmatch(name) is None else max(1, self.weights[name].numel() // SAMPLED)
 
     def errors(self, name: str, rounded: Array, every: int = 1) -> Array:

@@ -150,7 +150,7 @@ def test_rows_stand_for_their_matrix(model: Path, monkeypatch: pytest.MonkeyPatc
     probe, name = mixed(model).probe, "model.layers.1.mlp.down_proj.weight"
     weight, importance = probe.matrix(name), probe.importance[name]
     monkeypatch.setattr(probe_file, "SAMPLED", weight.size // 3)
-    assert (probe.rows("model.embed_tokens.weight"), probe.rows(name)) == (1, 3)
+    assert (probe.stride("model.embed_tokens.weight"), probe.stride(name)) == (1, 3)
     whole, some = (
         probe.errors(name, OnnxRounding(512).values(weight[::every], INT8, importance), every)
         for every in (1, 3)
