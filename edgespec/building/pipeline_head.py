@@ -5,16 +5,25 @@ Its acceptance is measured on the exported files: a head has no life without an 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.building.pipeline import Build, cost_ratio
+from edgespec.model_folder.head import LAST, THREE
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.reference import reference_options
-from edgespec.recipe.schema import READ, SELF_TEXT
+from edgespec.recipe.schema import READ, SELF_TEXT, STATES, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
+
+
+def _writing(recipe: Recipe) -> Recipe:
+    """The recipe of the generate stage: it keeps nothing where the target reads its responses afterwards."""
+    if recipe.drafter.features == LAST:
+        return recipe
+    generate, distill = replace(recipe.generate, features=False), replace(recipe.distill, target_side="live")
+    return replace(recipe, generate=generate, distill=distill)
 
 
 @dataclass
@@ -29,17 +38,16 @@ class HeadBuild(Build):
 
     def _distilled(self, target: Path) -> Path:
         """The head's folder."""
-        from edgespec_recipes.generating.datagen import check_gives_states
         from edgespec_recipes.training.distill_head import distill_head
 
-        check_gives_states(self.recipe.inference)  # before the target writes for hours
         out, seed = self.out, self.recipe.seed
         writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        self._check_gives_states(target)  # before the target writes for hours
         read = self._read(target, writer)
         recipe, own = self._self_written(target, writer)
-        self._written(target, recipe, writer, own - {SELF_TEXT})
-        written, options = out / "generate", recipe.distill
-        reads = writer | self._checkpoint() | sources.stages(out, "generate", *([READ] if read else []))
+        self._written(target, _writing(recipe), writer, own - {SELF_TEXT})
+        written, options = self._kept(target, writer), recipe.distill
+        reads = writer | self._checkpoint() | sources.stages(out, written.name, *([READ] if read else []))
         reference = None
         if options.select_fraction < 1:
             taught = reference_options(recipe)
@@ -65,21 +73,57 @@ class HeadBuild(Build):
         )
         return out / "distill" / "model"
 
+    def _check_gives_states(self, target: Path) -> None:
+        """Raise InputError where the target gives no states of the layers that the head reads."""
+        from edgespec_recipes.generating.datagen import check_gives_states
+        from edgespec_recipes.generating.state_reader import check_reads
+
+        if self.recipe.drafter.features == THREE:
+            check_reads(target, self.recipe.inference)
+        else:
+            check_gives_states(self.recipe.inference)
+
+    def _kept(self, target: Path, writer: Reads) -> Path:
+        """The folder of what the head learns from: the responses as they were written, or read again for three layers' states."""
+        from edgespec_recipes.generating.datagen import damaged_shards
+        from edgespec_recipes.generating.state_reader import read_again
+
+        recipe, written = self.recipe, self.out / "generate"
+        if recipe.drafter.features == LAST:
+            return written
+        top_k, shard_size = recipe.distill.stored_top_k, recipe.generate.shard_size
+        self.stage(
+            STATES,
+            "the target reads its responses, for the states of three layers",
+            {"features": recipe.drafter.features, "stored_top_k": top_k, "shard_size": shard_size},
+            lambda place: read_again(place, target, written, shard_size, recipe.inference, top_k),
+            reads=writer | sources.stages(self.out, "generate"),
+            together=True,
+            damaged=damaged_shards,
+        )
+        return self.out / STATES
+
     def _read(self, target: Path, writer: Reads) -> Path | None:
         """The folder of what the target read of the fixed data; None where a head learns from the target's own text alone."""
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
 
         options, how, shard_size = self.recipe.distill, self.recipe.inference, self.recipe.generate.shard_size
+        features = self.recipe.drafter.features
         if not options.fixed_fraction:
             return None
         tokens = read_tokens(options)
         self.stage(
             READ,
             f"the target reads at most {tokens:,} tokens of the fixed data",
-            {"tokens": tokens, "stored_top_k": options.stored_top_k, "shard_size": shard_size},
+            {
+                "tokens": tokens,
+                "stored_top_k": options.stored_top_k,
+                "shard_size": shard_size,
+                "features": features,
+            },
             lambda place: read_conversations(
-                place, target, options.fixed, tokens, shard_size, how, options.stored_top_k
+                place, target, options.fixed, tokens, shard_size, how, options.stored_top_k, features
             ),
             reads=writer | sources.conversations("distill.fixed", options.fixed),
             together=True,

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.head import is_head
+from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
 from edgespec.recipe.model_check import check_model
+from edgespec.recipe.read import check_features
 from edgespec.recipe.schema import ExportOptions
 
 
@@ -27,6 +28,8 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
     check_model_folder(target)
     _check_runtime(target)
     if isinstance(drafter, Path) and is_head(drafter):
+        check_features(THREE if target_layers(drafter) else LAST, options)
+        check_target(drafter, target)
         drafter = target  # its graph has no limits of its own
     elif isinstance(drafter, Path):
         check_model(drafter, "the drafter")

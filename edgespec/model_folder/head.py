@@ -1,14 +1,16 @@
 """The folder of a drafter that is a head, and what it takes from its target.
 
-    head.json           its shape, its target's checksum
+    head.json           its shape, checksums of what wrote its text and of its target's token embeddings
     model.safetensors   float32, or in bytes: of a matrix [N, K] NAME.bytes [N, K / 32, 32] around 128 and NAME.scales [N, K / 32]
     vocabulary.json     the target's tokens that it drafts over
 
-The graph has the same bytes, so a head that is kept in bytes loses nothing more when it is exported.
+The graph has the same bytes, so a head that is kept in bytes loses nothing more when it is exported. A head that reads three
+layers has one matrix more, which joins their states into one feature; it goes into the target's graph.
 """
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ HEAD_FILE = "head.json"
 WEIGHTS = "model.safetensors"
 VOCABULARY_FILE = "vocabulary.json"
 EMBEDDING = "model.embed_tokens.weight"
+TABLE = "target_table"  # in head.json: `table_checksum` of its target
 BLOCK = 32  # columns that share a scale
+LAST, THREE = "last", "three"  # what a head reads of its target
+JOINING = "reduce.weight"  # [H, 3 H]
 
 
 def is_head(folder: Path) -> bool:
@@ -35,6 +40,25 @@ def head_shape(folder: Path) -> dict[str, Any]:
     if not isinstance(shape, dict):
         raise InputError(f"{folder / HEAD_FILE} has no 'shape'; train the head again")
     return shape
+
+
+def early_layers(layers: int) -> tuple[int, int]:
+    """The two layers, from 0, whose inputs a head reads beside the last hidden state, of a target with so many.
+
+    A low, a middle and a high one (Li et al. 2025, EAGLE-3, section 3.1). Here the high one is behind the last layer, and the
+    others are a third and two thirds of the way up.
+    """
+    return layers // 3, 2 * layers // 3
+
+
+def target_layers(folder: Path) -> tuple[int, ...]:
+    """The layers whose inputs a head reads beside the last hidden state; none for most heads. Raises InputError."""
+    found = head_shape(folder).get("target_layers", [])
+    if not isinstance(found, list) or any(type(layer) is not int or layer < 0 for layer in found):
+        raise InputError(
+            f"{folder / HEAD_FILE}: target_layers is {str(found)[:60]}; a list of layer numbers is wanted: train the head again"
+        )
+    return tuple(found)
 
 
 def in_bytes(matrix: Any) -> tuple[Any, Any]:
@@ -107,6 +131,21 @@ def shape_of_drafter(folder: Path) -> ModelShape:
         )
     except KeyError as error:
         raise InputError(f"{folder / HEAD_FILE} has no {error}; train the head again") from error
+
+
+def table_checksum(table: Any) -> str:
+    """Of token embeddings [V, H], float32: another target has others, and so has the same one after another training."""
+    return sha256(table.numpy().tobytes()).hexdigest()
+
+
+def check_target(head: Path, target: Path) -> None:
+    """Raise InputError where a head was trained for another target than the one in the folder `target`."""
+    trained_for = read_json(head / HEAD_FILE).get(TABLE)
+    if trained_for is not None and (seen := table_checksum(target_embedding(target))) != trained_for:
+        raise InputError(
+            f"the head in {head} was trained for another target: its token embeddings have the checksum {trained_for!s:.12}, and "
+            f"those of {target} have {seen:.12}; train a head for this target (build-drafter)"
+        )
 
 
 def target_embedding(folder: Path) -> Any:

@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
 from edgespec.recipe.reference import reference_options
+from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,
     INSTRUCTION_TOKENS,
     READ,
     ROUNDED,
-    SAMPLINGS,
     SELF,
     SELF_INSTRUCTIONS,
     SELF_PROMPTS,
     SELF_TEXT,
+    STATES,
     DistillOptions,
     InferenceOptions,
     Recipe,
@@ -189,8 +191,13 @@ def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
 
 def _with_states(recipe: Recipe, answers: StageCost, target: ModelShape) -> StageCost:
     """What the target writes with what is kept of it for a head: float16 hidden states, and distributions."""
-    each = 2 * target.hidden + stored_position_bytes(target, recipe.distill.stored_top_k)
-    return replace(answers, disk=answers.disk + each * answers.tokens)
+    return replace(answers, disk=answers.disk + _states_bytes(recipe, target) * answers.tokens)
+
+
+def _states_bytes(recipe: Recipe, target: ModelShape) -> int:
+    """Of one token: what a head reads of it in float16, and its distribution."""
+    states = 3 if recipe.drafter.features == THREE else 1
+    return 2 * states * target.hidden + stored_position_bytes(target, recipe.distill.stored_top_k)
 
 
 def stored_position_bytes(target: ModelShape, top_k: int) -> int:
@@ -214,18 +221,16 @@ def _store(recipe: Recipe, target: ModelShape) -> StageCost:
     )
 
 
-def _read(recipe: Recipe, target: ModelShape) -> StageCost:
-    """One pass of the target over the fixed data that a head learns from, as much as its training has rows for."""
-    tokens = read_tokens(recipe.distill)
-    states = 2 * target.hidden + stored_position_bytes(target, recipe.distill.stored_top_k)
+def _read(recipe: Recipe, target: ModelShape, name: str, tokens: int) -> StageCost:
+    """One pass of the target over finished text, from which it keeps what a head learns from."""
     return StageCost(
-        READ,
+        name,
         tokens,
         costs.forward_flops(target, tokens, recipe.distill.context, tokens),
         inference_bytes(recipe.inference, target)
         + costs.passing_activation_bytes(target, STORED_AT_ONCE, recipe.distill.context)
         + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
-        states * tokens,
+        _states_bytes(recipe, target) * tokens,
     )
 
 
@@ -346,9 +351,12 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     head = recipe.drafter.kind == "head"
     if recipe.pretrain.steps and not head:
         stages.append(_pretrain(recipe, drafter))
-    stages.append(_with_states(recipe, answers, target) if head else answers)
+    again = head and recipe.drafter.features == THREE
+    stages.append(_with_states(recipe, answers, target) if head and not again else answers)
+    if again:
+        stages.append(_read(recipe, target, STATES, answers.tokens))
     if head and distill.fixed_fraction:
-        stages.append(_read(recipe, target))
+        stages.append(_read(recipe, target, READ, read_tokens(distill)))
     if distill.against:
         weights = (
             costs.FLOAT * target.parameters

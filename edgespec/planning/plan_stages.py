@@ -28,6 +28,7 @@ from edgespec.recipe.schema import (
     SELF_INSTRUCTIONS,
     SELF_PROMPTS,
     SELF_TEXT,
+    STATES,
     Recipe,
     TrainingOptions,
 )
@@ -39,6 +40,7 @@ TOGETHER = (
     SELF_INSTRUCTIONS,
     "pretrain",
     "generate",
+    STATES,
     READ,
     "store",
     "reference",

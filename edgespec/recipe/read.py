@@ -8,9 +8,10 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, merge, to_mapping
+from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.devices import profile
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import PRESETS, Recipe
+from edgespec.recipe.schema import PRESETS, ExportOptions, Recipe
 from edgespec.recipe.targets import TARGETS, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
@@ -74,6 +75,20 @@ def _check_together(recipe: Recipe) -> None:
     _check_inference(recipe, own=_is_gguf(recipe.target))
     if drafter.kind == "head":
         _check_head(recipe)
+        check_features(drafter.features, recipe.export)
+    elif drafter.features != LAST:
+        raise InputError(
+            f"drafter.features is {drafter.features!r}, which only a head reads; give --drafter.kind head with it"
+        )
+
+
+def check_features(features: str, options: ExportOptions) -> None:
+    """Raise InputError where files are wanted that do not give what a head reads."""
+    if features == THREE and options.gguf:
+        raise InputError(
+            f"the head reads the states of three layers, and export.gguf is {', '.join(options.gguf)}: llama.cpp gives the last "
+            "one's alone; give ONNX precisions alone (--export.gguf ''), or a head with --drafter.features last"
+        )
 
 
 def _check_head(recipe: Recipe) -> None:

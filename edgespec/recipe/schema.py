@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.options import knob, section, with_default
+from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.device_table import device_entries
 from edgespec.recipe.precisions import PRECISIONS, WHOLE_PRECISIONS, precision_names
 
@@ -15,6 +16,7 @@ SELF = "self"
 SELF_TEXT, SELF_INSTRUCTIONS, SELF_PROMPTS = "self-text", "self-instructions", "self-prompts"
 """The stages that write it."""
 READ = "read"  # the stage in which the target reads the fixed data for a head
+STATES = "states"  # the one in which it reads its own replies, for a head that reads three layers
 ROUNDED = "rounded-target"  # the stage that gives the target the weights of one of its files
 DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
@@ -83,6 +85,11 @@ class DrafterOptions:
         "model",
         "a model of its own, or a head: a layer or two that read the target's hidden states (EAGLE)",
         choices=("model", "head"),
+    )
+    features: str = knob(
+        LAST,
+        "what a head reads of the target: its last hidden state, or those of three layers (EAGLE-3), for ONNX files alone",
+        choices=(LAST, THREE),
     )
     size_fraction: float = knob(
         0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
@@ -293,26 +300,6 @@ class DistillOptions(TrainingOptions):
     def losses(self) -> str:
         """The divergence, and the one that finishes, in words."""
         return f"{self.divergence}, then {self.finish}" if self.finish else self.divergence
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How both models' logits are warped."""
-
-    temperature: float
-    top_p: float
-
-    @property
-    def label(self) -> str:
-        return f"T={self.temperature:g}" + (f" top-p {self.top_p:g}" if self.top_p < 1 else "")
-
-    @property
-    def key(self) -> str:
-        return f"t{self.temperature:g}-p{self.top_p:g}"
-
-
-SAMPLINGS = (Sampling(0.0, 1.0), Sampling(0.6, 0.9))
-"""Greedy, and the paper's open-ended generation (direct alignment, section 3)."""
 
 
 @dataclass(frozen=True)

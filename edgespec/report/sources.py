@@ -11,7 +11,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded, sha256_file
 from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
-from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT
+from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, STATES
 from edgespec.report.fields import Fields
 from edgespec.stages.record import DONE
 
@@ -22,7 +22,18 @@ EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "comma
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
 STAGES = (
     *("data", "target", "teacher", "plan", "tune", READ, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS),
-    *("pretrain", "generate", ROUNDED, "store", "reference", "distill", "evaluate", "export", "verify"),
+    *(
+        "pretrain",
+        "generate",
+        STATES,
+        ROUNDED,
+        "store",
+        "reference",
+        "distill",
+        "evaluate",
+        "export",
+        "verify",
+    ),
     "pack",
 )
 """In the order of a build."""

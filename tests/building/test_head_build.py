@@ -17,7 +17,7 @@ from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from pair_law import fit, law_of_pairs
-from small_build import write_data
+from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
 from edgespec.building.find_target import gguf_target
@@ -38,31 +38,19 @@ COLD = 0.3  # temperature at which the random target has few likely tokens
 ERROR_RATE = 1e-4  # of one test with the seeds below
 
 
-def command(data: Path) -> str:
-    return (
-        f"build-drafter --target {data / 'tiny.gguf'} --recipe smollm2-head --generate.instructions {data / 'asked.jsonl'} "
-        "--drafter.vocabulary 128 --generate.prompts 12 --generate.shard-size 6 --generate.max-new-tokens 24 "
-        "--generate.batch-size 4 --distill.steps 6 --distill.batch-size 2 --distill.context 128 --distill.warmup-steps 1 "
-        "--distill.watch-steps 3 --distill.watch-rows 1 --distill.stored-top-k 16 "
-        f"--evaluate.prompts-file {data / 'held.jsonl'} --evaluate.prompts 2 --evaluate.max-new-tokens 8 "
-        "--evaluate.draft-lengths 2 --export.onnx fp32,int8 --export.gguf q8_0 --export.verify-prompts 2 "
-        "--export.acceptance-prompts 2"
-    )
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("head")
     export_gguf(make_model_folder(folder / "source"), folder / "tiny.gguf", "q8_0")
     write_data(folder)
-    assert main([*command(folder).split(), "--out", str(folder / "out")]) == 0
+    assert main([*head_command(folder).split(), "--out", str(folder / "out")]) == 0
     return folder / "out"
 
 
 def test_a_target_that_is_no_file_gives_its_states_in_torch(tmp_path: Path) -> None:
     target = make_model_folder(tmp_path / "source")
     write_data(tmp_path)
-    given = command(tmp_path).replace(str(tmp_path / "tiny.gguf"), str(target))
+    given = head_command(tmp_path).replace(str(tmp_path / "tiny.gguf"), str(target))
     answered = [{"instruction": f"Say {n}", "response": "the sea " * (n % 3 + 1)} for n in range(9)]
     write_jsonl(tmp_path / "answered.jsonl", answered)
     fixed = ["--distill.fixed", str(tmp_path / "answered.jsonl"), "--distill.fixed-fraction", "0.5"]
@@ -228,6 +216,16 @@ def test_a_ready_pair_is_made_once(
     assert ready.bundle_of("tinny") == "tinny"  # a folder's name: the verb says what is wrong
 
 
+def test_a_head_of_another_target_is_refused(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = make_model_folder(tmp_path / "other", seed=5)
+    given = f"export --target {other} --drafter {built / 'distill' / 'model'} --precisions fp32 --out {tmp_path / 'out'}"
+    assert main(given.split()) == 2
+    assert "was trained for another target: its token embeddings have the checksum" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "export").exists()
+
+
 def test_rules_that_mix_are_refused(built: Path) -> None:
     pair = open_pair(built / "bundle", LoadOptions(threads=1))
     with pytest.raises(InputError, match="those of a head depend on where a block began"):
@@ -238,7 +236,7 @@ def test_rules_that_mix_are_refused(built: Path) -> None:
 def test_a_build_that_a_head_cannot_learn_from_is_refused(
     built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*command(built.parent).split(), "--out", str(built.parent / "other")]
+    words = [*head_command(built.parent).split(), "--out", str(built.parent / "other")]
     assert main([*words, "--no-generate.features"]) == 2
     assert (
         "drafter.kind is 'head', which needs generate.features True (it is False)" in capsys.readouterr().err
@@ -253,7 +251,7 @@ def test_a_target_without_hidden_states_is_refused_before_it_writes(
     built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = built.parent / "from-onnx"
-    words = [*command(built.parent).split(), "--out", str(out), "--generate.instructions", "self"]
+    words = [*head_command(built.parent).split(), "--out", str(out), "--generate.instructions", "self"]
     assert main([*words, "--inference.file", str(built / "bundle")]) == 2
     assert "an ONNX file or a server gives no hidden states" in capsys.readouterr().err
     assert not (out / "self-instructions").exists()

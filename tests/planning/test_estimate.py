@@ -37,6 +37,7 @@ from edgespec.planning.estimate import (
 from edgespec.recipe.drafter import DrafterShape, derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.shipped import load_recipe, recipe_file
 from edgespec.recipe.targets import shape_of_target
 
 WIDE = DrafterShape(256, 3, 4, 2, 64, 768, 512, True, 512)  # grouped queries, tied
@@ -337,3 +338,21 @@ def test_direct_alignment_at_its_own_size() -> None:
     rule = 6 * (drafter.parameters - drafter.embedding_parameters) * tokens
     attention = costs.training_flops(drafter, tokens, 2048) / rule - 1
     assert 0.15 < attention < 0.25  # 12 · L · hidden · context against 6 N
+
+
+def test_a_head_of_three_layers_has_its_text_read_again() -> None:
+    """One pass over the responses, which then have three states a token beside them instead of one; writing keeps nothing."""
+    flags: dict[str, Any] = {"export": {"gguf": [], "onnx": ["int8"]}}
+    recipe = resolve(load_recipe(recipe_file("smollm2-head")), flags)
+    again = resolve(load_recipe(recipe_file("smollm2-head")), {**flags, "drafter": {"features": "three"}})
+    target = shape_of_target(recipe.target)
+    last, three = (
+        {cost.stage: cost for cost in estimate(each, target, derive(target, each.drafter))}
+        for each in (recipe, again)
+    )
+    assert {*three} - {*last} == {"states"}
+    written, states = three["generate"], three["states"]
+    assert states.tokens == written.tokens == last["generate"].tokens
+    kept = last["generate"].disk - written.disk
+    assert states.disk == kept + 2 * 2 * target.hidden * states.tokens
+    assert written.flops < states.flops < 1.5 * written.flops  # one pass, over prompts too

@@ -79,7 +79,7 @@ def test_how_many_devices_can_share_the_batches() -> None:
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:
     from edgespec.recipe import schema as knobs
-    from edgespec.recipe.schema import SAMPLINGS as measured_ways
+    from edgespec.recipe.sampling import SAMPLINGS as measured_ways
 
     assert len(measured_ways) == SAMPLINGS
     building = REPOSITORY / "edgespec" / "building"

@@ -33,3 +33,16 @@ def write_data(folder: Path) -> None:
     rows("asked.jsonl", "instruction", "Say", 8)
     rows("held.jsonl", "instruction", "Tell me about", 4)
     rows("text.jsonl", "text", "Some words about the number", 60)
+
+
+def head_command(data: Path) -> str:
+    """The build of a head for `data`/tiny.gguf, from the files of `write_data`."""
+    return (
+        f"build-drafter --target {data / 'tiny.gguf'} --recipe smollm2-head --generate.instructions {data / 'asked.jsonl'} "
+        "--drafter.vocabulary 128 --generate.prompts 12 --generate.shard-size 6 --generate.max-new-tokens 24 "
+        "--generate.batch-size 4 --distill.steps 6 --distill.batch-size 2 --distill.context 128 --distill.warmup-steps 1 "
+        "--distill.watch-steps 3 --distill.watch-rows 1 --distill.stored-top-k 16 "
+        f"--evaluate.prompts-file {data / 'held.jsonl'} --evaluate.prompts 2 --evaluate.max-new-tokens 8 "
+        "--evaluate.draft-lengths 2 --export.onnx fp32,int8 --export.gguf q8_0 --export.verify-prompts 2 "
+        "--export.acceptance-prompts 2"
+    )

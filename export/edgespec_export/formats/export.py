@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,8 @@ def export_pair(
     from edgespec_export.bits.files import Mixed
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
-    from edgespec_export.onnx.by_layers import export_int4
     from edgespec_export.onnx.head_graph import export_head
-    from edgespec_export.onnx.to_onnx import export_onnx
+    from edgespec_export.onnx.joined_states import export_for_head
 
     sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     own, head = own_file(target_folder), is_head(drafter_folder)
@@ -135,12 +135,9 @@ def export_pair(
                 raise InputError(
                     f"a {file.held} file needs text that the target wrote; give a build, or other precisions"
                 )
-            elif file.held == MIXED["onnx"]:
-                made = mixed[file.role].onnx(file.path, hidden_states=head)
-            elif file.held == "int4":
-                made = export_int4(source, file.path, hidden_states=head)
             elif file.engine == "onnxruntime":
-                made = export_onnx(source, file.path, file.precision, hidden_states=head)
+                write = graph_writer(source, file, mixed.get(file.role), head=head)
+                made = export_for_head(drafter_folder, file.path, write) if head else write(file.path)
             elif own is not None and file.role == "target":
                 own.copy(file.path)
                 made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}
@@ -152,6 +149,20 @@ def export_pair(
             write_json(notes_file, results)
             bar.update(1)
     return {"files": len(files), "exported": results}
+
+
+def graph_writer(
+    source: Path, file: ExportedFile, mixed: Any, *, head: bool
+) -> Callable[[Path], dict[str, Any]]:
+    """What writes a model's graphs into a folder. `mixed`: bits.files.Mixed for a mixed file; `head`: hidden states for one."""
+    from edgespec_export.onnx.by_layers import export_int4
+    from edgespec_export.onnx.to_onnx import export_onnx
+
+    if file.held == MIXED["onnx"]:
+        return partial(mixed.onnx, hidden_states=head)
+    if file.held == "int4":
+        return partial(export_int4, source, hidden_states=head)
+    return partial(export_onnx, source, precision=file.precision, hidden_states=head)
 
 
 def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:

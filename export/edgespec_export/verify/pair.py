@@ -27,7 +27,7 @@ from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
-from edgespec.model_folder.head import is_head
+from edgespec.model_folder.head import JOINING, head_weights, is_head, target_layers
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
@@ -99,11 +99,25 @@ class Reference(Standard):
             check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
         return self.run(weights) if weights else self.logits
 
-    def features(self) -> list[torch.Tensor]:
-        """The last hidden states [n, H], behind the final norm, at every token of each passage."""
+    def features(self, head: Path) -> list[torch.Tensor]:
+        """What a head reads [n, H] at every token of each passage: the last hidden states, behind the final norm.
+
+        A head of three layers has them joined with those of the early layers by its own matrix.
+        """
+        early, found = target_layers(head), []
         with torch.inference_mode():
-            tokens = [torch.tensor([passage.tokens]) for passage in self.passages]
-            return [self.model.model(each, use_cache=False).last_hidden_state[0].float() for each in tokens]
+            for passage in self.passages:
+                tokens = torch.tensor([passage.tokens])
+                given = self.model.model(tokens, use_cache=False, output_hidden_states=bool(early))
+                states = [
+                    self.model.model.layers[layer].input_layernorm(given.hidden_states[layer])
+                    for layer in early
+                ]
+                found.append(torch.cat([*states, given.last_hidden_state], -1)[0].float())
+        if not early:
+            return found
+        matrix = torch.from_numpy(head_weights(head)[JOINING])
+        return [states @ matrix.T for states in found]
 
 
 class Head(Standard):
@@ -119,7 +133,7 @@ class Head(Standard):
     def check(self, file: ExportedFile) -> FileCheck:
         embedding = self.target.model.get_input_embeddings().weight.detach().float()
         texts = [passage.tokens for passage in self.target.passages]
-        return check_head(file, self.folder, embedding, texts, self.target.features())
+        return check_head(file, self.folder, embedding, texts, self.target.features(self.folder))
 
 
 def verify_pair(

@@ -17,7 +17,8 @@ import torch
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
-from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, InferenceOptions, Sampling
+from edgespec.recipe.sampling import SAMPLINGS, Sampling
+from edgespec.recipe.schema import EvaluateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.evaluation.expected import agreement
 from edgespec_recipes.evaluation.report import label_of, setting_of, summarise

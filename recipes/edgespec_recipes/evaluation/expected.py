@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from edgespec.core.metrics import expected_acceptance
-from edgespec.recipe.schema import Sampling
+from edgespec.recipe.sampling import Sampling
 from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.distributions import warp
 

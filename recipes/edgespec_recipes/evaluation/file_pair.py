@@ -19,7 +19,8 @@ from edgespec_runtime.rules.table import LOSSLESS
 
 from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
-from edgespec.recipe.schema import SAMPLINGS, EvaluateOptions, Sampling
+from edgespec.recipe.sampling import SAMPLINGS, Sampling
+from edgespec.recipe.schema import EvaluateOptions
 from edgespec_recipes.evaluation.evaluation import finish, finished_part, held_out_prompts
 from edgespec_recipes.evaluation.report import setting_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of

@@ -10,7 +10,7 @@ from typing import Any
 from edgespec.core.files import read_json
 from edgespec.core.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
 from edgespec.core.table import interval, table
-from edgespec.recipe.schema import Sampling
+from edgespec.recipe.sampling import Sampling
 
 SCHEMA = 1
 

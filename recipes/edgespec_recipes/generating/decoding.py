@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,11 +56,41 @@ def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
     return logits if seen else logits[keep]
 
 
-def states_at(model: Any, keep: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(the last hidden states [B, T, H] as the output layer reads them, `logits_at` of the kept positions)."""
-    with torch.inference_mode(), _head_sees(model, lambda hidden: hidden[keep]) as seen:
+def states_at(
+    model: Any, keep: Tensor, input_ids: Tensor, early: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """(hidden states [B, T, G], `logits_at` of the kept positions).
+
+    The states are what the attention of each of the `early` layers reads, and then what the output layer reads: all behind
+    their norms. Raises InputError where the layers are not of Llama's form.
+    """
+    with ExitStack() as hooks, torch.inference_mode():
+        below = [hooks.enter_context(_gives(norm)) for norm in _norms(model, early)]
+        seen = hooks.enter_context(_head_sees(model, lambda hidden: hidden[keep]))
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return seen[0], logits
+    return torch.cat([*(states[0] for states in below), seen[0]], -1), logits
+
+
+def _norms(model: Any, layers: Sequence[int]) -> list[Any]:
+    """The norms before the attention of some layers."""
+    try:
+        return [model.model.layers[layer].input_layernorm for layer in layers]
+    except (AttributeError, IndexError) as error:
+        raise InputError(
+            f"drafter.features is 'three', and a {model.config.model_type} model's layers are not of Llama's form ({error}); "
+            "give --drafter.features last"
+        ) from error
+
+
+@contextmanager
+def _gives(module: Any) -> Iterator[list[Tensor]]:
+    """What a module gives, pass after pass."""
+    given: list[Tensor] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, output: given.append(output))
+    try:
+        yield given
+    finally:
+        handle.remove()
 
 
 def left_pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""The target reads replies that somebody else wrote, and keeps what it computed for them: data for a head without writing any.
+"""The target reads finished replies, and keeps what it computed for them: somebody else's, or its own once more.
 
 Reading is one pass over a whole text, where writing takes one for every token. The shards are those of datagen.py, so a head
-learns from them as from the target's own.
+learns from them as from those that were kept while the target wrote. Its own replies are read again for a head that needs the
+states of three layers: torch gives them, while llama.cpp, which writes faster, gives the last one's alone.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.replies import read_replies
-from edgespec_recipes.generating.datagen import is_made_from, write_shards
+from edgespec_recipes.generating.datagen import is_made_from, read_responses, write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
 from edgespec_recipes.generating.response_rows import Request, Writer, row_of
 from edgespec_recipes.generating.stored import identity_of
@@ -41,11 +43,15 @@ class StateReader(Writer):
         stops: Sequence[int],
         how: InferenceOptions,
         top_k: int,
+        features: str = LAST,
     ) -> None:
+        """`features`: what a head reads, a `drafter.features` of the recipe."""
         self.model, self.precision = load_writing(folder, how, features=True)
         self.replies, self.stops = replies, stops
-        self.context_length = shape_of(self.model).one_rope_length
-        self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True)
+        shape = shape_of(self.model)
+        self.context_length = shape.one_rope_length
+        early = early_layers(shape.layers) if features == THREE else ()
+        self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True, early=early)
 
     @freed_memory_kept()
     def rows_and_states(
@@ -69,7 +75,7 @@ class StateReader(Writer):
             ids[row, : len(text)] = torch.tensor(text)
             drawn[row, len(each.prompt_ids) - 1 : len(text)] = True
         device = self.model.device
-        hidden, logits = states_at(self.model, drawn.to(device), ids.to(device))
+        hidden, logits = states_at(self.model, drawn.to(device), ids.to(device), self.wanted.layers)
         records = records_of(logits, self.wanted.top_k)
         features, end = hidden.to(torch.float16).cpu().numpy(), 0
         for row, (each, text) in enumerate(zip(batch, texts, strict=True)):
@@ -96,8 +102,8 @@ def check_reads(folder: Path, how: InferenceOptions) -> None:
     """Raise InputError where the weights in torch would not be those of the target that writes."""
     if how.source != "torch" and not is_made_from(folder, how):
         raise InputError(
-            f"distill.fixed_fraction is above 0, and inference.file {how.file!r} has other weights than {folder}, which reads "
-            "the fixed data in torch; give --inference.source torch, or distill.fixed_fraction 0"
+            f"inference.file {how.file!r} has other weights than {folder}, which reads in torch what distill.fixed_fraction and "
+            "drafter.features 'three' need; give --inference.source torch, or leave both out"
         )
 
 
@@ -109,6 +115,7 @@ def read_conversations(
     shard_size: int,
     how: InferenceOptions,
     top_k: int,
+    features: str = LAST,
 ) -> dict[str, Any]:
     """The target reads the answered conversations of `source`, in their order, until `tokens` tokens are read or none is left.
 
@@ -135,5 +142,24 @@ def read_conversations(
         raise InputError(
             f"no conversation of {source} fits the target's context of {longest} tokens; give shorter ones"
         )
-    reader = StateReader(target_folder, replies, stops, how, top_k)
+    reader = StateReader(target_folder, replies, stops, how, top_k, features)
     return write_shards(out, reader, requests, shard_size, "target reads conversations", "conversations")
+
+
+def read_again(
+    out: Path, target_folder: Path, written: Path, shard_size: int, how: InferenceOptions, top_k: int
+) -> dict[str, Any]:
+    """The target reads what it wrote into the folder `written`, and the states of three layers are kept.
+
+    Writes shards as `datagen.generate` does, and returns its counts. Raises what `check_reads` and `read_responses` raise.
+    """
+    check_reads(target_folder, how)
+    rows = read_responses(written)
+    requests = [
+        Request(number, row["messages"], row["prompt_ids"], row["temperature"])
+        for number, row in enumerate(rows)
+    ]
+    stops = stop_ids_of(target_folder, load_tokenizer(target_folder))
+    replies = [row["response_ids"] for row in rows]
+    reader = StateReader(target_folder, replies, stops, how, top_k, THREE)
+    return write_shards(out, reader, requests, shard_size, "target reads what it wrote", "responses")

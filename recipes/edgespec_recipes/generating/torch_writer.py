@@ -74,11 +74,11 @@ def load_writing(folder: Path, how: InferenceOptions, *, features: bool) -> tupl
     return model, precision
 
 
-def wanted_of(model: Any, target: str, top_k: int, *, features: bool) -> Wanted:
+def wanted_of(model: Any, target: str, top_k: int, *, features: bool, early: tuple[int, ...] = ()) -> Wanted:
     """What is kept of this model, whose `stored.identity_of` is `target`. Raises InputError for a top_k above its vocabulary."""
     shape = shape_of(model)
     check_top_k(top_k, shape.vocab_size)
-    return Wanted(target, shape.vocab_size, shape.hidden, top_k, features)
+    return Wanted(target, shape.vocab_size, shape.hidden * (1 + len(early)), top_k, features, early)
 
 
 class TorchWriter(Writer):

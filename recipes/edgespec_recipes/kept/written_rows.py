@@ -1,6 +1,6 @@
 """What the target wrote, as rows to train a feature drafter on: tokens, its hidden states before them, its distributions.
 
-A row is one of `mixing.response_rows` with `features` [T, F] beside it: slot s has the target's last hidden state at the slot
+A row is one of `mixing.response_rows` with `features` [T, G] beside it: slot s has the target's hidden states at the slot
 before, and zeros at the beginning of a text. The distributions are a source like `stored.StoredTargets`. Both come from the files
 that were kept while the target wrote (written_states.py), so that no second pass of the target is needed. Mapped, never copied.
 """
@@ -29,7 +29,8 @@ class WrittenRows(Dataset[Row]):
     """Rows of `context` tokens from the generate stage's folder, and the distributions of their compared positions.
 
     Attributes:
-        vocab_size: the target's. width: F, of a hidden state. target: the checksum of the file that wrote.
+        vocab_size: the target's. width: G, of what was kept of a token. layers: the early ones in it. target: the checksum of
+            the file that wrote.
         counts: [vocab_size] how often each token was written or read.
 
     Raises InputError where a shard lacks hidden states or distributions, or one is damaged.
@@ -53,6 +54,7 @@ class WrittenRows(Dataset[Row]):
         if not about:
             raise InputError(f"{folder} has no responses; run the generate stage first")
         self.vocab_size, self.width = int(about["top_k"]["vocab_size"]), int(about["features"]["width"])
+        self.layers = tuple(about["features"].get("layers", ()))
         self.target = str(about["features"]["target"])
         self.packed: Rows = response_rows(conversations, context)
         tokens = self.packed.arrays["input_ids"][self.packed.arrays["document_ids"] >= 0]
@@ -69,7 +71,7 @@ class WrittenRows(Dataset[Row]):
         return {**row, "features": features}
 
     def steps_seen(self, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens [n], the features [n, H] before them and those at them, of row after row: about `most` tokens."""
+        """Tokens [n], the features [n, G] before them and those at them, of row after row: about `most` tokens."""
         count = 0
         for index in range(len(self)):
             if count >= most:
@@ -100,7 +102,11 @@ class JoinedRows:
     def __init__(self, parts: Sequence[WrittenRows]) -> None:
         first = parts[0]
         for other in parts[1:]:
-            if (other.target, other.vocab_size, other.width) != (first.target, first.vocab_size, first.width):
+            if (other.target, other.vocab_size, other.layers) != (
+                first.target,
+                first.vocab_size,
+                first.layers,
+            ):
                 raise InputError(
                     f"what was written is of the target {first.target[:12]} and what was read of {other.target[:12]}; remove the "
                     "folder of the older one and run the same command again"

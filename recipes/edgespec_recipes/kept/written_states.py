@@ -4,8 +4,9 @@ Beside shard-00000.jsonl lie, where they were asked for,
 
     shard-00000.top_k.npy      records (top_k.record_type) of all response tokens, row after row: the untempered distribution
                                that each one was drawn from. 4 bytes for each of the k (6 for vocabularies above 65,536) and 2.
-    shard-00000.features.npy   float16 [tokens, H], row after row: the last hidden state, after the final norm, of every token of
-                               prompt and response but the last, which the target never read. 2 H bytes a token.
+    shard-00000.features.npy   float16 [tokens, G], row after row: the last hidden state, after the final norm, of every token of
+                               prompt and response but the last, which the target never read. 2 H bytes a token. For a head
+                               that reads three layers, the states of the early ones lie before it.
 
 shard-00000.json, written last, has their checksums and whose they are. Knows no engine and no training.
 """
@@ -35,13 +36,15 @@ RECORDS, FEATURES = "top_k", "features"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be kept. `top_k`: tokens of a record, 0 for no records; `target`: a checksum of the target's file."""
+    """What is to be kept. `top_k`: tokens of a record, 0 for no records; `target`: a checksum of the target's file; `width`: G;
+    `layers`: those whose states lie before the last one's."""
 
     target: str
     vocab_size: int
     width: int
     top_k: int = 0
     features: bool = False
+    layers: tuple[int, ...] = ()
 
     def about(self) -> dict[str, dict[str, Any]]:
         """What shard-00000.json says of each file, beside its size and checksum."""
@@ -50,6 +53,8 @@ class Wanted:
             found[RECORDS] = {"target": self.target, "top_k": self.top_k, "vocab_size": self.vocab_size}
         if self.features:
             found[FEATURES] = {"target": self.target, "width": self.width}
+            if self.layers:
+                found[FEATURES]["layers"] = list(self.layers)
         return found
 
 
@@ -92,7 +97,7 @@ def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = 
 
 
 def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None, np.ndarray | None]]:
-    """(row, its records [R], its features [P + R − 1, H]) of every row of a shard, mapped from disk; None where not kept.
+    """(row, its records [R], its features [P + R − 1, G]) of every row of a shard, mapped from disk; None where not kept.
 
     P and R are the lengths of row["prompt_ids"] and row["response_ids"]. Checksums are `check_states`'s. Raises InputError where
     the arrays are not of these rows.

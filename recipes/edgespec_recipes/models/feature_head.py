@@ -6,7 +6,9 @@ the target has not been yet, the slot reads the head's own g_{s−1} (Li et al. 
 
     x = fc([norm(e(x_s)); norm(f_{s−1})])  ->  decoder layers  ->  norm = g_s  ->  logits [V'] = W g_s
 
-It drafts over the target's most frequent V' tokens. The embedding e is the target's own and is not part of the head.
+Where the target gives three layers' states (EAGLE-3, section 3.1), a true feature is one matrix times all of them; the head's own
+features go on as they are. It drafts over the target's most frequent V' tokens. The embedding e is the target's own and is not
+part of the head.
 `unrolled` is training: several of the head's own steps at every position at once (Li et al. 2025, EAGLE-3, section 3.2).
 """
 
@@ -25,13 +27,14 @@ from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, whole_folder, write_json
-from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_weights
+from edgespec.model_folder.head import HEAD_FILE, WEIGHTS, head_weights, target_layers
 from edgespec_recipes.models.vocabulary import SubsetHead
 
 
 @dataclass(frozen=True)
 class HeadShape:
-    """The numbers of a head. `feature_size`: width of what the target gives; `draft_vocab_size`: V'."""
+    """The numbers of a head. `feature_size`: width F of a feature; `draft_vocab_size`: V'; `target_layers`: early layers that are
+    read beside the last hidden state."""
 
     hidden_size: int
     intermediate_size: int
@@ -44,6 +47,12 @@ class HeadShape:
     rope_theta: float
     rms_norm_eps: float
     context_length: int
+    target_layers: tuple[int, ...] = ()
+
+    @property
+    def given_size(self) -> int:
+        """Width of what the target gives of a token, G: a state of each of `target_layers`, and the last one."""
+        return self.feature_size * (len(self.target_layers) + 1)
 
     @property
     def multiplications(self) -> int:
@@ -153,6 +162,11 @@ class FeatureHead(nn.Module):
         self.shape, self.vocabulary = shape, vocabulary
         self.embedding_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
         self.feature_norm = _Norm(shape.feature_size, shape.rms_norm_eps)
+        self.reduce = (
+            nn.Linear(shape.given_size, shape.feature_size, bias=False)
+            if shape.target_layers
+            else nn.Identity()
+        )
         self.fc = nn.Linear(shape.hidden_size + shape.feature_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(shape) for _ in range(shape.layers)])
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -162,7 +176,8 @@ class FeatureHead(nn.Module):
     def unrolled(
         self, embeddings: Tensor, features: Tensor, steps: int, documents: Tensor | None = None
     ) -> Iterator[Tensor]:
-        """g [B, T, H] of each of `steps` own steps, from embeddings e(x_s) [B, T, H] and true features f_{s−1} [B, T, F].
+        """g [B, T, H] of each of `steps` own steps, from embeddings e(x_s) [B, T, H] and what the target gave at the
+        tokens before [B, T, G].
 
         Step k (from 0) is what a draft's token k + 1 is drawn from at a slot whose last k features are the head's own. The first
         k slots of a text have no such past: leave them out of a loss. Several steps need features of the head's own width.
@@ -170,7 +185,7 @@ class FeatureHead(nn.Module):
         """
         same = None if documents is None else (documents[:, None, :, None] == documents[:, None, None, :])
         pasts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
-        known = self.embedding_norm(embeddings)
+        known, features = self.embedding_norm(embeddings), self.reduce(features)
         for step in range(steps):
             x = self.fc(torch.cat([known, self.feature_norm(features)], -1))
             for layer, past in zip(self.layers, pasts, strict=True):
@@ -197,7 +212,9 @@ def load_head(folder: Path) -> FeatureHead:
     if not (folder / HEAD_FILE).is_file():
         raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a feature drafter")
     try:
-        shape = HeadShape(**read_json(folder / HEAD_FILE)["shape"])
+        shape = HeadShape(
+            **{**read_json(folder / HEAD_FILE)["shape"], "target_layers": target_layers(folder)}
+        )
         head = FeatureHead(shape, read_vocabulary(folder / VOCABULARY, InputError))
         weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
         head.load_state_dict(weights)

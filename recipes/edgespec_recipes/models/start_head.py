@@ -8,7 +8,7 @@ stream are zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ def start_head(
     counts: np.ndarray,
     special: Iterable[int],
     seen: Iterable[tuple[Tensor, Tensor, Tensor]],
+    early: Sequence[int] = (),
 ) -> FeatureHead:
     """The head that training starts from.
 
@@ -41,7 +42,8 @@ def start_head(
         options: layers (default 1) and vocabulary (default: what covers COVERAGE of `counts`).
         counts: [V] how often the target wrote each token.
         special: ids that every vocabulary has.
-        seen: tokens [n], the features [n, H] before them and those at them, of texts that the target wrote.
+        seen: tokens [n], what the target gave [n, G] before them and at them, of texts that it wrote.
+        early: the layers whose states are given before the last one's. They start without a say.
 
     Raises InputError where the target's layers are not of Llama's form.
     """
@@ -66,6 +68,7 @@ def start_head(
             rope_theta=shape.rope_theta,
             rms_norm_eps=shape.rms_norm_eps,
             context_length=shape.context_length,
+            target_layers=tuple(early),
         ),
         vocabulary,
     )
@@ -81,6 +84,9 @@ def start_head(
             value.copy_(torch.zeros_like(found) if name in WRITES else found)
     head.norm.weight.data.copy_(weights["model.norm.weight"])
     head.lm_head.weight.data.copy_(target.get_output_embeddings().weight.detach().float()[head.lm_head.ids])
+    if early:
+        nothing = torch.zeros(shape.hidden, len(early) * shape.hidden)
+        head.reduce.load_state_dict({"weight": torch.cat([nothing, torch.eye(shape.hidden)], 1)})
     embedding = target.get_input_embeddings().weight.detach().float()
     head.fc.weight.data.copy_(best_guess(head, embedding, seen))
     return head
@@ -107,12 +113,15 @@ def with_vocabulary(
 def best_guess(head: FeatureHead, embedding: Tensor, seen: Iterable[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
     """[H, 2H]: the matrix M with least Σ |M [norm(e(x_s)); norm(f_{s−1})] − f_s / w|², w the last norm's weight.
 
-    That norm gives f_s back from its argument. The ridge is RIDGE of the mean square.
+    f is the last hidden state, whose numbers are the last ones given. The norm gives f_s back from its argument. The ridge is
+    RIDGE of the mean square.
     """
     width = 2 * head.shape.hidden_size
     square, product = torch.zeros(width, width), torch.zeros(width, head.shape.hidden_size)
     scale = torch.where(head.norm.weight.abs() > SMALLEST, head.norm.weight, 1.0)
-    for tokens, before, at in seen:
+    size = head.shape.feature_size
+    for tokens, *given in seen:
+        before, at = (values[:, -size:] for values in given)
         joined = torch.cat([head.embedding_norm(embedding[tokens]), head.feature_norm(before)], -1)
         square += joined.T @ joined
         product += joined.T @ (at / scale)

@@ -13,7 +13,8 @@ from typing import Any
 
 from edgespec.core.files import read_json, write_json
 from edgespec.core.progress import progress
-from edgespec.recipe.schema import EvaluateOptions, Sampling
+from edgespec.recipe.sampling import Sampling
+from edgespec.recipe.schema import EvaluateOptions
 from edgespec.recipe.study_options import TaskOptions, parse_sampling
 from edgespec_recipes.evaluation.evaluation import HeldOut, held_out_prompts
 from edgespec_recipes.evaluation.expected import Agreement, agreement, expected_counts

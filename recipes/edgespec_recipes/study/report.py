@@ -11,7 +11,7 @@ import yaml
 
 from edgespec.core import table as tables
 from edgespec.core.table import count, duration, interval
-from edgespec.recipe.schema import Sampling
+from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.study_options import parse_sampling
 
 Row = Mapping[str, Any]

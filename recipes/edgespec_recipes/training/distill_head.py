@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
-from edgespec.model_folder.head import target_embedding
+from edgespec.model_folder.head import TABLE, table_checksum, target_embedding
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, shares
 from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
@@ -50,7 +50,7 @@ class UnrolledHead(nn.Module):
         return self.head.lm_head
 
     def forward(self, input_ids: Tensor, features: Tensor, document_ids: Tensor, **_: Any) -> SimpleNamespace:
-        """input_ids, document_ids [K · B, T] (K times the same), features [B, T, F] of any float -> logits of the K steps,
+        """input_ids, document_ids [K · B, T] (K times the same), features [B, T, G] of any float -> logits of the K steps,
         one's rows after the other's."""
         rows = len(features)
         steps = self.head.unrolled(
@@ -121,7 +121,7 @@ def distill_head(
     rows = WrittenRows(written, options.context)
     tokenizer, device = load_tokenizer(target), processes.device()
     embedding = target_embedding(target)
-    if rows.width != embedding.shape[1] or rows.vocab_size != len(embedding):
+    if rows.width != embedding.shape[1] * (1 + len(rows.layers)) or rows.vocab_size != len(embedding):
         raise InputError(
             f"{written} has hidden states of {rows.width} numbers and a vocabulary of {rows.vocab_size}; the target in {target} "
             f"has {embedding.shape[1]} and {len(embedding)}: write the responses again with this target"
@@ -154,7 +154,11 @@ def distill_head(
         watch=(lambda model: objective.acceptance(model, batches)) if batches else None,
         watch_steps=options.watch_steps,
     )
-    about = {"target_sha256": rows.target, "unrolled_steps": options.unrolled_steps}
+    about = {
+        "target_sha256": rows.target,
+        TABLE: table_checksum(embedding),
+        "unrolled_steps": options.unrolled_steps,
+    }
     if not processes.rank():
         save_head(whole(model).head, out / "model", about)
         discard_checkpoints(out)
@@ -179,11 +183,16 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
     special = special_tokens(tokenizer, target)
     if drafter.init == "checkpoint":
         head = load_head(Path(drafter.checkpoint))
+        if head.shape.target_layers != rows.layers:
+            raise InputError(
+                f"the head in {drafter.checkpoint} reads the early layers {list(head.shape.target_layers)} of its target, and "
+                f"what was kept has {list(rows.layers)}; give the other --drafter.features, or another checkpoint"
+            )
         if drafter.vocabulary in (None, head.shape.draft_vocab_size):
             return head
         table = load_model(target).get_output_embeddings().weight
         return with_vocabulary(head, table, rows.counts, special, drafter.vocabulary)
-    return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED))
+    return start_head(load_model(target), drafter, rows.counts, special, rows.steps_seen(FITTED), rows.layers)
 
 
 class _Part:

@@ -12,13 +12,14 @@ import pytest
 import torch
 from edgespec_recipes.evaluation import evaluation
 from edgespec_recipes.evaluation.evaluation import evaluate, held_out_prompts, teacher_forced
-from edgespec_recipes.evaluation.report import Sampling, evaluation_table
+from edgespec_recipes.evaluation.report import evaluation_table
 from edgespec_recipes.losses.distributions import warp
 from small_llama import PROMPTS, greedy, small_llama
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
+from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.schema import EvaluateOptions
 
 RATIO = 0.25

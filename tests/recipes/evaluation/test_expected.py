@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.evaluation.expected import agreement, expected_blocks, expected_counts, passing_chance
-from edgespec_recipes.evaluation.report import Sampling
 from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.losses.distributions import warp
 from small_drafts import DRAFTS, FREE, MAX_NEW, STOPS, TARGET, noisy_copy
 from small_llama import PROMPTS, greedy
+
+from edgespec.recipe.sampling import Sampling
 
 Prefix = tuple[int, ...]
 GREEDY = Sampling(0.0, 1.0)

@@ -12,7 +12,7 @@ import torch
 from edgespec_recipes.generating import torch_writer
 from edgespec_recipes.generating.datagen import generate, read_responses
 from edgespec_recipes.generating.response_rows import Request
-from edgespec_recipes.generating.state_reader import StateReader, read_conversations
+from edgespec_recipes.generating.state_reader import StateReader, read_again, read_conversations
 from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
@@ -24,6 +24,7 @@ from writing_target import FILE, SEED_FILE, TARGET, make_writing_target
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
 from edgespec.core.progress import Bar
+from edgespec.model_folder.head import early_layers
 from edgespec.recipe.schema import DistillOptions, DrafterOptions, GenerateOptions, InferenceOptions
 
 TOP_K, CONTEXT, PLENTY = 8, 128, 10**6
@@ -76,6 +77,28 @@ def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
             states["top_k"][name].astype(float), records[name].astype(float), atol=2e-2
         )
     assert len({len(reply) for reply in reader.replies}) > 3  # rows of a pass are padded
+
+
+def test_three_layers_states_are_what_these_layers_read(folder: Path, written: Path, tmp_path: Path) -> None:
+    counts = read_again(tmp_path / "again", folder / TARGET, written, 7, HOW, TOP_K)
+    assert counts["responses"] == 40
+    assert counts["shards"] == 6
+    model = load_model(folder / TARGET)
+    layers = [(layer, model.model.layers[layer].input_layernorm) for layer in early_layers(2)]
+    again = [
+        text for shard in sorted((tmp_path / "again").glob("shard-*.jsonl")) for text in read_states(shard)
+    ]
+    for (row, records, _), (own, same, features) in zip(
+        read_states(next(written.glob("shard-*.jsonl"))), again, strict=True
+    ):
+        assert own == row
+        np.testing.assert_allclose(same["log_p"].astype(float), records["log_p"].astype(float), atol=2e-2)
+        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]][:-1]])
+        with torch.inference_mode():
+            given = model.model(ids, output_hidden_states=True)
+            states = [norm(given.hidden_states[layer][0]) for layer, norm in layers]
+        wanted = torch.cat([*states, given.last_hidden_state[0]], -1).numpy()
+        np.testing.assert_allclose(features.astype(float), wanted, atol=2e-2)
 
 
 def test_replies_stand_as_the_template_writes_them(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import torch
 import transformers
 from edgespec_recipes.data.mixing import TARGET, response_rows
 from edgespec_recipes.evaluation.expected import agreement
-from edgespec_recipes.evaluation.report import Sampling
 from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.datagen import write_shard
 from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
@@ -33,6 +32,7 @@ from torch.nn.functional import linear
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import having
+from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.schema import DistillOptions
 
 CONTEXT = 40

@@ -18,6 +18,7 @@ from tiny_models import make_model_folder
 from torch.nn import functional
 
 from edgespec.core.errors import InputError
+from edgespec.model_folder.head import early_layers
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
 KEPT = 200
@@ -66,6 +67,24 @@ def test_the_first_guess_is_least_squares(target: torch.nn.Module) -> None:
     assert (sum(errors) / sum(sizes)).item() < 2e-3  # what the ridge leaves
     rows = target.get_output_embeddings().weight[head.lm_head.ids]
     torch.testing.assert_close(head.lm_head.weight, rows)
+
+
+@torch.no_grad()
+def test_early_layers_start_without_a_say(target: torch.nn.Module) -> None:
+    seen, options = seen_of(target), DrafterOptions(kind="head", vocabulary=KEPT)
+    noise = torch.randn(64, 2 * target.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    given = [(tokens, *(torch.cat([noise, part], -1) for part in parts)) for tokens, *parts in seen]
+    counts = np.arange(512)
+    last, three = (
+        start_head(target, options, counts, [0], texts, early)
+        for texts, early in ((seen, ()), (given, early_layers(2)))
+    )
+    tokens, before, _ = seen[0]
+    embedded = target.get_input_embeddings().weight[tokens][None]
+    wanted = list(last.unrolled(embedded, before[None], 2))
+    found = list(three.unrolled(embedded, given[0][1][None], 2))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_vocabulary_covers_what_was_written() -> None:

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.recipe.schema import SAMPLINGS
+from edgespec.recipe.sampling import SAMPLINGS
 
 BUNDLED = 300
 SAMPLES = 2500

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from edgespec_recipes.evaluation.expected import agreement, expected_counts
-from edgespec_recipes.evaluation.report import Sampling
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.study import counts as study_counts
 from edgespec_recipes.study import runs as runs
@@ -20,6 +19,7 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.reference import reference_options
+from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
 from edgespec.verbs import study as study_verb

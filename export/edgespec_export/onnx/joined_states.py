@@ -1,0 +1,89 @@
+"""A target's graph for a head that reads three layers: its features are one matrix times their states (EAGLE-3).
+
+The head was trained with that matrix, and it stands in the target's graph. So a feature has the width of one state, whatever the
+head reads: the runtime, the cache of features and the head's own graph know nothing of the layers. The states are what the
+attention of the early layers and the output layer read, behind their norms; no logit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
+
+from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.files import whole_file
+from edgespec.model_folder.head import BLOCK, JOINING, head_weights, in_bytes, target_layers
+from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, FAST_GRAPH
+
+AT = "/joined_states/"
+QUANTISED = "MatMulNBits"
+
+
+def export_for_head(
+    head_folder: Path, out_folder: Path, export: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Write a target's graphs with the features that a head reads. `export` writes them with the last hidden state into a folder.
+
+    `out_folder` becomes whole or is not there. Returns what `export` returns. Raises InputError where the head is damaged.
+    """
+    early = target_layers(head_folder)
+    if not early:
+        return export(out_folder)
+    matrix = head_weights(head_folder).get(JOINING)
+    if matrix is None or matrix.ndim != 2 or matrix.shape[1] != matrix.shape[0] * (len(early) + 1):
+        raise InputError(
+            f"{head_folder} has no {JOINING} for its {len(early) + 1} layers; train the head again"
+        )
+    alone = out_folder.with_name(f"{out_folder.name}-alone")
+    made = export(alone)
+    for name in ("model.onnx", FAST_GRAPH):
+        if (alone / name).is_file():
+            join_states(alone / name, early, matrix)
+    alone.rename(out_folder)
+    return made
+
+
+def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) -> None:
+    """Rewrite a graph file: its output `hidden_states` is `matrix` [H, G] times the states of the early layers and the last one.
+
+    The matrix is in bytes where the graph's others are in blocks, else in floats. Raises EdgespecError where the graph has no
+    such output or layers.
+    """
+    import onnx
+    from onnx import helper, numpy_helper
+
+    model = onnx.load(graph_file, load_external_data=False)
+    graph = model.graph
+    norms = {f"model.layers.{layer}.input_layernorm.weight" for layer in early}
+    found = {name: node.output[0] for node in graph.node for name in norms & {*node.input}}
+    if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
+        raise EdgespecError(
+            f"{graph_file} gives no states of the layers {list(early)}; this onnxruntime-genai writes layers otherwise"
+        )
+    last = AT + "last"
+    for node in graph.node:
+        for names in (node.input, node.output):
+            names[:] = [last if name == HIDDEN_STATES else name for name in names]
+    states = [found[f"model.layers.{layer}.input_layernorm.weight"] for layer in early]
+    graph.node.append(
+        helper.make_node("Concat", [*states, last], [AT + "states"], name=AT + "Concat", axis=-1)
+    )
+    inputs, made = [AT + "states", AT + "weight"], {"weight": matrix.T}
+    kind, settings = "MatMul", {}
+    if any(node.op_type == QUANTISED for node in graph.node):
+        data, scales = in_bytes(matrix)
+        inputs, made = [*inputs, AT + "scales"], {"weight": data, "scales": scales.reshape(-1)}
+        rows, columns = matrix.shape
+        settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK}
+        settings |= {"accuracy_level": FAST_ACCURACY_LEVEL, "domain": "com.microsoft"}
+        kind = QUANTISED
+    graph.node.append(helper.make_node(kind, inputs, [HIDDEN_STATES], name=AT + kind, **settings))
+    graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(value), AT + name) for name, value in made.items()
+    )
+    with whole_file(graph_file) as temporary:
+        onnx.save(model, temporary)
