@@ -156,7 +156,7 @@ class Chat:
                 tally.first_token = tally.first_token or perf_counter() - start
                 tally.off = self._schedules.off(options) or ""
                 if isinstance(schedule, Adaptive):
-                    tally.step = schedule.step_seconds(tally.prompt + tally.counts.emitted)
+                    tally.step = schedule.step_seconds()
                 yield piece
                 if piece.finish:
                     tally.finish = piece.finish

@@ -125,28 +125,28 @@ class Adaptive:
         return self._asked
 
     def pass_length(self, count: int, context: int) -> int:
-        return self._costs.row(context).size[count - 1]
+        return self._costs.row.size[count - 1]
 
     def observe(self, outcome: Outcome) -> None:
-        row = self._costs.row(outcome.context)
         seconds = self._costs.learn(outcome) + outcome.choosing_seconds
-        plainly = outcome.emitted * self._costs.block(row, 0) if self._asked else seconds
+        plainly = outcome.emitted * self._costs.block(0) if self._asked else seconds
         self._guard.add(seconds, plainly)
         self._since_plain = self._since_plain + 1 if outcome.drafted else 0
         if outcome.drafted:
             offered = min(outcome.drafted, outcome.emitted)
             self._of[outcome.origin].rates.learn(offered, outcome.accepted)
 
-    def step_seconds(self, context: int) -> float:
+    def step_seconds(self) -> float:
         """What a plain step takes now."""
-        return self._costs.block(self._costs.row(context), 0)
+        return self._costs.block(0)
 
     def _choose(self, one: _Origin, context: int, *, copies: bool) -> None:
         """The length of an origin's next blocks."""
         rested = one.length == 0 and one.rest > REST
-        tokens, row = one.tokens(), self._costs.row(context)
+        self._costs.move(context)
+        tokens = one.tokens()
         paces = [
-            expected / self._costs.block(row, length, copies=copies) for length, expected in enumerate(tokens)
+            expected / self._costs.block(length, copies=copies) for length, expected in enumerate(tokens)
         ]
         best = max(range(1, len(paces)), key=paces.__getitem__, default=0)
         gains = best > 0 and paces[best] > paces[0]

@@ -11,7 +11,6 @@ from edgespec_runtime.decoding.schedule import FROM_MODEL, Outcome
 
 WEIGHT = 0.1  # of the newest block in a factor: some ten blocks move it, one does not
 CLIP = 2.0  # times what was expected: a block that took longer was held up by another program and tells nothing more
-BUCKET = 64  # tokens of context that share a row of the table: making one takes longer than choosing, and costs hardly differ
 
 
 class _Factor:
@@ -34,29 +33,30 @@ class CurrentCosts:
     Args:
         costs: measured on this device for this pair.
         mixes: the drafter also speaks behind the draft, as a rule wants that mixes p and q (acceptance.Rule).
+
+    Attributes:
+        row: the table near the present context. It moves when a length is chosen: making one takes longer than choosing.
     """
 
     def __init__(self, costs: Costs, mixes: bool) -> None:
         self._costs, self._mixes = costs, mixes
         self._drafting = _Factor()
         self._passes: dict[int, _Factor] = {}  # by size, of those that were made so far
-        self._rows: dict[int, Row] = {}
+        self.row: Row = costs.row(costs.contexts[0])
 
-    def row(self, context: int) -> Row:
-        """Of the table, near this context."""
-        bucket = context // BUCKET
-        if bucket not in self._rows:
-            self._rows[bucket] = self._costs.row(bucket * BUCKET + BUCKET // 2)
-        return self._rows[bucket]
+    def move(self, context: int) -> None:
+        """Take the table's row at this context."""
+        self.row = self._costs.row(context)
 
-    def block(self, row: Row, length: int, *, copies: bool = False) -> float:
+    def block(self, length: int, *, copies: bool = False) -> float:
         """Expected seconds of a block with a draft of `length` tokens; 0: of a plain step. Copies cost no drafter steps."""
+        row = self.row
         drafting, size = (0 if copies else length + self._mixes) * row.draft, row.size[length]
         return drafting * self._drafting.value + row.verify[size] * self._factor(size).value
 
     def learn(self, outcome: Outcome) -> float:
         """Move the factors by what a block took. Returns its seconds, a pass that was held up clipped."""
-        row = self.row(outcome.context)
+        row = self.row
         drafting, size = outcome.draft_seconds, outcome.size
         table = (outcome.drafted + self._mixes) * row.draft
         if table and outcome.origin == FROM_MODEL:

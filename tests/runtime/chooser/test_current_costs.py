@@ -16,7 +16,7 @@ def outcome(drafted: int, size: int, draft_seconds: float, pass_seconds: float) 
 
 
 def now(costs: CurrentCosts, length: int) -> float:
-    return costs.block(costs.row(32), length)
+    return costs.block(length)
 
 
 def test_before_any_block_the_table_holds() -> None:
