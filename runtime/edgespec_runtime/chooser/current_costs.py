@@ -35,7 +35,7 @@ class CurrentCosts:
         mixes: the drafter also speaks behind the draft, as a rule wants that mixes p and q (acceptance.Rule).
 
     Attributes:
-        row: the table near the present context. It moves when a length is chosen: making one takes longer than choosing.
+        row: the table near the present context. It moves when a length is chosen: a block is held against what it was chosen by.
     """
 
     def __init__(self, costs: Costs, mixes: bool) -> None:

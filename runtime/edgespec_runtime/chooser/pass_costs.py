@@ -12,12 +12,11 @@ pass of one token).
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
-
-import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency, predicted_speedup
@@ -99,9 +98,16 @@ class Costs:
         return self.draft(context) / self.verify(1, context)
 
     def row(self, context: int) -> Row:
-        """All of this at one context."""
-        seconds = [0.0, *(self.verify(n, context) for n in range(1, self.longest + 1))]
-        return Row(self.draft(context), seconds, [_cheapest(n, seconds) for n in range(1, len(seconds))])
+        """All of this at one context. Made while a reply is decoded, so it takes microseconds."""
+        below, above, share = self._near(context)
+        both = zip(self.verify_seconds[below], self.verify_seconds[above], strict=True)
+        seconds = [0.0, *(low + share * (high - low) for low, high in both)]
+        size, cheapest = [], len(seconds) - 1
+        for n in range(len(seconds) - 1, 0, -1):  # of equals the shortest
+            cheapest = n if seconds[n] <= seconds[cheapest] else cheapest
+            # a plain step stays one: with it all gains are compared
+            size.append(cheapest if n > 1 and seconds[cheapest] < (1 - PADDING_GAIN) * seconds[n] else n)
+        return Row(self.draft(context), seconds, size[::-1])
 
     def cheapest_length(self, n: int, context: int) -> int:
         """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
@@ -109,13 +115,17 @@ class Costs:
 
     def _at(self, values: Sequence[float], context: int) -> float:
         """Linear between two contexts, constant outside them."""
-        return float(np.interp(context, self.contexts, values))
+        below, above, share = self._near(context)
+        return values[below] + share * (values[above] - values[below])
 
-
-def _cheapest(n: int, seconds: list[float]) -> int:
-    """The pass to make for n tokens, by the seconds of every pass. A plain step stays one: with it all gains are compared."""
-    cheapest = min(range(n, len(seconds)), key=seconds.__getitem__)  # of equals the shortest
-    return cheapest if n > 1 and seconds[cheapest] < (1 - PADDING_GAIN) * seconds[n] else n
+    def _near(self, context: int) -> tuple[int, int, float]:
+        """(the measured context below, the one above, the share of the way between them); twice the same one outside them."""
+        above = bisect(self.contexts, context)
+        if not 0 < above < len(self.contexts):
+            outside = max(0, above - 1)
+            return outside, outside, 0.0
+        low, high = self.contexts[above - 1], self.contexts[above]
+        return above - 1, above, (context - low) / (high - low)
 
 
 def speedup(costs: Costs, acceptance_rate: float, draft_length: int, context: int) -> float:
