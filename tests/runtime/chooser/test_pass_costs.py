@@ -106,3 +106,7 @@ def test_the_best_draft_length_is_zero_where_nothing_pays() -> None:
     length, gain = best_draft_length(made_up(SAW, 0.02), 0.7, 64)
     assert (length, gain) == (3, pytest.approx(2.533 / 1.46))
     assert best_draft_length(made_up((1.0,) * 16, 0.0), 0.9, 64)[0] == 15
+
+
+def test_of_equally_cheap_passes_the_shortest_is_made() -> None:
+    assert Costs((64,), ((1.0, 2.0, 1.5, 1.5),), (0.1,)).row(64).size == [1, 3, 3, 4]
