@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +92,11 @@ def summarise(docstring: str | None) -> str | None:
 def library_files() -> Iterator[tuple[str, Path]]:
     """(dotted module name, file) of every Python module of the library, in a fixed order."""
     library = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(library.rglob("*.py")):
+    files = []
+    for folder, folders, names in os.walk(library):
+        folders[:] = [name for name in folders if name not in EXCLUDED]  # site-packages alone may hold 50,000 files
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for file in sorted(files):
         parts = file.relative_to(library).with_suffix("").parts
         if EXCLUDED & set(parts) or any(part in ("tests", "__main__") or "-" in part for part in parts):
             continue
@@ -224,14 +231,33 @@ def _re_exports(trees: dict[str, ast.Module]) -> dict[str, str]:
     return found
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """No collection of cycles: each would walk all trees, and takes half of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _parse() -> dict[str, ast.Module]:
+    """The syntax tree of every module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
+        return {
+            module: ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+            for module, file in library_files()
+        }
+
+
 @functools.cache
+@_no_collector()
 def library_facts() -> tuple[Fact, ...]:
-    """Every public thing of the library once, in a fixed order (5 s)."""
-    trees = {}
-    for module, file in library_files():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the library's own strings
-            trees[module] = ast.parse(file.read_text(encoding="utf-8", errors="replace"))
+    """Every public thing of the library once, in a fixed order (2 s)."""
+    trees = _parse()
     renamed = _re_exports(trees)
     facts: dict[str, Fact] = {}
 
