@@ -94,7 +94,9 @@ def library_files() -> Iterator[tuple[str, Path]]:
     library = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(library):
-        folders[:] = [name for name in folders if name not in EXCLUDED]  # site-packages alone may hold 50,000 files
+        folders[:] = [
+            name for name in folders if name not in EXCLUDED
+        ]  # site-packages alone may hold 50,000 files
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     for file in sorted(files):
         parts = file.relative_to(library).with_suffix("").parts
