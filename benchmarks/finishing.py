@@ -1,22 +1,27 @@
-"""Does another divergence in the last fifth of the steps help a head, and do selected tokens (AdaSPEC)? Several seeds.
+"""Does another divergence in the last fifth of the steps help a drafter, and do selected tokens (AdaSPEC)? Several seeds.
 
     python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--select 0.4] [--seeds 3] [--steps 300] [--batch-size 4]
+    python benchmarks/finishing.py TARGET WRITTEN --shape 2x192 --learning-rate 1e-3 [--finish tvd++,lk] [--seeds 3] [--steps 300]
 
 TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head. All arms begin with the same first
 guess and read the same rows; a seed is another order. α is the mean of Σ min(p, q) at temperature 1, on rows that no arm has
 learnt, for the first and the second draft token. The table has every run, then each arm's mean difference to forward KL alone.
 An arm of `--select` has forward KL on that share of the tokens, at the same learning rate; AdaSPEC's reference is the head that
-forward KL alone gave with the same seed. A run that is done is not made again.
+forward KL alone gave with the same seed. With `--shape` (layers x width) the drafter is an independent one, and both α are of the
+first draft token, at temperature 1 and at 0, on 64 texts that no arm has learnt. A run that is done is not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from acceptance_curve import part_of
+from drafter_shapes import ShapedRun
 from edgespec_recipes.training.distill_head import distill_head
 
 from edgespec.core.files import read_json, read_jsonl, write_json
@@ -25,11 +30,24 @@ from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
 ALONE = "fkl alone"
 RESULT = "finishing.json"
+HELD_OUT = 64  # texts
 
 
 def folder(given: argparse.Namespace, arm: str, seed: int) -> Path:
     where: Path = given.out / f"{arm.replace(' ', '-')}-{seed}"
     return where
+
+
+def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float]:
+    """α of an independent drafter's first token at T = 1 and at T = 0, after one training."""
+    how = argparse.Namespace(**vars(given), seed=seed, context=512, held_out=HELD_OUT)
+    how.learning_rate = {"model": given.learning_rate}
+    learnt, held_out, _ = part_of(given.written, out, sys.maxsize, HELD_OUT)
+    layers, hidden = map(int, given.shape.split("x"))
+    shape = DrafterOptions(init="components", vocabulary=given.vocabulary, layers=layers, hidden=hidden)
+    run = ShapedRun(shape, learnt, held_out, how)
+    run.options = replace(run.options, finish="" if arm == ALONE else arm)
+    return run.acceptance(run.trained(out / "training", given.steps)[0])
 
 
 def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float]:
@@ -38,6 +56,9 @@ def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float
     `arm`: the divergence of the last fifth, or the share of selected tokens; ALONE is neither.
     """
     out = folder(given, arm, seed)
+    if given.shape and not (out / RESULT).is_file():
+        first, second = independent(out, given, arm, seed)
+        write_json(out / RESULT, {"alpha": first, "alpha_2": second})
     if not (out / RESULT).is_file():
         selects = arm in given.select
         options = DistillOptions(
@@ -83,20 +104,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=4, help="rows of a step")
     parser.add_argument("--watched", type=int, default=32, help="rows of 512 tokens held out")
     parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument(
+        "--shape", default="", help="layers x width of an independent drafter, in place of a head"
+    )
     parser.add_argument("--out", type=Path, default=Path("build/finishing"))
     given = parser.parse_args(arguments)
+    if given.shape and given.select:
+        parser.error("--select is of a head; leave --shape or --select out")
+    both = ("α at T = 1", "at T = 0") if given.shape else ("α of the first token", "of the second")
     arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others
     found = {(arm, seed): alphas(given, arm, seed) for seed in range(given.seeds) for arm in arms}
     rows = [(arm, str(seed), *(f"{a:.4f}" for a in each)) for (arm, seed), each in sorted(found.items())]
     print(
-        table(("last fifth, or share", "seed", "α of the first token", "of the second"), rows, left=2),
+        table(("last fifth, or share", "seed", *both), rows, left=2),
         end="\n\n",
     )
     for arm in arms[1:]:
         pairs = np.array([np.subtract(found[arm, seed], found[ALONE, seed]) for seed in range(given.seeds)])
         mean, spread = pairs.mean(0), pairs.std(0, ddof=1) if given.seeds > 1 else [float("nan")] * 2
         told = ", ".join(f"{m:+.4f} (standard deviation {s:.4f})" for m, s in zip(mean, spread, strict=True))
-        print(f"{arm} against {ALONE}, first and second token: {told}")
+        print(f"{arm} against {ALONE}, {both[0]} and {both[1]}: {told}")
     return 0
 
 

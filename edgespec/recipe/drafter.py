@@ -6,9 +6,11 @@ the embeddings are the target's; the hidden size is the multiple of the step nea
 hidden 1024, FFN 2816, 8 heads (direct alignment, Table 1).
 
 With a vocabulary subset the tables have one row for each token kept and one that is read in the place of any other token, and the
-size budget counts them so. The drafter of a narrow target with a large vocabulary keeps a quarter of the tokens at most: with all
-of SmolLM2's 49,152 its tables would be 94 % of it, and its width 64. A head (EAGLE) has the target's widths and one layer; its
-output rows are what is counted as a table.
+size budget counts them so. A head (EAGLE) has the target's widths and one layer; its output rows are what is counted as a table.
+
+A narrow target with a large vocabulary has a rule of its own. Its drafter keeps a quarter of the tokens at most: with all of
+SmolLM2's 49,152 its tables would be 94 % of it, and its width 64. It has two layers, and its width goes by what a step costs
+rather than by parameters: a step reads the weights, and starts every layer's products, which take as long as many weights.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ NARROW_STEP = 64
 LAYERS_RATIO = 8
 LARGE_VOCABULARY = 2**15  # tokens: up to here (Llama 2) a drafter keeps them all
 KEPT_SHARE = 4  # a quarter of SmolLM2's tokens are 95 % or more of what it writes
+SHALLOW = 2  # layers: four accept no more than two of the same width, and one accepts less (benchmarks/drafter_shapes.py)
+LAYER_COST = 333_333  # weights whose reading takes as long as starting a layer: 0.26M and 0.41M in two runs of that benchmark
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,25 @@ def cost_ratios(target: ModelShape, drafter: ModelShape) -> dict[str, float]:
     }
 
 
+def step_cost(shape: ModelShape) -> float:
+    """What a step costs, in weights: those it reads, and LAYER_COST for every layer."""
+    return shape.streamed_parameters + LAYER_COST * shape.layers
+
+
+def _parameters(shape: ModelShape) -> float:
+    return shape.parameters
+
+
+def _is_narrow(target: ModelShape) -> bool:
+    """Whether token tables would be most of a drafter of the usual size."""
+    return target.hidden < WIDE_TARGET and target.vocab_size > LARGE_VOCABULARY
+
+
 def _vocab_size(target: ModelShape, options: DrafterOptions) -> int:
     """Rows of the drafter's tables, at most. Raises InputError where the target has fewer tokens than are to be kept."""
     kept, tokens = options.vocabulary, target.vocab_size
     if kept is None:
-        is_cut = options.kind == "model" and target.hidden < WIDE_TARGET and tokens > LARGE_VOCABULARY
-        return tokens // KEPT_SHARE + 1 if is_cut else tokens
+        return tokens // KEPT_SHARE + 1 if options.kind == "model" and _is_narrow(target) else tokens
     if kept > tokens:
         raise InputError(
             f"drafter.vocabulary is {kept} and the target has {tokens} tokens; give at most {tokens}, which keeps all"
@@ -103,7 +120,8 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
         wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True)
         return DrafterShape(**asdict(wide))
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
-    layers = options.layers or max(1, round(target.layers / LAYERS_RATIO))
+    usual = SHALLOW if _is_narrow(target) else max(1, round(target.layers / LAYERS_RATIO))
+    layers = options.layers or usual
     if options.hidden is not None:
         if options.hidden % NARROW_STEP:
             raise InputError(
@@ -111,12 +129,13 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
             )
         chosen = _shape(target, options.hidden, layers, step, vocab_size)
     else:
-        budget = options.size_fraction * target.parameters
+        size = step_cost if _is_narrow(target) else _parameters
+        budget = options.size_fraction * size(target)
         candidates = [
             _shape(target, hidden, layers, step, vocab_size)
             for hidden in range(step, max(step, target.hidden) + 1, step)
         ]
-        chosen = min(candidates, key=lambda shape: abs(shape.parameters - budget))
+        chosen = min(candidates, key=lambda shape: abs(size(shape) - budget))
     if chosen.parameters >= target.parameters:
         raise InputError(
             f"the drafter would have {count(chosen.parameters)} parameters and the target has {count(target.parameters)}; "

@@ -92,7 +92,11 @@ class DrafterOptions:
         choices=(LAST, THREE),
     )
     size_fraction: float = knob(
-        0.0164, "drafter parameters / target parameters to aim for", at_least=1e-6, at_most=1.0
+        0.0164,
+        "drafter parameters / target parameters to aim for; where the target has a hidden size below 1,024 and more than "
+        "32,768 tokens: cost of a step / cost of the target's",
+        at_least=1e-6,
+        at_most=1.0,
     )
     layers: int | None = knob(None, "number of layers instead of the rule's", at_least=1)
     hidden: int | None = knob(None, "hidden size instead of the rule's", at_least=64)
