@@ -5,8 +5,8 @@
 TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head, FILES the folder of the target's
 int8 files for ONNX Runtime. Every shape (layers x hidden size) learns the same rows in the same order, from the target's tables
 by principal components; α is that of the first draft token on texts that nobody learnt (acceptance_curve.py). A step is one pass
-of one token at int8 on one thread, behind 256 tokens; all drafters take turns. The last lines are a least-squares fit of a
-step's time, and what a layer costs in it, in weights. A training that is done is not made again.
+of one token at int8 on one thread, behind 256 tokens and a pass of the target; all drafters take turns. The last lines are a
+least-squares fit of a step's time, and what a layer costs in it, in weights. A training that is done is not made again.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
     times = np.zeros((ROUNDS, len(passes)))
     for row in times:
         for column, (engine, tokens) in enumerate(passes):
-            engine.forward(
-                tokens
-            )  # its weights leave the cache in between, as in decoding; its threads are awake again
-            engine.rewind(CONTEXT)
+            other = drafters[0] if engine is target else target  # as in decoding: a drafter's weights leave the cache
+            other.forward([1])
+            other.rewind(CONTEXT)
             start = perf_counter()
             engine.forward(tokens)
             row[column] = perf_counter() - start

@@ -52,6 +52,11 @@ class ModelShape:
         return attention + extras + 3 * self.hidden * self.intermediate + 2 * self.hidden
 
     @property
+    def joining_parameters(self) -> int:
+        """Of a matrix before the layers that joins a token with the target's state: a head has one, a model none."""
+        return 0
+
+    @property
     def embedding_parameters(self) -> int:
         return self.vocab_size * self.hidden
 
@@ -59,12 +64,14 @@ class ModelShape:
     def parameters(self) -> int:
         """All weights; a tied embedding counts once."""
         tables = 1 if self.tied else 2
-        return tables * self.embedding_parameters + self.layers * self.layer_parameters + self.hidden
+        body = self.joining_parameters + self.layers * self.layer_parameters
+        return tables * self.embedding_parameters + body + self.hidden
 
     @property
     def streamed_parameters(self) -> int:
         """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
-        return self.embedding_parameters + self.hidden + self.layers * self.layer_parameters + self.hidden
+        body = self.joining_parameters + self.layers * self.layer_parameters
+        return self.embedding_parameters + self.hidden + body + self.hidden
 
     def layer_tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's weights by their Hugging Face names within the layer, in the order in which a token meets them."""

@@ -19,7 +19,7 @@ def body_weights(shape: ModelShape) -> int:
     """The weights a token is multiplied with before the output layer."""
     query, key_value = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * shape.hidden * query + 2 * shape.hidden * key_value
-    return shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    return shape.joining_parameters + shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
 
 
 def head_flops(shape: ModelShape, positions: float) -> float:

@@ -36,7 +36,16 @@ LAYER_COST = 333_333  # weights whose reading takes as long as starting a layer:
 
 @dataclass(frozen=True)
 class DrafterShape(ModelShape):
-    """A Llama-architecture drafter (every engine runs it). `vocab_size` is the target's, or tokens kept + 1."""
+    """A Llama-architecture drafter (every engine runs it), or a head. `vocab_size` is the target's, or tokens kept + 1.
+
+    joins: it is a head, whose first matrix [H, 2 H] joins the token's embedding with the target's state.
+    """
+
+    joins: bool = False
+
+    @property
+    def joining_parameters(self) -> int:
+        return 2 * self.hidden**2 * self.joins
 
     def llama_config(self) -> dict[str, Any]:
         """Keyword arguments of transformers.LlamaConfig."""
@@ -118,7 +127,7 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
     vocab_size = _vocab_size(target, options)
     if options.kind == "head":
         wide = replace(target, layers=options.layers or 1, vocab_size=vocab_size, tied=True)
-        return DrafterShape(**asdict(wide))
+        return DrafterShape(**asdict(wide), joins=True)
     step = WIDE_STEP if target.hidden >= WIDE_TARGET else NARROW_STEP
     usual = SHALLOW if _is_narrow(target) else max(1, round(target.layers / LAYERS_RATIO))
     layers = options.layers or usual

@@ -18,7 +18,10 @@ from tiny_models import make_model_folder
 from torch.nn import functional
 
 from edgespec.core.errors import InputError
+from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import early_layers
+from edgespec.planning.costs import body_weights
+from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
 KEPT = 200
@@ -44,6 +47,17 @@ def seen_of(target: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor, t
         normed = [functional.rms_norm(part, (width,), eps=1e-6) for part in (table[tokens], before)]
         found.append((tokens, before, torch.cat(normed, -1) @ rule.T * weight))
     return found
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_plans_count_what_a_step_multiplies(target: torch.nn.Module, layers: int) -> None:
+    options = DrafterOptions(kind="head", vocabulary=KEPT, layers=layers)
+    head = start_head(target, options, np.ones(512), [0], seen_of(target))
+    planned = derive(ModelShape.from_config(target.config.to_dict()), options)
+    assert body_weights(planned) == head.shape.multiplications - KEPT * planned.hidden
+    norms = 2 * planned.hidden * layers + planned.hidden
+    rows = planned.hidden * (KEPT + 1 + 1)  # tokens kept, the row for all others, and the one that is read
+    assert planned.streamed_parameters == body_weights(planned) + norms + rows
 
 
 @torch.no_grad()
