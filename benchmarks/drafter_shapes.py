@@ -74,7 +74,9 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
     times = np.zeros((ROUNDS, len(passes)))
     for row in times:
         for column, (engine, tokens) in enumerate(passes):
-            other = drafters[0] if engine is target else target  # as in decoding: a drafter's weights leave the cache
+            other = (
+                drafters[0] if engine is target else target
+            )  # as in decoding: a drafter's weights leave the cache
             other.forward([1])
             other.rewind(CONTEXT)
             start = perf_counter()

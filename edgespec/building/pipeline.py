@@ -18,6 +18,7 @@ from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.head import check_start, check_target
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.gguf_file import gguf_of
@@ -153,6 +154,12 @@ class Build(ExportStages):
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
         """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
         if self.recipe.drafter.kind == "head":
+            if self.recipe.drafter.init == "checkpoint":
+                checkpoint = Path(self.recipe.drafter.checkpoint)
+                check_start(
+                    checkpoint, ModelShape.from_config(read_config(target)), self.recipe.drafter.features
+                )
+                check_target(checkpoint, target)
             return target  # its graph has no limits of its own
         if self.recipe.drafter.init != "checkpoint":
             return shape

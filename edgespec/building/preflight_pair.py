@@ -28,6 +28,11 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
     check_model_folder(target)
     _check_runtime(target)
     if isinstance(drafter, Path) and is_head(drafter):
+        if options.npu:
+            raise InputError(
+                f"{drafter} is a head and export.npu is {', '.join(options.npu)}: static graphs give no hidden states, which it "
+                "reads; give ONNX or GGUF precisions alone, or a drafter that is a model"
+            )
         check_features(THREE if target_layers(drafter) else LAST, options)
         check_target(drafter, target)
         drafter = target  # its graph has no limits of its own

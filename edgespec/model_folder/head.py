@@ -110,6 +110,24 @@ def keep_in_bytes(folder: Path, out: Path) -> None:
             copy_file(folder / name, place / name)
 
 
+def check_start(head: Path, target: ModelShape, features: str) -> None:
+    """Raise InputError where training cannot go on from a head: it is none, of another target, or reads other states."""
+    if not is_head(head):
+        raise InputError(f"drafter.checkpoint {head} has no {HEAD_FILE}; give the folder of a trained head")
+    shape = shape_of_drafter(head)
+    for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim"):
+        seen, wanted = getattr(shape, name), getattr(target, name)
+        if seen != wanted:
+            raise InputError(
+                f"the head in {head} has {name} {seen} and the target {wanted}; give a head of this target"
+            )
+    reads = THREE if target_layers(head) else LAST
+    if reads != features:
+        raise InputError(
+            f"the head in {head} reads {reads!r} and drafter.features is {features!r}; give --drafter.features {reads}"
+        )
+
+
 def shape_of_drafter(folder: Path) -> ModelShape:
     """A model's shape; a head's as that of a model of its widths whose table is its output rows. Raises InputError."""
     if not is_head(folder):

@@ -83,7 +83,7 @@ def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
 def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
-    if recipe.drafter.init == "checkpoint":
+    if recipe.drafter.init == "checkpoint" and recipe.drafter.kind == "model":
         from edgespec.recipe.targets import find_shape
 
         found = find_shape(recipe.drafter.checkpoint) if Path(recipe.drafter.checkpoint).is_dir() else None

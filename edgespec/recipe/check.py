@@ -14,6 +14,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import HEAD_FILE
 from edgespec.recipe.data_sources import HUB, numbered, parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
@@ -71,8 +72,10 @@ def _file_problems(recipe: Recipe) -> list[str]:
         "distill.fixed": distill.fixed if distill.fixed_fraction else "",
     }
     found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
-    if drafter.checkpoint and not (Path(drafter.checkpoint).expanduser() / "config.json").is_file():
-        found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no model folder (it has no config.json)")
+    if drafter.checkpoint:
+        kind, file = ("head", HEAD_FILE) if drafter.kind == "head" else ("model", "config.json")
+        if not (Path(drafter.checkpoint).expanduser() / file).is_file():
+            found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no {kind} folder (it has no {file})")
     if tune.steps and tune.teacher:
         try:
             find_shape(tune.teacher)

@@ -21,8 +21,8 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     """flag > device of a flag > YAML > preset, device of the YAML > default."""
     values = _with_device(file_values, flags)
     distill = values.get("distill")
-    if isinstance(distill, dict) and distill.get("preset") in PRESETS:
-        values = {**values, "distill": merge(PRESETS[distill["preset"]], distill)}
+    if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
+        values = {**values, "distill": merge(PRESETS.get(distill["preset"], {}), distill)}
     recipe = _with_own_file(from_mapping(Recipe, values))
     _check_together(recipe)
     return recipe

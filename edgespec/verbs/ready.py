@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from edgespec.building.find_target import gguf_target
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held
-from edgespec.core.manifest import MANIFEST
+from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
 from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.gguf_file import gguf_of
@@ -61,13 +62,16 @@ def _made(name: str, drafter: Path) -> Path:
         raise InputError(
             f"the target {name} is not on this machine: {command}, then run the same command again"
         )
-    key = hashlib.sha256("".join(map(sha256_file, [file, *sorted(drafter.glob("*"))])).encode()).hexdigest()
+    made_of = [SCHEMA_VERSION, FILES, *map(sha256_file, [file, *sorted(drafter.glob("*"))])]
+    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     out = cache_folder() / READY / f"{name}-{key[:12]}"
-    if not (out / "bundle" / MANIFEST).is_file():
-        note(f"making the ready pair {name} (once; about 2 minutes)")
-        with held(out, f"edgespec chat {name}"), notes_only():
-            _export(name, drafter, out)
-    return out / "bundle"
+    made = out / "bundle" / MANIFEST
+    if not made.is_file():
+        with held(out, f"edgespec chat {name}", wait=True), notes_only():
+            if not made.is_file():  # another process may have made it meanwhile
+                note(f"making the ready pair {name} (once; about 2 minutes)")
+                _export(name, drafter, out)
+    return made.parent
 
 
 def _export(name: str, drafter: Path, out: Path) -> None:

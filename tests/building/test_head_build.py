@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.verify.bundle import Options, verify_bundle
 from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import load_head
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions, plain
+from edgespec_runtime.doctor import doctor
+from edgespec_runtime.doctor.report import thread_table
 from edgespec_runtime.engines.exactness import FAST
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
@@ -21,12 +26,14 @@ from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
 from edgespec.building.find_target import gguf_target
+from edgespec.building.preflight_pair import check_pair
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json, write_jsonl
 from edgespec.core.manifest import HEAD, open_manifest
 from edgespec.core.metrics import RawCounts
-from edgespec.model_folder.head import keep_in_bytes
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import LAST, THREE, check_start, keep_in_bytes
 from edgespec.recipe.schema import Recipe
 from edgespec.stages.training_facts import TRAINING, training_of
 from edgespec.verbs import ready
@@ -34,6 +41,7 @@ from edgespec.verbs import ready
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
 PROMPT, NEW = [5, 9, 13, 5, 9], 40
+CONTEXT = 40  # tokens, of a context that shifts
 COLD = 0.3  # temperature at which the random target has few likely tokens
 ERROR_RATE = 1e-4  # of one test with the seeds below
 
@@ -157,6 +165,81 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
         seen[first, second] += 1
     assert 0.02 < counts.acceptance_rate < 0.98
     assert fit(seen, expected) > ERROR_RATE
+
+
+def test_a_head_reads_true_features_behind_a_shift(built: Path) -> None:
+    """Where the context shifts, the target reads the shortened text before the head does."""
+    how = LoadOptions(engine="onnxruntime", precision="fp32", threads=1, context=CONTEXT)
+    pair, fresh = open_pair(built / "bundle", how), open_pair(built / "bundle", how)
+    assert pair.draft is not None
+    assert fresh.draft is not None
+    options = DecodingOptions(max_new_tokens=2 * CONTEXT, draft_length=2, when_full="shift", keep=4)
+    shifts, before = 0, 0
+    for block in decode(pair.target, pair.draft, PROMPT, options, (), RawCounts()):
+        text = [*pair.target.tokens, block.tokens[-1]]
+        shifts, before = shifts + (len(text) < before), len(text)
+        held = len(pair.draft.tokens)
+        logits = pair.draft.read(text[held:]).copy()
+        pair.draft.rewind(held)
+        fresh.target.prefill(text[:-1])
+        fresh.draft.rewind(0)
+        np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
+    assert shifts > 1
+    pair.close()
+    fresh.close()
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["with its models", "alone"])
+def test_its_bundle_can_be_verified(built: Path, tmp_path: Path, beside: bool) -> None:
+    bundle = built / "bundle"
+    if not beside:
+        bundle = tmp_path / "bundle"
+        shutil.copytree(built / "bundle", bundle)
+    options = Options(
+        bundle=str(bundle), verify_prompts=2, answer_replies=0, acceptance_prompts=2, max_new_tokens=8
+    )
+    found = verify_bundle(options)
+    assert found["broken"] == found["skipped"] == []
+    roles = [check["role"] for check in found["files"]]
+    assert roles.count("drafter") == beside  # the graph is held against the model where it is there
+    assert roles.count("target") == 3
+    assert {run["engine"] for run in found["acceptance"]} == {"onnxruntime", "llama.cpp"}
+    assert (found.get("not_checked") is None) == beside
+
+
+def test_a_checkpoint_that_is_no_start_is_refused_at_once(built: Path) -> None:
+    head = built / "distill" / "model"
+    target = ModelShape.from_config(read_json(built.parent / "source" / "config.json"))
+    check_start(head, target, LAST)
+    with pytest.raises(InputError, match=r"give --drafter\.features last"):
+        check_start(head, target, THREE)
+    with pytest.raises(InputError, match="has hidden 64 and the target 128"):
+        check_start(head, replace(target, hidden=128), LAST)
+    with pytest.raises(InputError, match=r"has no head\.json"):
+        check_start(built / "generate", target, LAST)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_doctor_leaves_a_heads_threads_out(
+    built: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head has one thread; the target is timed with each number of them."""
+    monkeypatch.setattr(doctor, "default_threads", lambda: threads)
+    how = doctor.Options(bundle=str(built / "bundle"), engine="onnxruntime", precision="fp32", seconds=1.0)
+    found = doctor.examine(how)
+    assert [row.draft for row in found.thread_counts] == [None] * (threads if threads > 1 else 0)
+    if threads > 1:
+        assert thread_table(found.thread_counts).splitlines()[0].endswith("4 tokens ms")
+
+
+def test_a_head_has_no_static_files_and_no_life_alone(
+    built: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = replace(Recipe(target="x").export, npu=("qdq8",))
+    with pytest.raises(InputError, match=r"is a head and export\.npu is qdq8"):
+        check_pair(built.parent / "source", built / "distill" / "model", options)
+    assert main(["tradeoff", str(built / "bundle"), "--rules", "lossless"]) == 2
+    assert "is a head, which cannot write alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])

@@ -126,6 +126,23 @@ def test_a_drafter_is_smaller_than_its_target() -> None:
         derive(ModelShape.from_config(LLAMA_2_7B), DrafterOptions(hidden=4096, layers=32))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        (
+            {"vocabulary": 49152},
+            "a head drafts over fewer tokens than the target's 49152; give at most 49151",
+        ),
+        ({"layers": 31}, r"drafter\.layers is 31 and the target has 30"),
+    ],
+)
+def test_a_head_that_cannot_be_is_refused_before_the_target_writes(
+    wanted: dict[str, int], problem: str
+) -> None:
+    with pytest.raises(InputError, match=problem):
+        derive(ModelShape.from_config(SMOLLM2_135M), DrafterOptions(kind="head", **wanted))
+
+
 def test_encoder_decoder_is_refused() -> None:
     with pytest.raises(InputError, match="encoder-decoder"):
         ModelShape.from_config({"model_type": "t5", "is_encoder_decoder": True})

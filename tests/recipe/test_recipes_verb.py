@@ -132,7 +132,16 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"pretrain": {"text": "hub:a:b:c:d"}}, "pretrain.text: the source 'hub:a:b:c:d' is not of the form"),
         ({"drafter": {"init": "checkpoint", "checkpoint": "gone"}}, "drafter.checkpoint 'gone' is no model"),
         ({"distill": {"fixed_fraction": 1}}, "without distill.fixed"),
+        (
+            {
+                "drafter": {"kind": "head", "init": "checkpoint", "checkpoint": "gone"},
+                "generate": {"features": True},
+                "distill": {"target_side": "stored"},
+            },
+            "drafter.checkpoint 'gone' is no head folder (it has no head.json)",
+        ),
         ({"distill": {"preset": "gdk"}}, "did you mean 'gkd'"),
+        ({"distill": {"preset": ["gkd"]}}, "distill.preset"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -87,7 +87,7 @@ def draft_table(rows: Sequence[Mapping[str, Any]]) -> str:
             numbers = (f"{alpha:.3f}", f"{1e3 * step:.2f}", f"{rate:.1f}")
             names = (f"{row['engine']} {row['precision']}", str(row["drafter"]))
             cells.append((*names, *numbers, "taken" if row["chosen"] is True else ""))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     headers = ("target", "drafter", "α greedy", "ms a step", "best γ tok/s", "")
     return table(headers, cells, left=2) if cells else ""

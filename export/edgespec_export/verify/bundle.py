@@ -14,10 +14,10 @@ from typing import Any
 from edgespec import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
 from edgespec.core.files import read_json, sha256_file
-from edgespec.core.manifest import ROLES, Manifest, open_manifest
+from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import give, json_knob
-from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.model_check import check_model
 from edgespec.recipe.schema import ExportOptions
 
@@ -61,7 +61,8 @@ def models_of(options: Options) -> dict[str, Path] | None:
             )
         found = dict(zip(ROLES, (Path(name).expanduser() for name in options.models), strict=True))
         for role, folder in found.items():
-            check_model(folder, f"the {role}")
+            if role == "target" or not is_head(folder):
+                check_model(folder, f"the {role}")
         return found
     build = Path(options.bundle).resolve().parent
     stage, drafter = build / "target" / "stage.json", build / "distill" / "model"
@@ -69,7 +70,9 @@ def models_of(options: Options) -> dict[str, Path] | None:
         return None
     tuned, made = build / "tune" / "model", read_json(stage).get("counts", {})
     target = tuned if tuned.is_dir() else Path(str(made.get("folder", "")))
-    if not all((folder / "config.json").is_file() for folder in (target, drafter)):
+    if not (target / "config.json").is_file() or not (
+        (drafter / "config.json").is_file() or is_head(drafter)
+    ):
         return None
     return {"target": target, "drafter": drafter}
 
@@ -89,7 +92,7 @@ def check_manifest(manifest: Manifest, folders: dict[str, Path] | None) -> list[
             f"vocab_size is {vocab_size} and the target's shape has {manifest.target.shape.get('vocab_size')}"
         )
     for role, folder in (folders or {}).items():
-        wanted = asdict(ModelShape.from_config(read_json(folder / "config.json")))
+        wanted = asdict(shape_of_drafter(folder))
         seen = getattr(manifest, role).shape
         broken += [
             f"{role}: {name} is {seen[name]!r} instead of {value!r}"
@@ -151,14 +154,19 @@ def verify_bundle(options: Options) -> dict[str, Any]:
         name = manifest.drafter.vocabulary
         subset = None if name is None else read_vocabulary(manifest.folder / name)
         numbered = {"target": checked, "drafter": as_numbered(checked, subset)}
+        head = manifest.drafter.kind == HEAD
         standards = []
         for role, own in numbered.items():
+            if head and role == "drafter":
+                continue
             model = getattr(manifest, role)
             standards.append((role, Standard(shape_of(model, role), model.parameters, source, own)))
         if questions is not None:
             standards[0][1].held = HeldOut(questions, standards[0][1].shape)
         result = verify_files(files, standards, subset, trials, tokenizer_folder)
-        result["not_checked"] = NOT_CHECKED
+        result["not_checked"] = (
+            f"{NOT_CHECKED} The head's graph is held against its model alone." if head else NOT_CHECKED
+        )
     found = check_manifest(manifest, folders)
     return {
         "edgespec": __version__,
@@ -191,7 +199,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
     from edgespec_runtime.untrusted.gguf_file import check_gguf
     from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
-    from edgespec_export.formats.export import ExportedFile
+    from edgespec_export.formats.export import HEAD_PRECISION, ExportedFile
     from edgespec_export.gguf.quantize import GGUF_TYPES
     from edgespec_export.verify.file_check import BOUNDS, ENGINES
 
@@ -203,6 +211,11 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
             for precision, name in table.items():
                 manifest.check_folder(name)
                 path = manifest.folder / name
+                if role == "drafter" and manifest.drafter.kind == HEAD:
+                    for graph in sorted(path.glob("*.onnx")):
+                        check_onnx(graph)
+                    files.append(ExportedFile(role, engine, precision, path, HEAD_PRECISION, is_head=True))
+                    continue
                 known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
                 if engine not in ENGINES or not known:
                     skipped.append(f"{role} {engine} {precision}")

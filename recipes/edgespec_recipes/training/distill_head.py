@@ -183,11 +183,6 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
     special = special_tokens(tokenizer, target)
     if drafter.init == "checkpoint":
         head = load_head(Path(drafter.checkpoint))
-        if head.shape.target_layers != rows.layers:
-            raise InputError(
-                f"the head in {drafter.checkpoint} reads the early layers {list(head.shape.target_layers)} of its target, and "
-                f"what was kept has {list(rows.layers)}; give the other --drafter.features, or another checkpoint"
-            )
         if drafter.vocabulary in (None, head.shape.draft_vocab_size):
             return head
         table = load_model(target).get_output_embeddings().weight

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import sha256_file, whole_file
+from edgespec.core.folder_lock import held
 from edgespec_runtime.engines.llamacpp import load_library, reason
 from edgespec_runtime.untrusted.gguf_file import read_header
 
@@ -29,8 +30,13 @@ def wants_copy(file: Path) -> bool:
 def float_copy(file: Path, folder: Path, threads: int) -> Path:
     """`folder`/SHA-f16.gguf, made where it is not there yet: whole or absent. Raises BundleError where llama.cpp cannot."""
     copy = folder / f"{sha256_file(file)[:16]}-f16.gguf"
-    if copy.is_file():
-        return copy
+    with held(folder, "making a float16 copy", wait=True):
+        if not copy.is_file():
+            _write(file, copy, threads)
+    return copy
+
+
+def _write(file: Path, copy: Path, threads: int) -> None:
     lib = load_library()
     params = lib.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize, params.nthread = lib.LLAMA_FTYPE_MOSTLY_F16, True, threads
@@ -38,4 +44,3 @@ def float_copy(file: Path, folder: Path, threads: int) -> Path:
         status = lib.llama_model_quantize(os.fsencode(file), os.fsencode(temporary), ctypes.byref(params))
         if status != 0:
             raise BundleError(f"llama.cpp cannot make a float16 copy of {file}: {reason()}; export it again")
-    return copy

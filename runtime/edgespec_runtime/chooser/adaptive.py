@@ -110,6 +110,8 @@ class Adaptive:
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None
+        if origins:
+            self.origin = origins[-1]  # a rule that mixes p and q asks it even where no token is drafted
         for origin in origins:
             one = self._of[origin]
             if not one.left:

@@ -30,7 +30,7 @@ def acceptances_of(metrics: Mapping[str, Any]) -> tuple[Acceptance, ...]:
             rate = float(setting["metrics"]["alpha_empirical"][0])
             temperature, top_p = float(setting["temperature"]), float(setting["top_p"])
             drafter = str(setting["drafter"])
-        except (KeyError, TypeError, ValueError, IndexError):
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             continue
         if 0.0 <= rate <= 1.0:
             where = "greedy" if temperature == 0 else f"T = {temperature:g}"

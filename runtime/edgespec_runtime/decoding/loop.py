@@ -146,17 +146,17 @@ class _Text:
 
     def make_room(self) -> int:
         """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
-        dropped = 0
+        dropped, again = 0, False
         if self._window is not None and len(self.ids) >= self._shift_at:
             dropped = self._window.surplus(len(self.ids))
             del self.ids[self._window.keep : self._window.keep + dropped]
             self._end -= dropped
             if self._drafter is not None:
                 self._drafter.restart(self.ids)
-                read, self.unread = not self.unread, list(self.ids)
-                if read:  # it had read what is dropped
-                    self.prefill_drafter()
+                again, self.unread = not self.unread, list(self.ids)  # it had read what is dropped
         self.prefill()
+        if again:
+            self.prefill_drafter()  # behind the target, whose hidden states a head reads
         return dropped
 
     def choose(self, schedule: Schedule) -> int:

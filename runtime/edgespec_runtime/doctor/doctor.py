@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, MissingExtra
+from edgespec.core.manifest import HEAD
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
@@ -209,11 +210,12 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
             engine.close()
 
     for threads in tried:
-        target, draft = measured("target", threads, 4), measured("drafter", threads, 1)
+        target, step = measured("target", threads, 4), None
+        if pair.manifest.drafter.kind != HEAD:
+            draft = measured("drafter", threads, 1)
+            step = draft.verify(1, draft.contexts[0])
         context = target.contexts[0]
-        yield Threads(
-            threads, target.verify(1, context), target.verify(4, context), draft.verify(1, draft.contexts[0])
-        )
+        yield Threads(threads, target.verify(1, context), target.verify(4, context), step)
 
 
 def _streamed_bytes(pair: Pair, context: int) -> int:

@@ -60,12 +60,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Threads:
-    """Seconds at one thread count, of a plain target step, a target pass of four tokens and a drafter step."""
+    """Seconds at one thread count, of a plain target step, a target pass of four tokens and a drafter step.
+
+    draft: None where the drafter is a head, which has one thread.
+    """
 
     threads: int
     target: float
     target4: float
-    draft: float
+    draft: float | None
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,12 @@ def variant_table(findings: Findings, *, markdown: bool = False) -> str:
 
 def thread_table(counts: Sequence[Threads], *, markdown: bool = False) -> str:
     """Milliseconds at each thread count."""
-    rows = [
-        (str(row.threads), *(f"{1e3 * seconds:.3g}" for seconds in (row.target, row.target4, row.draft)))
-        for row in counts
-    ]
-    return table(("threads", "target step ms", "4 tokens ms", "drafter step ms"), rows, markdown=markdown)
+    rows = []
+    for row in counts:
+        times = [seconds for seconds in (row.target, row.target4, row.draft) if seconds is not None]
+        rows.append((str(row.threads), *(f"{1e3 * seconds:.3g}" for seconds in times)))
+    heads = ("threads", "target step ms", "4 tokens ms", "drafter step ms")
+    return table(heads[: len(rows[0])], rows, markdown=markdown)
 
 
 def limit(findings: Findings) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
+from edgespec.core.manifest import HEAD
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, note
 from edgespec.core.progress import progress
@@ -246,6 +247,11 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
     )
     pair = open_pair(Path(options.bundle), options)
     try:
+        if pair.manifest.drafter.kind == HEAD:
+            raise InputError(
+                f"the drafter of {options.bundle} is a head, which cannot write alone, and tradeoff compares both models; give a "
+                "bundle whose drafter is a model"
+            )
         prompts = prompts or [Prompt(chat) for chat in pair.prompts()[: options.max_prompts]]
         share = free_share(pair.threads)
         trials = trials_of(Answers(pair, arms, options), prompts, arms, options)

@@ -197,6 +197,21 @@ def test_the_model_rests_and_copies_go_on() -> None:
     assert "copies" not in str(alone.off)
 
 
+def test_a_resting_model_is_still_the_one_that_is_asked() -> None:
+    """A rule that mixes p and q asks it in plain steps too; asking who copied last would give that step another law."""
+    costs, draws = costs_of(MEASURED, 0.1), np.random.default_rng(0)
+    schedule = Adaptive(costs, 0.5)
+    for _ in range(200):
+        copying(schedule, costs, (LONG_COPY,), {LONG_COPY: 0.9}, draws)
+        copying(schedule, costs, (FROM_MODEL,), {}, draws)
+    assert schedule.off is not None
+    for context in range(10):
+        schedule.draft_length(CONTEXT, ROOM, (LONG_COPY,))
+        assert schedule.origin == LONG_COPY
+        schedule.draft_length(CONTEXT, ROOM, (FROM_MODEL,))
+        assert schedule.origin == FROM_MODEL, context
+
+
 def test_where_nobody_can_draft_a_plain_step_is_made() -> None:
     costs = costs_of(FLAT, 0.1)
     schedule = Adaptive(costs, 0.9)

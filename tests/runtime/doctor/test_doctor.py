@@ -209,6 +209,7 @@ def test_acceptance_is_the_distilled_drafters() -> None:
         {"settings": [None, 1, "x", [], {}]},
         {"settings": [setting("distilled", 0.0, "much"), setting("distilled", 0.0, 1.5)]},
         {"settings": [setting("distilled", 0.0, float("nan"))]},
+        {"settings": [setting("distilled", 0.0, 10**400)]},
         {"settings": [{**setting("distilled", 0.0, 0.5), "metrics": {"alpha_empirical": []}}]},
     ],
 )
