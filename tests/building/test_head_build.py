@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions, plain
 from edgespec_runtime.doctor import doctor
 from edgespec_runtime.doctor.report import thread_table
-from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from pair_law import fit, law_of_pairs
@@ -223,13 +224,21 @@ def test_a_checkpoint_that_is_no_start_is_refused_at_once(built: Path) -> None:
 def test_doctor_leaves_a_heads_threads_out(
     built: Path, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head has one thread; the target is timed with each number of them."""
+    """A head has one thread; the target is timed with each number of them, in the pair's mode."""
+    modes, load = [], doctor.load_model
+
+    def loading(*given: Any) -> Any:
+        modes.append(given[4].mode)
+        return load(*given)
+
     monkeypatch.setattr(doctor, "default_threads", lambda: threads)
-    how = doctor.Options(bundle=str(built / "bundle"), engine="onnxruntime", precision="fp32", seconds=1.0)
+    monkeypatch.setattr(doctor, "load_model", loading)
+    how = doctor.Options(bundle=str(built / "bundle"), engine="onnxruntime", precision="int8", seconds=1.0)
     found = doctor.examine(how)
     assert [row.draft for row in found.thread_counts] == [None] * (threads if threads > 1 else 0)
     if threads > 1:
         assert thread_table(found.thread_counts).splitlines()[0].endswith("4 tokens ms")
+        assert set(modes) == {FAST if "fast" in found.chosen.name else EXACT}
 
 
 def test_a_head_has_no_static_files_and_no_life_alone(

@@ -175,4 +175,7 @@ def test_a_checkpoint_of_other_layers_is_refused(
     given = [*head_command(built.parent).split(), "--out", str(tmp_path / "out")]
     head = str(built / "distill" / "model")
     assert main([*given, "--drafter.init", "checkpoint", "--drafter.checkpoint", head]) == 2
-    assert "reads 'three' and drafter.features is 'last'; give --drafter.features three" in capsys.readouterr().err
+    assert (
+        "reads 'three' and drafter.features is 'last'; give --drafter.features three"
+        in capsys.readouterr().err
+    )

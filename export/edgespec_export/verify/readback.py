@@ -73,7 +73,7 @@ def gguf_field(reader: Any, name: str) -> Any:
 def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list[str]:
     """Hyperparameters in the file that are not the model's, in words.
 
-    `usual`: what the file leaves out is right, since llama.cpp takes what is usual then.
+    `usual`: where the file leaves one out, what llama.cpp takes then counts; else it is missing.
     """
     from gguf import GGUFReader
 
@@ -97,7 +97,15 @@ def gguf_settings(file: Path, shape: ModelShape, *, usual: bool = False) -> list
         wanted["rope.scaling.original_context_length"] = shape.rope_border
     found = {name: gguf_field(reader, f"{arch}.{name}") for name in wanted}
     if usual:
-        found |= {name: wanted[name] for name, value in found.items() if value is None}
+        size = shape.hidden // shape.heads
+        taken = {
+            "attention.head_count_kv": shape.heads,
+            "attention.key_length": size,
+            "rope.dimension_count": found["attention.key_length"] or size,
+            "rope.freq_base": 10000.0,
+            "vocab_size": len(reader.fields["tokenizer.ggml.tokens"].data),
+        }
+        found |= {name: taken.get(name) for name, value in found.items() if value is None}
     return [
         f"{name} is {found[name]} instead of {value:g}"
         for name, value in wanted.items()

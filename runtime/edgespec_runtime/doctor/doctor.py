@@ -201,9 +201,10 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
     if len(tried) == 1:
         return
     how = CalibrateOptions(THREADS * options.seconds / (2 * len(tried)), (32,))
+    how_loaded = replace(options, mode=pair.mode)  # the bundle's own where none was asked for
 
     def measured(role: str, threads: int, longest: int) -> Costs:
-        engine = load_model(pair.manifest, role, pair.engine, pair.precision, options, threads)
+        engine = load_model(pair.manifest, role, pair.engine, pair.precision, how_loaded, threads)
         try:
             return calibrate(CachedEngine(engine), None, how, longest)
         finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from edgespec_export.gguf_target.model_folder import folder_of
 from edgespec_export.verify.hard_texts import compare, torture_set
-from edgespec_export.verify.readback import gguf_weights
+from edgespec_export.verify.readback import gguf_settings, gguf_weights
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
@@ -42,6 +43,14 @@ def folder(file: Path, shared_home: Path) -> Path:
 
 def test_the_shape_is_the_published_one(folder: Path) -> None:
     assert shape_of_target(str(folder)) == shape_of_target(SMOL)
+
+
+def test_what_the_file_leaves_out_is_what_llama_cpp_takes(file: Path) -> None:
+    shape = shape_of_target(SMOL)
+    assert any("attention.key_length is None" in text for text in gguf_settings(file, shape))
+    assert gguf_settings(file, shape, usual=True) == []
+    other = gguf_settings(file, replace(shape, head_dim=32), usual=True)
+    assert [text.split()[0] for text in other] == ["attention.key_length", "rope.dimension_count"]
 
 
 def test_tokens_are_llama_cpps(file: Path, folder: Path) -> None:
