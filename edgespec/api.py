@@ -195,5 +195,6 @@ def verify(bundle: str | Path, **options: Any) -> dict[str, Any]:
     from edgespec_export.verify.bundle import Options, verify_bundle
 
     from edgespec.core.options import from_mapping
+    from edgespec.verbs.ready import bundle_of
 
-    return verify_bundle(from_mapping(Options, {"bundle": str(bundle), **options}))
+    return verify_bundle(from_mapping(Options, {"bundle": bundle_of(str(bundle)), **options}))

@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.building.pipeline import Build, cost_ratio
+from edgespec.core.errors import InputError
+from edgespec.core.families import family_named
+from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
@@ -74,10 +77,16 @@ class HeadBuild(Build):
         return out / "distill" / "model"
 
     def _check_gives_states(self, target: Path) -> None:
-        """Raise InputError where the target gives no states of the layers that the head reads."""
+        """Raise InputError where the target gives no states of the layers that the head reads, or none to start from."""
         from edgespec_recipes.generating.datagen import check_gives_states
         from edgespec_recipes.generating.state_reader import check_reads
 
+        kind = str(read_config(target).get("model_type", ""))
+        if "attn_qkv" in family_named(kind).gguf_parts:
+            raise InputError(
+                f"a head starts from layers of Llama's form, and those of {kind} have queries, keys and values in one matrix; "
+                "give drafter.kind model"
+            )
         if self.recipe.drafter.features == THREE:
             check_reads(target, self.recipe.inference)
         else:

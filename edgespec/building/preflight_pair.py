@@ -12,7 +12,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
 from edgespec.recipe.model_check import check_model
-from edgespec.recipe.read import check_features
+from edgespec.recipe.read import check_features, check_no_npu
 from edgespec.recipe.schema import ExportOptions
 
 
@@ -28,11 +28,7 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
     check_model_folder(target)
     _check_runtime(target)
     if isinstance(drafter, Path) and is_head(drafter):
-        if options.npu:
-            raise InputError(
-                f"{drafter} is a head and export.npu is {', '.join(options.npu)}: static graphs give no hidden states, which it "
-                "reads; give ONNX or GGUF precisions alone, or a drafter that is a model"
-            )
+        check_no_npu(f"{drafter} is a head", options)
         check_features(THREE if target_layers(drafter) else LAST, options)
         check_target(drafter, target)
         drafter = target  # its graph has no limits of its own

@@ -87,7 +87,8 @@ def check_features(features: str, options: ExportOptions) -> None:
     if features == THREE and options.gguf:
         raise InputError(
             f"the head reads the states of three layers, and export.gguf is {', '.join(options.gguf)}: llama.cpp gives the last "
-            "one's alone; give ONNX precisions alone (--export.gguf ''), or a head with --drafter.features last"
+            "one's alone; give ONNX precisions alone (--export.gguf '', or --formats onnx to export), or a head with "
+            "--drafter.features last"
         )
 
 
@@ -100,8 +101,9 @@ def _check_head(recipe: Recipe) -> None:
         "distill.target_side": (recipe.distill.target_side, "stored"),
         "distill.labels": (recipe.distill.labels, "soft"),
         "distill.against": (recipe.distill.against, ""),
+        "distill.text_fraction": (recipe.distill.text_fraction, 0.0),
+        "distill.student_fraction": (recipe.distill.student_fraction, 0.0),
         "tune.steps": (recipe.tune.steps, 0),
-        "export.npu": (recipe.export.npu, ()),
     }
     wrong = [
         f"{name} {wanted!r} (it is {seen!r})" for name, (seen, wanted) in wanted.items() if seen != wanted
@@ -109,6 +111,16 @@ def _check_head(recipe: Recipe) -> None:
     if wrong:
         raise InputError(
             f"drafter.kind is 'head', which needs {', '.join(wrong)}; the recipe smollm2-head has all of it"
+        )
+    check_no_npu("drafter.kind is 'head'", recipe.export)
+
+
+def check_no_npu(head: str, options: ExportOptions) -> None:
+    """Raise InputError where static graphs are wanted beside a head; `head`: how the message names it."""
+    if options.npu:
+        raise InputError(
+            f"{head} and export.npu is {', '.join(options.npu)}, as the devices with an NPU have it: static graphs give no "
+            "hidden states, which a head reads; choose another device, or ONNX and GGUF alone, or a drafter that is a model"
         )
 
 

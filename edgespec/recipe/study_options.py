@@ -233,6 +233,12 @@ def _arm(
 
 
 def _check(study: Study) -> None:
+    for name, arm in study.arms.items():
+        if arm.recipe.drafter.kind != "model":
+            raise InputError(
+                f"arm {name} has drafter.kind {arm.recipe.drafter.kind!r}, and a study trains models; build a head with "
+                "build-drafter"
+            )
     for text in study.options.samplings:
         parse_sampling(text)
     _check_seeds(study.options.seeds)

@@ -56,7 +56,7 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
     judged = {run.number: _evaluated(run) for run in runs}
     for found, kind, words in (
         (benched, "bench", "Measured by bench on the exported files"),
-        (judged, "torch", "Measured in torch on held-out prompts"),
+        (judged, "torch", "Measured on held-out prompts when it was built"),
     ):
         rows = [row for one in found.values() for row in one]
         if not rows:
@@ -68,7 +68,7 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
     if not any(benched.values()):
         section.lacks("acceptance of the exported files", "edgespec bench BUNDLE --json bench.json")
     if not any(judged.values()):
-        section.lacks("acceptance in torch", "edgespec build-drafter, whose evaluation measures it")
+        section.lacks("acceptance when it was built", "edgespec build-drafter, whose evaluation measures it")
     return section
 
 

@@ -109,7 +109,7 @@ def _head(run: Run) -> Head:
         if best is not None and best.tau is not None:
             facts.append((between(best.tau), f"τ, tokens per target pass, {best.name}"))
     elif (setting := _usual(settings_of(run.fields(EVALUATION)))) is not None:
-        where = f"{setting.where}, γ = {setting.draft_length}, in torch"
+        where = f"{setting.where}, γ = {setting.draft_length}, when it was built"
         facts += [
             (between(setting.tau), f"τ, tokens per target pass, {where}"),
             (between(setting.alpha), f"α, {where}"),

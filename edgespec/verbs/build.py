@@ -70,6 +70,8 @@ def check_packages(recipe: Recipe) -> None:
     for package in wanted:
         if find_spec(package) is None:
             raise MissingExtra(package, "all", "Building a drafter")
+    if recipe.drafter.kind == "head" and not recipe.export.onnx and find_spec("llama_cpp") is None:
+        raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head beside GGUF files alone")
 
 
 def claim(out: Path, recipe: Recipe) -> None:

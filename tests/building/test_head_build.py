@@ -241,6 +241,17 @@ def test_doctor_leaves_a_heads_threads_out(
         assert set(modes) == {FAST if "fast" in found.chosen.name else EXACT}
 
 
+def test_a_target_with_joined_matrices_is_refused_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_model_folder(tmp_path / "source", "phi3", head_dim=16, tied=False)
+    write_data(tmp_path)
+    given = head_command(tmp_path).replace(str(tmp_path / "tiny.gguf"), str(target))
+    assert main([*given.split(), "--inference.source", "torch", "--out", str(tmp_path / "out")]) == 2
+    assert "those of phi3 have queries, keys and values in one matrix" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "generate").exists()
+
+
 def test_a_head_has_no_static_files_and_no_life_alone(
     built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -337,6 +348,8 @@ def test_a_build_that_a_head_cannot_learn_from_is_refused(
     assert "distill.against '' (it is 'int4')" in capsys.readouterr().err
     assert main([*words, "--distill.text-fraction", "0.1"]) == 2
     assert "--distill.text-fraction 0 and no" in capsys.readouterr().err
+    assert main([*words, "--inference.source", "torch", "--distill.text-fraction", "0.1"]) == 2
+    assert "distill.text_fraction 0.0 (it is 0.1)" in capsys.readouterr().err
 
 
 def test_a_target_without_hidden_states_is_refused_before_it_writes(

@@ -136,7 +136,7 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
             {
                 "drafter": {"kind": "head", "init": "checkpoint", "checkpoint": "gone"},
                 "generate": {"features": True},
-                "distill": {"target_side": "stored"},
+                "distill": {"target_side": "stored", "text_fraction": 0.0},
             },
             "drafter.checkpoint 'gone' is no head folder (it has no head.json)",
         ),

@@ -107,7 +107,7 @@ def test_the_page_says_what_the_files_say(small_build: Path, measured: Path, tmp
     assert tested[1].startswith(f"{first:.2f}|")
     evaluation = json.loads((build / "evaluate" / "evaluation.json").read_text())
     settings = [one for one in evaluation["settings"] if one["drafter"] == "distilled"]
-    torch = page.table("acceptance", "Measured in torch")
+    torch = page.table("acceptance", "Measured on held-out prompts")
     assert sorted(row[1] for row in torch.rows) == sorted(between(one["metrics"]["tau"]) for one in settings)
 
     checks = json.loads((build / "verify" / "verify.json").read_text())["files"]

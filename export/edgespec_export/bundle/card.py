@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
-from edgespec.core.manifest import BundleModel
+from edgespec.core.manifest import HEAD, BundleModel
 from edgespec.core.table import count, interval, table
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
@@ -115,12 +115,19 @@ class Card:
         if not rows:
             return "## Measured\n\nNothing: this bundle was made without an evaluation.\n"
         headers = ("sampling", "τ", "α lossless", "α greedy match", "α sampled match")
+        is_head = self.drafter.kind == HEAD
+        where = (
+            "On the exported files, first precision and fast mode"
+            if is_head
+            else "In torch with float32 weights"
+        )
+        rounded = "" if is_head else " Rounded weights change both models and with them these figures."
         return (
-            f"## Measured\n\nIn torch with float32 weights, on {int(self.evaluation.get('prompts', 0))} held-out prompts; "
+            f"## Measured\n\n{where}, on {int(self.evaluation.get('prompts', 0))} held-out prompts; "
             "brackets are 95 % bootstrap intervals over prompts. τ is the tokens emitted per target pass, α the share of "
             "draft tokens accepted at positions of the target's own text: under rejection sampling (lossless, "
             "Σ min(p, q)), where the draft is greedy and kept if a sample of the target equals it (p(argmax q)), and where it "
-            "is sampled and kept so (Σ p·q). Rounded weights change both models and with them these figures.\n\n"
+            f"is sampled and kept so (Σ p·q).{rounded}\n\n"
             f"{table(headers, rows, markdown=True)}\n"
         )
 

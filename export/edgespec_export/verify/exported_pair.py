@@ -88,8 +88,11 @@ class PairRun:
 
 
 def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, str]]:
-    """(engine, quantised precision, cause, target's precision, drafter's precision) of every pair that can be run."""
-    found = []
+    """(engine, quantised precision, cause, target's precision, drafter's precision) of every pair that can be run.
+
+    A head has one file, which is beside every file of the target: there is no pair with another.
+    """
+    found, head = [], any(file.is_head for file in files)
     for engine, floats in FLOAT.items():
         have = {
             role: [file.precision for file in files if (file.engine, file.role) == (engine, role)]
@@ -102,7 +105,7 @@ def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, st
         for name in both:
             if name == base:
                 continue
-            if base is not None:
+            if base is not None and not head:
                 found += [(engine, name, DRAFTER, base, name), (engine, name, TARGET, name, base)]
             found.append((engine, name, BOTH, name, name))
     return found

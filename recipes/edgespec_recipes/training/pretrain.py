@@ -52,7 +52,10 @@ def pretrain(
         raise InputError(
             f"pretrain.context is {options.context}; the target's context is {shape.told_length()}: give at most that"
         )
-    wanted = tokens_to_read(options.text, options.steps * options.batch_size * options.context)
+    rows = max(
+        1, options.steps * options.batch_size
+    )  # without steps the first weights may still be chosen by the text
+    wanted = tokens_to_read(options.text, rows * options.context)
     blocks = text_blocks(options.text, tokenizer, options.context, out / "text", tokens=wanted)
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)
     counts = train(

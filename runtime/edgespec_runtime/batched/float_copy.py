@@ -30,9 +30,10 @@ def wants_copy(file: Path) -> bool:
 def float_copy(file: Path, folder: Path, threads: int) -> Path:
     """`folder`/SHA-f16.gguf, made where it is not there yet: whole or absent. Raises BundleError where llama.cpp cannot."""
     copy = folder / f"{sha256_file(file)[:16]}-f16.gguf"
-    with held(folder, "making a float16 copy", wait=True):
-        if not copy.is_file():
-            _write(file, copy, threads)
+    if not copy.is_file():
+        with held(folder, "making a float16 copy", wait=True):
+            if not copy.is_file():  # another process may have made it meanwhile
+                _write(file, copy, threads)
     return copy
 
 

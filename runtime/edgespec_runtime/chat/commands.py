@@ -5,7 +5,8 @@ Everything else is a message; so is what stands between two lines of three quote
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -193,14 +194,25 @@ def _verdict(plain: Run, speculative: Run, *, seeded: bool) -> str:
 
 
 def _save(chat: Chat, file: str) -> None:
-    saved.save(chat.conversation, chat.pair.manifest.target.name, _path(file, "/save"))
+    with _usable(file):
+        saved.save(chat.conversation, chat.pair.manifest.target.name, _path(file, "/save"))
     chat.view.note(f"{len(chat.conversation.messages) // 2} turns are in {file}")
 
 
 def _load(chat: Chat, file: str) -> None:
-    saved.load(chat.conversation, _path(file, "/load"))
+    with _usable(file):
+        saved.load(chat.conversation, _path(file, "/load"))
     chat.kept()
     chat.view.note(saved.told(chat.conversation.messages))
+
+
+@contextmanager
+def _usable(file: str) -> Iterator[None]:
+    """A name that no file can have, or one below a file, is the user's mistake and ends no chat."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{file[:200]!r} cannot be used: {error}; give the name of a .json file") from error
 
 
 def _path(file: str, command: str) -> Path:

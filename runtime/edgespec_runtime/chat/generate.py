@@ -15,6 +15,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.output import give, json_knob, note
+from edgespec.core.texts import harmless
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.chat.terminal import MAX_MESSAGE, typed
@@ -75,7 +76,7 @@ def run(given: dict[str, Any]) -> int:
             for piece in pieces(pair, prompt, decoding, counts, schedule):
                 said += piece.text
                 finish = piece.finish
-                print(piece.text, end="", flush=True)
+                print(harmless(piece.text) if sys.stdout.isatty() else piece.text, end="", flush=True)
         finally:  # also where an engine fails in mid-reply: the error stands on a line of its own
             if said:
                 print(flush=True)

@@ -151,12 +151,28 @@ class TextStream:
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that became certain with these ids."""
-        self._ids.extend(ids)
-        text = "".join(
-            piece for token in ids if (piece := self._stream.step(self._tokenizer, token)) is not None
-        )
+        return "".join(map(self._step, ids))
+
+    def _step(self, token: int) -> str:
+        self._ids.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token) or ""
+        except Exception as error:  # tokenizers has no class for it
+            if "Invalid prefix" not in str(error):
+                raise
+            return self._begin_again()
         self._length += len(text)
         return text
+
+    def _begin_again(self) -> str:
+        """Bytes that make no character end here: with them, those that were shown count as none either. Go on from this token."""
+        before, now = (
+            str(self._tokenizer.decode(ids, skip_special_tokens=True)) for ids in (self._ids[:-1], self._ids)
+        )
+        self._ids = self._ids[-1:]
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._length = len(self._stream.step(self._tokenizer, self._ids[0]) or "")
+        return "\ufffd" + now[len(before) :]
 
     def finish(self) -> str:
         """What was held back: an incomplete character comes out as U+FFFD."""

@@ -22,7 +22,8 @@ from datetime import datetime
 from typing import Any, cast
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -106,6 +107,16 @@ def _step(node: nodes.Node) -> nodes.Output:
     return nodes.Output([_call("metered_data", nodes.Const(0))], lineno=node.lineno)
 
 
+class _Generation(Extension):
+    """{% generation %} ... {% endgeneration %}, transformers' mark around what an assistant wrote: the text inside."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with a meter; see the head of this module."""
 
@@ -113,7 +124,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         # optimized=False: constants are computed when they are rendered and metered, not when they are compiled
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], optimized=False)
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation], optimized=False
+        )
         self.meter = Meter()
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _refuse

@@ -200,6 +200,13 @@ def test_save_and_load(pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture
     for line in ("/save", "/load"):
         with pytest.raises(InputError, match="takes a file"):
             handle(chat, line)
+        for name in (
+            "~nobody-of-this-name/x.json",
+            f"{tmp_path}/mine.json/x.json",
+            f"{tmp_path}/{'x' * 300}",
+        ):
+            with pytest.raises(InputError):
+                handle(chat, f"{line} {name}")
 
 
 @pytest.mark.parametrize(

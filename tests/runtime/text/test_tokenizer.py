@@ -65,7 +65,7 @@ def test_a_reply_cut_inside_a_character_ends_with_the_replacement_sign(tokenizer
     assert set(stream.finish()) == {"\ufffd"}
 
 
-def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> None:
+def sentencepiece_style(folder: Path) -> ChatTokenizer:
     """Spaces as ▁, and characters outside the vocabulary as byte tokens, as Llama-2 has them."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
     bpe = models.BPE(
@@ -77,12 +77,28 @@ def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> Non
     )
     raw = Tokenizer(bpe)
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = ChatTokenizer(write(tmp_path / "sp", raw, eos_token="</s>"))
+    return ChatTokenizer(write(folder, raw, eos_token="</s>"))
+
+
+def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> None:
+    tokenizer = sentencepiece_style(tmp_path / "sp")
     ids = tokenizer.encode("a▁ab🙂▁é")
     stream = tokenizer.stream()
     pieces_out = [stream.feed([token]) for token in ids]
     assert "".join(pieces_out) + stream.finish() == "a ab🙂 é"
     assert "\ufffd" not in "".join(pieces_out)
+
+
+@pytest.mark.parametrize("shown", ["\n", "🙂"])
+def test_bytes_that_make_no_character_end_no_stream(tmp_path: Path, shown: str) -> None:
+    """A sampled reply may begin a character behind bytes that were shown, and never end it."""
+    tokenizer = sentencepiece_style(tmp_path / "sp")
+    broken = tokenizer.encode("🙂")[:2]
+    ids = [*tokenizer.encode("a" + shown), *broken, *tokenizer.encode("b▁ab🙂"), *broken]
+    stream = tokenizer.stream()
+    text = "".join(stream.feed([token]) for token in ids) + stream.finish()
+    assert text.startswith(f"a{shown}\ufffdb ab🙂")
+    assert set(text.removeprefix(f"a{shown}\ufffdb ab🙂")) <= {"\ufffd"}
 
 
 def test_special_tokens_are_not_shown(tokenizer: ChatTokenizer) -> None:

@@ -122,6 +122,17 @@ def test_a_template_reaches_nothing_of_python(copy: Path, expression: str) -> No
     assert messages == HELLO
 
 
+def test_transformers_mark_around_a_reply_is_read(copy: Path) -> None:
+    """And what it holds is bounded as all else is."""
+    template = "{% for m in messages %}{% generation %}<{{ m.content }}>{% endgeneration %}{% endfor %}"
+    change(copy, "tokenizer/chat_template.jinja", template)
+    assert open_tokenizer(copy).render(HELLO) == "".join(f"<{message['content']}>" for message in HELLO)
+    endless = "{% generation %}{% for i in range(10**9) %}x{% endfor %}{% endgeneration %}"
+    change(copy, "tokenizer/chat_template.jinja", endless)
+    with pytest.raises(EdgespecError):
+        open_tokenizer(copy).render(HELLO)
+
+
 def open_tokenizer(folder: Path) -> ChatTokenizer:
     open_manifest(folder)
     return ChatTokenizer(folder / "tokenizer")
