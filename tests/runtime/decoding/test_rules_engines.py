@@ -24,6 +24,8 @@ from tiny_models import make_model_folder
 
 from edgespec.core.metrics import RawCounts
 
+pytestmark = pytest.mark.long
+
 COLD = Warp(temperature=0.2)
 FIRST_TOKENS = 12
 SAMPLES = 1000
