@@ -97,8 +97,16 @@ def part_of(written: Path, out: Path, tokens: int, held_out: int) -> tuple[Path,
 class Run:
     """One training: a kind of drafter on a part of the text."""
 
-    def __init__(self, kind: str, learnt: Path, held_out: Path, given: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        kind: str,
+        learnt: Path,
+        held_out: Path,
+        given: argparse.Namespace,
+        shape: DrafterOptions | None = None,
+    ) -> None:
         self.kind, self.given, self.seed = kind, given, given.seed
+        self.shape = shape or replace(SHAPES[kind], vocabulary=given.vocabulary)
         self.rows, self.held_out = (WrittenRows(folder, given.context) for folder in (learnt, held_out))
         self.tokenizer = load_tokenizer(given.target)
         self.options = DistillOptions(
@@ -113,7 +121,7 @@ class Run:
         )
 
     def drafter(self) -> Any:
-        options = replace(SHAPES[self.kind], vocabulary=self.given.vocabulary)
+        options = self.shape
         target, special = self.given.target, special_tokens(self.tokenizer, self.given.target)
         if self.kind == "head":
             seen = self.rows.steps_seen(FITTED)

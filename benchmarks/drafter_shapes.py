@@ -16,45 +16,28 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 from acceptance_curve import SHAPES, Run, part_of
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
-from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import save_model
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
 from edgespec.core.files import read_json, write_json
-from edgespec.core.shapes import ModelShape
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config
-from edgespec.recipe.drafter import DrafterShape, derive
+from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 
 RESULT = "acceptance.json"
 CONTEXT, ROUNDS = 256, 200
 
 
-class ShapedRun(Run):
-    """One training of one shape."""
-
-    def __init__(self, options: DrafterOptions, learnt: Path, held_out: Path, given: Any) -> None:
-        super().__init__("model", learnt, held_out, given)
-        self.shaped = options
-
-    def drafter(self) -> Any:
-        target = self.given.target
-        shape = derive(ModelShape.from_config(read_config(target)), self.shaped)
-        blocks = self.rows.packed.arrays["input_ids"]
-        return initial_drafter(shape, self.shaped, target, self.tokenizer, self.seed, blocks)
-
-
 def trained(out: Path, options: DrafterOptions, given: argparse.Namespace) -> dict[str, float]:
     """α at T = 1 and T = 0 of one shape; its int8 files lie in out/onnx."""
     if not (out / RESULT).is_file():
         learnt, held_out, text = part_of(given.written, out, sys.maxsize, given.held_out)
-        run = ShapedRun(options, learnt, held_out, given)
+        run = Run("model", learnt, held_out, given, options)
         model, counts = run.trained(out / "training", given.steps)
         warm, greedy = run.acceptance(model)
         save_model(model.cpu(), given.target, out / "model")

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from acceptance_curve import part_of
-from drafter_shapes import ShapedRun
+from acceptance_curve import Run, part_of
 from edgespec_recipes.training.distill_head import distill_head
 
 from edgespec.core.files import read_json, read_jsonl, write_json
@@ -45,7 +44,7 @@ def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> tu
     learnt, held_out, _ = part_of(given.written, out, sys.maxsize, HELD_OUT)
     layers, hidden = map(int, given.shape.split("x"))
     shape = DrafterOptions(init="components", vocabulary=given.vocabulary, layers=layers, hidden=hidden)
-    run = ShapedRun(shape, learnt, held_out, how)
+    run = Run("model", learnt, held_out, how, shape)
     run.options = replace(run.options, finish="" if arm == ALONE else arm)
     return run.acceptance(run.trained(out / "training", given.steps)[0])
 

@@ -45,7 +45,7 @@ class HeadBuild(Build):
 
         out, seed = self.out, self.recipe.seed
         writer = self._model("target", target) | sources.exported(self.recipe.inference)
-        self._check_gives_states(target)  # before the target writes for hours
+        self._check_target(target)  # before the target writes for hours
         read = self._read(target, writer)
         recipe, own = self._self_written(target, writer)
         self._written(target, _writing(recipe), writer, own - {SELF_TEXT})
@@ -76,7 +76,7 @@ class HeadBuild(Build):
         )
         return out / "distill" / "model"
 
-    def _check_gives_states(self, target: Path) -> None:
+    def _check_target(self, target: Path) -> None:
         """Raise InputError where the target gives no states of the layers that the head reads, or none to start from."""
         from edgespec_recipes.generating.datagen import check_gives_states
         from edgespec_recipes.generating.state_reader import check_reads

@@ -165,7 +165,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             standards[0][1].held = HeldOut(questions, standards[0][1].shape)
         result = verify_files(files, standards, subset, trials, tokenizer_folder)
         result["not_checked"] = (
-            f"{NOT_CHECKED} The head's graph is held against its model alone." if head else NOT_CHECKED
+            f"{NOT_CHECKED} The head's graph is checked only with these folders." if head else NOT_CHECKED
         )
     found = check_manifest(manifest, folders)
     return {
