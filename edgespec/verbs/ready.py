@@ -12,6 +12,7 @@ import json
 import sys
 from pathlib import Path
 
+from edgespec import __version__
 from edgespec.building.find_target import gguf_target
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
@@ -62,7 +63,7 @@ def _made(name: str, drafter: Path) -> Path:
         raise InputError(
             f"the target {name} is not on this machine: {command}, then run the same command again"
         )
-    made_of = [SCHEMA_VERSION, FILES, *map(sha256_file, [file, *sorted(drafter.glob("*"))])]
+    made_of = [__version__, SCHEMA_VERSION, FILES, *map(sha256_file, [file, *sorted(drafter.glob("*"))])]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     out = cache_folder() / READY / f"{name}-{key[:12]}"
     made = out / "bundle" / MANIFEST

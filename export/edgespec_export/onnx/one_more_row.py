@@ -1,8 +1,9 @@
-"""One more row for a graph's attention, so that a block's logits are those of single steps to the last bit.
+"""One more row for the attention of a single step, so that a block's logits are those of single steps to the last bit.
 
 Every other kernel of the fast int8 graph computes each row of a block alone: int8 products add whole numbers. Attention is the
-exception. ONNX Runtime multiplies one row with another kernel than several rows, which adds floats in another order. So each
-GroupQueryAttention reads a row of zeros behind the block, and its output there is dropped: it never has one row only.
+exception. ONNX Runtime multiplies one row with another kernel than several rows, which adds floats in another order. So where a
+pass has one token, each GroupQueryAttention reads a row of zeros behind it, and its output there is dropped. Longer passes have
+no such row: it would cost them time and change nothing.
 
 The zero row's key and value land in the cache behind the text, where the next pass overwrites them. So a text is one token
 shorter than the cache, and the graph says so in its metadata.
@@ -27,11 +28,14 @@ ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
 LENGTHS = slice(5, 7)  # inputs of the attention: the index of the last key, and how many keys there are
 BY_ROW = slice(9, 11)  # inputs of the attention: positions and a bias
+TOKENS = "input_ids"  # input of the graph, [batch, rows]
 AT = "/one_more_row/"
 
 
 def attend_one_more_row(graph_file: Path) -> bool:
-    """Rewrite a graph file: its attention reads one row of zeros more. The data file stays. Returns whether it was rewritten.
+    """Rewrite a graph file: in a single step its attention reads a row of zeros more. The data file stays.
+
+    Returns whether it was rewritten.
 
     Raises EdgespecError where the graph has no attention of the expected kind.
     """
@@ -46,7 +50,7 @@ def attend_one_more_row(graph_file: Path) -> bool:
     told = any(name for node in attentions for name in node.input[BY_ROW])
     if told or any(entry.key == ROPE_BORDER for entry in model.metadata_props):
         return False
-    nodes: list[Any] = []
+    nodes = _how_many_rows()
     longer: dict[str, Any] = {}  # by a length's name: the node that adds one to it, made once
     for node in model.graph.node:
         nodes += _with_a_row(node, longer) if node.op_type == ATTENTION else [node]
@@ -68,31 +72,43 @@ def _with_a_row(attention: Any, longer: dict[str, Any]) -> list[Any]:
     for place, name in enumerate(inputs[ROWS]):
         if name:
             inputs[place] = f"{at}rows_{place}"
-            nodes.append(
-                helper.make_node("Pad", [name, AT + "pads"], [inputs[place]], name=f"{at}Pad_{place}")
-            )
+            pads = [name, AT + "pads"]
+            nodes.append(helper.make_node("Pad", pads, [inputs[place]], name=f"{at}Pad_{place}"))
     for place, name in enumerate(inputs[LENGTHS], LENGTHS.start):
         inputs[place] = f"{AT}{name}"
         if name not in longer:
-            one = AT + ("one_row" if place == LENGTHS.start else "one")
-            longer[name] = helper.make_node("Add", [name, one], [inputs[place]], name=f"{AT}{name}/Add")
+            more = AT + ("more" if place == LENGTHS.start else "more_rows")
+            longer[name] = helper.make_node("Add", [name, more], [inputs[place]], name=f"{AT}{name}/Add")
             nodes.append(longer[name])
     attention.input[:] = inputs
     attention.output[0] = at + "output"
-    ends = [AT + "first", AT + "last", AT + "axis"]
+    ends = [AT + "zero", AT + "rows", AT + "axis"]
     return [*nodes, attention, helper.make_node("Slice", [at + "output", *ends], [output], name=at + "Slice")]
+
+
+def _how_many_rows() -> list[Any]:
+    """The nodes that count a pass's tokens, and say how many rows its attention reads more: one for one token, else none."""
+    from onnx import TensorProto, helper
+
+    def node(operator: str, inputs: list[str], output: str, **settings: Any) -> Any:
+        inputs = [name if name == TOKENS else AT + name for name in inputs]
+        return helper.make_node(operator, inputs, [AT + output], name=f"{AT}{output}/{operator}", **settings)
+
+    return [
+        node("Shape", [TOKENS], "rows", start=1, end=2),
+        node("Less", ["rows", "two"], "single"),
+        node("Cast", ["single"], "more_64", to=TensorProto.INT64),
+        node("Cast", ["single"], "more", to=TensorProto.INT32),
+        node("Squeeze", ["more"], "more_rows"),
+        node(
+            "Concat", ["before", "more_64", "zero"], "pads", axis=0
+        ),  # of [batch, rows, width]: at the rows' end
+    ]
 
 
 def _constants() -> list[Any]:
     import numpy as np
     from onnx import numpy_helper
 
-    values = {
-        "pads": np.array([0, 0, 0, 0, 1, 0], np.int64),  # of [batch, rows, width]: one row at the end
-        "one": np.array(1, np.int32),
-        "one_row": np.array([[1]], np.int32),
-        "first": np.array([0], np.int64),
-        "last": np.array([-1], np.int64),
-        "axis": np.array([1], np.int64),
-    }
-    return [numpy_helper.from_array(value, AT + name) for name, value in values.items()]
+    values = {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}
+    return [numpy_helper.from_array(np.array(value, np.int64), AT + name) for name, value in values.items()]
