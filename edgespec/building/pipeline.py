@@ -25,7 +25,7 @@ from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.reference import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.stages import sources as sources
-from edgespec.stages.record import Reads
+from edgespec.stages.record import DONE, Reads
 from edgespec.stages.sources import data_of
 
 
@@ -95,6 +95,16 @@ class Build(ExportStages):
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
             )
         return found
+
+    def _check_source(self, target: Path) -> None:
+        """Before pretraining takes hours: whether the target can write, and give distributions where they are stored."""
+        if self.processes.rank or (self.out / "pretrain" / DONE).exists():
+            return
+        from edgespec_recipes.generating.datagen import check_source
+
+        distill = self.recipe.distill
+        stored_later = distill.steps and distill.target_side == "stored" and distill.labels == "soft"
+        check_source(target, self.recipe.inference, distill.stored_top_k if stored_later else 0)
 
     def _tuned(self, target: Path) -> Path:
         """The target's folder, after tuning where the recipe asks for it."""
@@ -177,6 +187,7 @@ class Build(ExportStages):
 
         out, seed = self.out, self.recipe.seed
         writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        self._check_source(target)
         recipe, own = self._self_written(target, writer)
         self.stage(
             "pretrain",
@@ -313,7 +324,7 @@ class Build(ExportStages):
         )
 
         recipe, seed, written = self.recipe, self.recipe.seed, set()
-        if SELF in recipe.pretrain.text:
+        if SELF in recipe.pretrain.text and recipe.drafter.kind == "model":
             wanted = recipe.pretrain.self_tokens
             self.stage(
                 SELF_TEXT,

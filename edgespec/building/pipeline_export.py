@@ -250,6 +250,7 @@ class ExportStages:
             prompts=CALIBRATION_REPLIES, max_new_tokens=min(CALIBRATION_TOKENS, longest), batch_size=16
         )
         folder = self.out / "calibration"
+        settle(folder, self._model("target", target))
         generate(folder, target, some, self.recipe.seed, self.recipe.inference)
         return written_texts(folder)
 

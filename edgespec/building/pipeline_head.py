@@ -16,7 +16,7 @@ from edgespec.model_folder.head import LAST, THREE
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.reference import reference_options
-from edgespec.recipe.schema import READ, SELF_TEXT, STATES, Recipe
+from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads
 
@@ -48,7 +48,7 @@ class HeadBuild(Build):
         self._check_target(target)  # before the target writes for hours
         read = self._read(target, writer)
         recipe, own = self._self_written(target, writer)
-        self._written(target, _writing(recipe), writer, own - {SELF_TEXT})
+        self._written(target, _writing(recipe), writer, own)
         written, options = self._kept(target, writer), recipe.distill
         reads = writer | self._checkpoint() | sources.stages(out, written.name, *([READ] if read else []))
         reference = None
@@ -128,11 +128,20 @@ class HeadBuild(Build):
             {
                 "tokens": tokens,
                 "stored_top_k": options.stored_top_k,
+                "context": options.context,
                 "shard_size": shard_size,
                 "features": features,
             },
             lambda place: read_conversations(
-                place, target, options.fixed, tokens, shard_size, how, options.stored_top_k, features
+                place,
+                target,
+                options.fixed,
+                tokens,
+                shard_size,
+                how,
+                options.stored_top_k,
+                options.context,
+                features,
             ),
             reads=writer | sources.conversations("distill.fixed", options.fixed),
             together=True,

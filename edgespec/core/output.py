@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from edgespec.core.files import write_json, write_text
 from edgespec.core.options import knob
-from edgespec.core.texts import printable_json
+from edgespec.core.texts import printable_json, without_nan
 
 STANDARD_OUTPUT = "-"
 
@@ -64,7 +64,7 @@ def give(json: str, found: Any, text: str = "") -> None:
         if text:
             write_text(Path(json), text)
         else:
-            write_json(Path(json), found)
+            write_json(Path(json), without_nan(found))
         note(f"wrote {json}")
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.families import FULL, LONGROPE, SLIDING, family_named
 
 
@@ -142,6 +142,37 @@ class ModelShape:
             head_norms=family.head_norms,
             rope_border=_rope_border(config),
         )
+
+
+MOST = 2**40  # of any number in a shape that a stranger's file tells
+
+
+def told_shape(values: Mapping[str, Any], role: str) -> ModelShape:
+    """The shape that a bundle's manifest tells of a model; fields of later versions are left out.
+
+    Raises BundleError where one is missing or is no number of its kind.
+    """
+    known = {field.name: str(field.type) for field in fields(ModelShape)}
+    found = {name: value for name, value in values.items() if name in known}
+    for name, value in found.items():
+        kind = known[name]
+        if kind == "float":
+            right = type(value) in (int, float) and 0 < value < MOST
+        elif kind == "bool":
+            right = isinstance(value, bool)
+        else:
+            right = (type(value) is int and 0 < value < MOST) or (value is None and kind.endswith("None"))
+        if not right:
+            raise BundleError(
+                f"the manifest's shape of the {role} has the {name} {str(value)[:80]}; a value of the kind {kind} is wanted: "
+                "build the bundle again"
+            )
+    try:
+        return ModelShape(**found)
+    except TypeError as error:
+        raise BundleError(
+            f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
+        ) from error
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

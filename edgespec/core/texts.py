@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
+from math import isfinite
 from typing import IO, Any
 
 from edgespec.core.errors import InputError
@@ -20,21 +22,33 @@ _AROUND = 20  # characters shown on both sides
 
 def unwritable(value: Any) -> str:
     """Where in a JSON value, and in which text, UTF-8 cannot write a character; '' where it can write all of it."""
-    waiting: list[tuple[str, Any]] = [("", value)]
+    waiting = [iter([("", value)])]  # as deep as the value, however long it is
     while waiting:
-        where, one = waiting.pop()
+        found = next(waiting[-1], None)
+        if found is None:
+            waiting.pop()
+            continue
+        where, one = found
         if isinstance(one, str):
             try:
                 one.encode("utf-8")
             except UnicodeEncodeError as error:
                 part = one[max(0, error.start - _AROUND) : error.end + _AROUND]
                 return f"{where.lstrip('.') or 'the text'} has {part!r}"
-        elif isinstance(one, dict):
-            waiting += [(f"{where}.{key}", inside) for key, inside in one.items()]
-            waiting += [("a key", key) for key in one]
-        elif isinstance(one, list | tuple):
-            waiting += [(f"{where}[{place}]", inside) for place, inside in enumerate(one)]
+        elif isinstance(one, dict | list | tuple):
+            waiting.append(_inside(where, one))
     return ""
+
+
+def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(its place, it) of everything in a container at `where`."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            yield "a key", key
+            yield f"{where}.{key}", one
+    else:
+        for place, one in enumerate(value):
+            yield f"{where}[{place}]", one
 
 
 def check_text(value: Any, where: str) -> None:
@@ -55,8 +69,18 @@ def printable_json(value: Any, stream: IO[str]) -> str:
     """JSON for a stream: readable where that is UTF-8, escaped where it could not show every character."""
     import json  # only now: --help does not wait for it
 
+    value = without_nan(value)
     encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
     return json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"))
+
+
+def without_nan(value: Any) -> Any:
+    """A JSON value with null for what is no number: JSON has no NaN, and most readers refuse one."""
+    if isinstance(value, float) and not isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    return [without_nan(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def forgive_streams() -> None:

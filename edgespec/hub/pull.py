@@ -76,6 +76,7 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
 
     Raises InputError (network, gate, room), BundleError (content).
     """
+    out = out.absolute()
     partial = out.with_name(f".{out.name}.partial")
     done, parts = partial / "files", partial / "parts"
     fresh = not partial.exists()

@@ -144,6 +144,13 @@ def check_processes(recipe: Recipe, processes: int) -> None:
         raise InputError(
             f"{seen}; it must be a multiple of the {processes} processes: start {usable(recipe, processes)}, or give another"
         )
+    for name in trained:
+        options = getattr(recipe, name)
+        share, micro = options.batch_size // processes, options.micro_batch_size
+        if micro is not None and share % min(micro, share):
+            raise InputError(
+                f"{name}.micro_batch_size is {micro}; it must divide a process's share of {name}.batch_size, {share} sequences"
+            )
     generate = recipe.generate
     shards = -(-generate.prompts // generate.shard_size)
     if shards < processes:

@@ -74,7 +74,7 @@ def _file_problems(recipe: Recipe) -> list[str]:
     found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
     if drafter.checkpoint:
         kind, file = ("head", HEAD_FILE) if drafter.kind == "head" else ("model", "config.json")
-        if not (Path(drafter.checkpoint).expanduser() / file).is_file():
+        if not (Path(drafter.checkpoint) / file).is_file():
             found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no {kind} folder (it has no {file})")
     if tune.steps and tune.teacher:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from edgespec.core.options import from_mapping, merge, to_mapping
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.devices import profile
 from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import PRESETS, ExportOptions, Recipe
+from edgespec.recipe.schema import PRESETS, DrafterOptions, ExportOptions, Recipe
 from edgespec.recipe.targets import TARGETS, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
@@ -23,7 +24,7 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
         values = {**values, "distill": merge(PRESETS.get(distill["preset"], {}), distill)}
-    recipe = _with_own_file(from_mapping(Recipe, values))
+    recipe = _with_whole_paths(_with_own_file(from_mapping(Recipe, values)))
     _check_together(recipe)
     return recipe
 
@@ -32,6 +33,12 @@ def _with_own_file(recipe: Recipe) -> Recipe:
     """A target that is a GGUF file runs from it where the recipe asks for a file and names none."""
     file = gguf_of(recipe.target) if recipe.inference.source == "file" and not recipe.inference.file else None
     return recipe if file is None else replace(recipe, inference=replace(recipe.inference, file=str(file)))
+
+
+def _with_whole_paths(recipe: Recipe) -> Recipe:
+    """`~` in the path of a drafter's checkpoint, which many stages read, becomes the home folder."""
+    drafter = recipe.drafter
+    return replace(recipe, drafter=replace(drafter, checkpoint=os.path.expanduser(drafter.checkpoint)))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -94,7 +101,7 @@ def check_features(features: str, options: ExportOptions) -> None:
 
 def _check_head(recipe: Recipe) -> None:
     """A head learns from hidden states that the target keeps while it writes, and runs beside a target that gives them."""
-    source = recipe.inference.source
+    source, init = recipe.inference.source, recipe.drafter.init
     wanted = {
         "inference.source": (source, source if source in ("torch", "file") else "torch"),
         "generate.features": (recipe.generate.features, True),
@@ -103,6 +110,10 @@ def _check_head(recipe: Recipe) -> None:
         "distill.against": (recipe.distill.against, ""),
         "distill.text_fraction": (recipe.distill.text_fraction, 0.0),
         "distill.student_fraction": (recipe.distill.student_fraction, 0.0),
+        "distill.keep_steps": (recipe.distill.keep_steps, 0),
+        "drafter.hidden": (recipe.drafter.hidden, None),
+        "drafter.size_fraction": (recipe.drafter.size_fraction, DrafterOptions.size_fraction),
+        "drafter.init": (init, init if init in ("random", "checkpoint") else "random"),
         "tune.steps": (recipe.tune.steps, 0),
     }
     wrong = [

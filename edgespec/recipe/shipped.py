@@ -58,15 +58,25 @@ def made_target(alias: str) -> Mapping[str, Any]:
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
+    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file.
+
+    Aliases are refused: ten short lines of them can stand for a value of ten thousand million items.
+    """
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise InputError(f"recipe {path} has a YAML alias (*name); write the value out")
+        values = yaml.safe_load(text)
     except FileNotFoundError as error:
         raise InputError(f"recipe {path} does not exist; give a YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InputError(f"recipe {path} is not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise InputError(
+            f"recipe {path} is nested too deeply; an option is a section, a name and a value"
+        ) from error
     if values is None:
         values = {}
     if not isinstance(values, dict):

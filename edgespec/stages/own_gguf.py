@@ -48,7 +48,8 @@ class OwnFile:
 
 def own_file(folder: Path) -> OwnFile | None:
     """The GGUF file that a model folder was made from; None for a folder of another origin."""
-    about = folder.with_name(ABOUT)
+    folder = folder.absolute()
+    about = folder.parent / ABOUT
     if folder.name != MODEL or not about.is_file():
         return None
     found = read_json(about)

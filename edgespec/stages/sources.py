@@ -29,13 +29,6 @@ from edgespec.stages.record import DONE, Reads, Source
 # config, tokenizer, chat templates
 SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja", f"{MORE_TEMPLATES}/*.jinja")
 WEIGHTS = "*.safetensors"
-_LAST_READER = {
-    "pretrain.text": "pretrain",
-    "generate.instructions": "generate",
-    "evaluate.prompts_file": "pack",
-    "distill.fixed": "distill",
-    "tune.conversations": "tune",
-}
 
 
 def stages(out: Path, *names: str) -> Reads:
@@ -124,25 +117,33 @@ def data_of(recipe: Recipe, out: Path) -> BuildData:
     fixed = {"distill.fixed": recipe.distill.fixed} if recipe.distill.fixed_fraction else {}
     tuned = {"tune.conversations": recipe.tune.conversations} if recipe.tune.steps else {}
     written = numbered("generate.instructions", recipe.generate.instructions)
+    texts = numbered("pretrain.text", recipe.pretrain.text) if recipe.drafter.kind == "model" else {}
     return BuildData(
-        _left(numbered("pretrain.text", recipe.pretrain.text), out),
-        {**_left(written, out), **held_out_of(recipe, out).prompts},
-        _left({**fixed, **tuned}, out),
+        _left(texts, recipe, out),
+        {**_left(written, recipe, out), **held_out_of(recipe, out).prompts},
+        _left({**fixed, **tuned}, recipe, out),
     )
 
 
 def held_out_of(recipe: Recipe, out: Path) -> BuildData:
     """What an export in `out` reads."""
     source = recipe.evaluate.prompts_file
-    return BuildData(prompts={} if source == SELF else _left({"evaluate.prompts_file": source}, out))
+    return BuildData(prompts={} if source == SELF else _left({"evaluate.prompts_file": source}, recipe, out))
 
 
-def _left(found: Mapping[str, str], out: Path) -> dict[str, str]:
+def _left(found: Mapping[str, str], recipe: Recipe, out: Path) -> dict[str, str]:
     """Sources without those that are gone after their last reader has finished."""
+    readers = {
+        "pretrain.text": "distill" if recipe.distill.text_fraction else "pretrain",
+        "generate.instructions": "generate",
+        "evaluate.prompts_file": "pack",
+        "distill.fixed": "distill",
+        "tune.conversations": "tune",
+    }
     return {
         name: source
         for name, source in found.items()
-        if not (_is_gone(source) and (out / _LAST_READER[name.partition(" ")[0]] / DONE).exists())
+        if not (_is_gone(source) and (out / readers[name.partition(" ")[0]] / DONE).exists())
     }
 
 

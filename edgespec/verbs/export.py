@@ -6,7 +6,7 @@ is complete is skipped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,18 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
     return chosen
 
 
-def export_recipe(options: Options, source: Source) -> Recipe:
-    """The recipe of the export: the build's own or the defaults, with the files and the device asked for."""
-    own = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
-    export = {**choose_files(options, source.recipe.export), **{name: getattr(options, name) for name in own}}
+OWN = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
+"""Knobs of an export that a recipe has too; where no flag names one, the recipe's value holds."""
+
+
+def export_recipe(options: Options, source: Source, given: Collection[str] = ()) -> Recipe:
+    """The recipe of the export: the build's own or the defaults, with the files and the device asked for.
+
+    given: the knobs that a flag names.
+    """
+    export = choose_files(options, source.recipe.export) | {
+        name: getattr(options, name) for name in OWN if name in given
+    }
     if options.device and profile(options.device).engine == STATIC:
         export["npu_length"] = options.context or profile(options.device).context
         export["npu_gamma"] = profile(options.device).draft_length
@@ -253,7 +261,7 @@ def export_recipe(options: Options, source: Source) -> Recipe:
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     source = find_source(options)
-    recipe = export_recipe(options, source)
+    recipe = export_recipe(options, source, given)
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out) if options.out else Path("build") / f"{source.name}{ending}"

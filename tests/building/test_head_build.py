@@ -15,6 +15,8 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.verify.bundle import Options, verify_bundle
 from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import load_head
+from edgespec_runtime.chat.session import Chat
+from edgespec_runtime.chat.settings import Options as ChatOptions
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions, plain
 from edgespec_runtime.doctor import doctor
@@ -22,6 +24,7 @@ from edgespec_runtime.doctor.report import thread_table
 from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.serving.api import Service
 from pair_law import fit, law_of_pairs
 from small_build import head_command, write_data
 from tiny_models import make_model_folder
@@ -333,6 +336,14 @@ def test_rules_that_mix_are_refused(built: Path) -> None:
     pair = open_pair(built / "bundle", LoadOptions(threads=1))
     with pytest.raises(InputError, match="those of a head depend on where a block began"):
         decoded(pair, DecodingOptions(temperature=1.0, rule="opt:a=0.3"))
+    chat = Chat(pair, ChatOptions(bundle=""), interactive=False)
+    with pytest.raises(InputError, match="those of a head depend on where a block began"):
+        chat.change(rule="bild")
+    chat.change(draft="off", rule="bild")  # nobody drafts, so it is plain decoding
+    assert chat.options.rule == "bild"
+    offered = Service(pair, "tiny", None).models()["data"][0]["speculation"]["rules"]
+    assert {"lossless", "block", "match-greedy"} <= set(offered)
+    assert not {"opt", "bild", "token-cascade"} & set(offered)
     pair.close()
 
 

@@ -22,7 +22,7 @@ from repository import REPOSITORY
 from edgespec.cli import VERBS, main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl
-from edgespec.core.texts import check_text, unwritable
+from edgespec.core.texts import check_text, unwritable, without_nan
 
 HALF = "half \ud83d"
 
@@ -181,3 +181,8 @@ def run(words: list[str], encoding: str, given: bytes = b"") -> subprocess.Compl
         env=environment,
         check=False,
     )
+
+
+def test_json_has_null_for_what_is_no_number() -> None:
+    found = {"a": [1.5, float("nan"), {"b": float("-inf")}], "c": (True, None, "NaN")}
+    assert without_nan(found) == {"a": [1.5, None, {"b": None}], "c": [True, None, "NaN"]}

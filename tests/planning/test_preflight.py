@@ -99,6 +99,10 @@ def test_work_that_does_not_divide_is_said_before_it_starts() -> None:
         InputError, match=r"distill.batch_size is 40; it must be a multiple of the 16 processes: start 8"
     ):
         check_processes(recipe, 16)
+    parts = resolve({"target": "x", "distill": {"batch_size": 40, "micro_batch_size": 8}}, {})
+    check_processes(parts, 1)
+    with pytest.raises(InputError, match=r"distill.micro_batch_size is 8; .* of distill.batch_size, 20 seq"):
+        check_processes(parts, 2)
     few = resolve({"target": "x", "generate": {"prompts": 300}}, {})
     check_processes(few, 2)
     with pytest.raises(InputError, match=r"4 processes cannot share 2 shards .*--generate.shard-size 75"):

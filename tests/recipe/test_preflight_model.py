@@ -308,3 +308,20 @@ def test_verify_says_what_is_wrong_with_the_models(
     cut(spoilt)
     assert main(["verify", str(bundle), "--models", f"{whole},{spoilt}"]) == 2
     assert "is cut short" in capsys.readouterr().err
+
+
+def test_a_target_that_cannot_write_is_told_before_pretraining(
+    whole: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = [
+        *("build-drafter", "--target", str(whole), "--out", str(out)),
+        *("--pretrain.text", str(prompts.parent / "text.txt"), "--generate.instructions", str(prompts)),
+        *("--evaluate.prompts-file", str(prompts), "--inference.source", "file", "--export.onnx", "fp32"),
+        *("--distill.target-side", "stored", "--distill.text-fraction", "0", "--export.gguf", ""),
+        *("--pretrain.context", "64", "--distill.context", "64"),
+    ]
+    assert main([*words, "--inference.file", str(tmp_path / "typo.gguf")]) == 2
+    assert "typo.gguf' is no bundle, no folder with a" in capsys.readouterr().err
+    assert (out / "plan").exists()
+    assert not (out / "pretrain").exists()

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from edgespec.cli import main
-from edgespec.recipe.shipped import header, shipped_recipes
+from edgespec.core.errors import InputError
+from edgespec.recipe.read import resolve
+from edgespec.recipe.shipped import header, load_recipe, shipped_recipes
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -184,3 +186,39 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     mine = written(tmp_path / "mine.yaml", {"seed": -1})
     code, out, _ = ran(capsys, "check", "quick", mine, "--json")
     assert (code, json.loads(out)) == (1, {"quick": [], str(mine): ["seed is -1; it must be at least 0"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &a [x, x]\nb: &b [*a, *a]\ntarget: [*b, *b]\n", "has a YAML alias"),
+        ("target: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+    ],
+)
+def test_a_recipe_that_would_fill_memory(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(InputError, match=words):
+        load_recipe(tmp_path / "bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"distill": {"keep_steps": 100}}, "distill.keep_steps 0 .it is 100"),
+        ({"drafter": {"hidden": 64}}, "drafter.hidden None"),
+        ({"drafter": {"init": "subclone"}}, "drafter.init 'random'"),
+    ],
+)
+def test_what_a_head_does_not_have_is_refused(option: dict[str, Any], words: str) -> None:
+    shipped = load_recipe(shipped_recipes()["smollm2-head"])
+    resolve(shipped, {})
+    with pytest.raises(InputError, match=words):
+        resolve(shipped, option)
+
+
+def test_a_tilde_in_the_checkpoints_path_is_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = resolve({"target": "t", "drafter": {"init": "checkpoint", "checkpoint": "~/mine"}}, {})
+    assert recipe.drafter.checkpoint == str(tmp_path / "mine")

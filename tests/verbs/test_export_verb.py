@@ -20,7 +20,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import fit, weight_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
-from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.verbs import export as export_verb
 
 
@@ -218,3 +218,13 @@ def test_a_build_is_exported_for_another_device(small_build: Path, tmp_path: Pat
     assert manifest.pairs() == [("llama.cpp", "q4_0"), ("llama.cpp", "q8_0")]
     assert manifest.metrics["settings"] == open_manifest(build / "bundle").metrics["settings"]
     assert manifest.target.name == open_manifest(build / "bundle").target.name
+
+
+def test_a_builds_own_budget_holds_where_no_flag_names_another(models: tuple[Path, Path]) -> None:
+    recipe = Recipe("x", export=ExportOptions(gguf=("q_mixed",), bits=5.5, verify_prompts=7))
+    source = export_verb.Source(*models, "x", "", recipe)
+    options = export_verb.Options(build="x")
+    kept = export_verb.export_recipe(options, source).export
+    assert (kept.gguf, kept.bits, kept.verify_prompts) == (("q_mixed",), 5.5, 7)
+    asked = export_verb.export_recipe(dataclasses.replace(options, bits=4.5), source, {"bits": 4.5}).export
+    assert (asked.bits, asked.verify_prompts) == (4.5, 7)

@@ -172,8 +172,10 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
     another type than asked for. Raises InputError naming what stands against it: family, RoPE, activation, windows, biases,
     tokenizer, head sizes, rows that are no whole blocks.
     """
+    from edgespec_export.bits.choose import budget_of
     from edgespec_export.gguf.quantize import K_BLOCK, PRECISIONS
 
+    budget_of(options.bits, options.size, options.quality)
     shapes = {"the target": _check_folder(target, options)}
     if isinstance(drafter, Path):
         shapes["the drafter"] = _check_folder(drafter, options)

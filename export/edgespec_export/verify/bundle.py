@@ -224,8 +224,17 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
                     check_gguf(path)
                 for graph in sorted(path.glob("*.onnx")):
                     check_onnx(graph)
-                files.append(ExportedFile(role, engine, precision, path))
+                files.append(ExportedFile(role, engine, precision, path, _held(role, path)))
     return files, skipped
+
+
+def _held(role: str, path: Path) -> str:
+    """The precision in a file's name, which the pair's name may hide: a drafter runs beside a target of another. '' for none."""
+    from edgespec_export.gguf.quantize import GGUF_TYPES
+    from edgespec_export.verify.file_check import BOUNDS
+
+    name = path.stem.removeprefix(f"{role}-") if path.suffix == ".gguf" else path.name.removeprefix("onnx-")
+    return name if name in BOUNDS or name in GGUF_TYPES else ""
 
 
 def run(given: dict[str, Any]) -> int:

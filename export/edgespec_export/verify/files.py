@@ -7,7 +7,7 @@ model in torch (pair.py), or, for a bundle alone, the most exact file of the sam
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from edgespec_runtime.engines.vocabulary import Vocabulary
 from edgespec.core.errors import BundleError
 from edgespec.core.manifest import BundleModel
 from edgespec.core.progress import progress
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, told_shape
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.quality import Answers
 from edgespec_export.answers.replies import as_rows
@@ -179,13 +179,7 @@ def as_numbered(prompts: list[list[int]], subset: Vocabulary | None) -> list[lis
 
 def shape_of(model: BundleModel, role: str) -> ModelShape:
     """The shape a manifest gives. Raises BundleError where it is none."""
-    known = {field.name for field in fields(ModelShape)}
-    try:
-        shape = ModelShape(**{name: value for name, value in model.shape.items() if name in known})
-    except TypeError as error:
-        raise BundleError(
-            f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
-        ) from error
+    shape = told_shape(model.shape, role)
     border, most = shape.rope_border, min(shape.context_length, MOST_TOKENS)
     if border is not None and not (type(border) is int and 1 <= border < most):
         raise BundleError(

@@ -12,6 +12,7 @@ from typing import Any
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
 from jinja2 import TemplateError
 
+from edgespec.core.errors import InputError
 from edgespec.recipe.schema import PYTHON_STDLIB
 from edgespec_recipes.data.instructions import read_conversations
 from edgespec_recipes.data.sources import in_turn
@@ -46,7 +47,8 @@ def with_system(messages: Messages, system: str) -> Messages:
 def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of the chat template with the opening of the assistant's turn.
 
-    A template that refuses the system role gets the system text at the head of the first user message. Special tokens spelt out
+    A template that refuses the system role gets the system text at the head of the first user message; one that refuses two
+    turns of one role gets them as one. Special tokens spelt out
     in a message are text, as the runtime has it.
     """
     safe, hidden = lookalikes_of(tokenizer).hide(messages)
@@ -54,16 +56,34 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def render(tokenizer: Any, messages: Messages) -> str:
-    """The chat template's text with the opening of the assistant's turn."""
+    """The chat template's text with the opening of the assistant's turn.
+
+    Raises InputError where the template refuses the messages as they are and with turns of one role joined.
+    """
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError:
-        if messages[0]["role"] != "system" or len(messages) < 2:
-            raise
-        content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-        joined = [{"role": messages[1]["role"], "content": content}, *messages[2:]]
-        text = tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
+        joined = _joined(messages)
+        try:
+            text = tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InputError(
+                f"the target's chat template refuses the conversation that begins {joined[0]['content'][:60]!r}: {error}; "
+                "leave it out, or give conversations of users and assistants in turn"
+            ) from error
     return text
+
+
+def _joined(messages: Messages) -> Messages:
+    """The system prompt at the head of the first turn, and neighbours of one role as one turn."""
+    turns: Messages = []
+    for message in messages:
+        if turns and turns[-1]["role"] in ("system", message["role"]):
+            content = f"{turns[-1]['content']}\n\n{message['content']}"
+            turns[-1] = {"role": message["role"], "content": content}
+        else:
+            turns.append(message)
+    return turns
 
 
 @lru_cache(maxsize=4)

@@ -150,8 +150,7 @@ def writer_of(
         check_gives_states(inference)
     if inference.source == "torch" and not options.features:
         top_k = 0  # the store stage's pass over packed rows is cheap beside the writing, and keeping them twice takes disk
-    has_bf16 = choose_precision(processes.device()).name == "bf16"
-    if inference.source == "torch" or (has_bf16 and is_made_from(target_folder, inference)):
+    if _runs_in_torch(target_folder, inference):
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
     if inference.source == "server":
@@ -165,6 +164,35 @@ def writer_of(
 
         return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
     return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
+
+
+def _runs_in_torch(target_folder: Path, inference: InferenceOptions) -> bool:
+    """Whether the target writes in torch: where it is told to, and where the device multiplies the file's own weights in bf16."""
+    if inference.source == "torch":
+        return True
+    return choose_precision(processes.device()).name == "bf16" and is_made_from(target_folder, inference)
+
+
+def check_source(target_folder: Path, inference: InferenceOptions, top_k: int = 0) -> None:
+    """Raise what a later stage would, after hours: where the target cannot be had from where `inference` says it runs.
+
+    Opens its file or asks its server, also for `top_k` probabilities where distributions will be wanted; loads no weights in
+    torch.
+    """
+    if _runs_in_torch(target_folder, inference):
+        from edgespec_recipes.models.low_memory import check_settings
+
+        check_settings(inference, processes.device())
+    elif inference.source == "server":
+        from edgespec_recipes.generating.server_target import ServerTarget
+
+        server = ServerTarget(inference, target_folder, load_tokenizer(target_folder))
+        if top_k:
+            server.check_distributions(top_k)
+    else:
+        from edgespec_recipes.generating.file_target import FileTarget
+
+        FileTarget(inference, target_folder).close()
 
 
 def check_gives_states(inference: InferenceOptions) -> None:

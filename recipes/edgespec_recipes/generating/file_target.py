@@ -103,6 +103,9 @@ class FileTarget:
         self.precision = Precision(path.name, f"the target is {path} on {engine}")
         check_vocabulary(self.engine.engine, path, target_folder)
 
+    def close(self) -> None:
+        self.engine.engine.close()
+
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
         """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
         for number in part:

@@ -91,8 +91,7 @@ class JsonServer:
             with self._open(request, timeout=self.timeout) as answer:
                 seen = answer.read(MAX_ANSWER + 1)
         except urllib.error.HTTPError as error:
-            with error:
-                words = _words(error.read(65_536))
+            words = _words(error)
             if error.code in passing:
                 after = error.headers.get("Retry-After", "")
                 raise Passing(
@@ -112,13 +111,17 @@ class JsonServer:
             raise Passing(str(error)) from error
 
 
-def _words(data: bytes) -> str:
-    """What an error's body says, short."""
-    text = data.decode("utf-8", "replace")
+def _words(error: urllib.error.HTTPError) -> str:
+    """What an error's body says, short; nothing where the server breaks it off."""
+    try:
+        with error:
+            text = error.read(65_536).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        return ""
     try:
         found = json.loads(text)
-        error = found.get("error", found)
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
+        told = found.get("error", found)
+        text = str(told.get("message", told) if isinstance(told, dict) else told)
     except (ValueError, AttributeError):
         pass
     return " ".join(text.split())[:300]

@@ -21,8 +21,6 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
-
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_jsonl
 from edgespec.core.progress import progress
@@ -55,9 +53,9 @@ def user_turn(tokenizer: Any) -> UserTurn:
     """The template rendered with a mark as the user's message, and cut at the mark. Raises InputError where that is gone."""
     try:
         text = render(tokenizer, [{"role": "user", "content": MARK}])
-    except TemplateError as error:
+    except InputError as error:
         raise InputError(
-            f"the chat template cannot write a user's turn: {error}; give instructions as a file"
+            f"the chat template cannot write a user's turn: {error.__cause__}; give instructions as a file"
         ) from error
     before, found, after = text.partition(MARK)
     if not found or not before.strip() or not after.strip():

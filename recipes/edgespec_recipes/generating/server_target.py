@@ -170,11 +170,7 @@ class ServerTarget:
 
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
         """See stored.Distributions. Raises InputError where the server sends too few log-probabilities, or none under ids."""
-        if not self.sends_ids:
-            raise InputError(
-                f"{self.where} takes prompts as text alone, which cannot be held against token ids; store the distributions with "
-                "--inference.source file or torch"
-            )
+        self._check_ids()
         with ThreadPoolExecutor(self.how.parallel) as pool:
             for number in part:
                 row = rows[number]
@@ -182,6 +178,19 @@ class ServerTarget:
                     lambda places, row=row: self._document(row, places, top_k), documents_of(row)
                 )
                 yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))]), 1
+
+    def check_distributions(self, top_k: int) -> None:
+        """Ask for the `top_k` most probable tokens of a short text. Raises InputError where the server does not give them."""
+        self._check_ids()
+        ids = np.array(self.split(PROBE)[:PROBED_TOKENS])
+        self._document({"input_ids": ids, "compared": np.ones(len(ids), bool)}, np.arange(len(ids)), top_k)
+
+    def _check_ids(self) -> None:
+        if not self.sends_ids:
+            raise InputError(
+                f"{self.where} takes prompts as text alone, which cannot be held against token ids; store the distributions with "
+                "--inference.source file or torch"
+            )
 
     def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:
         """Records at the compared positions of one conversation: the echo scores its tokens, one token more the last place."""

@@ -115,19 +115,20 @@ def read_conversations(
     shard_size: int,
     how: InferenceOptions,
     top_k: int,
+    context: int,
     features: str = LAST,
 ) -> dict[str, Any]:
     """The target reads the answered conversations of `source`, in their order, until `tokens` tokens are read or none is left.
 
-    Writes shards as `datagen.generate` does, and returns its counts. A reply that is longer than the context loses its end; a
-    conversation whose prompt fills it is left out. Raises InputError where none is left, what `read_replies` and
-    `check_reads` raise.
+    Writes shards as `datagen.generate` does, and returns its counts. context: tokens of a text that the
+    training can use. A reply that is longer loses its end; a conversation whose prompt fills it is left out. Raises InputError
+    where none is left, what `read_replies` and `check_reads` raise.
     """
     check_reads(target_folder, how)
     tokenizer = load_tokenizer(target_folder)
     stops = stop_ids_of(target_folder, tokenizer)
     pairs = read_replies(source, tokenizer, stops)
-    longest = ModelShape.from_config(read_config(target_folder)).one_rope_length
+    longest = min(context, ModelShape.from_config(read_config(target_folder)).one_rope_length)
     requests: list[Request] = []
     replies: list[list[int]] = []
     total = 0
@@ -140,7 +141,8 @@ def read_conversations(
         total += len(prompt) + len(replies[-1])
     if not requests:
         raise InputError(
-            f"no conversation of {source} fits the target's context of {longest} tokens; give shorter ones"
+            f"no conversation of {source} fits {longest} tokens, which distill.context and the target's context allow; give "
+            "shorter ones"
         )
     reader = StateReader(target_folder, replies, stops, how, top_k, features)
     return write_shards(out, reader, requests, shard_size, "target reads conversations", "conversations")

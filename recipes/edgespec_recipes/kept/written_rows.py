@@ -21,7 +21,7 @@ from edgespec.core.files import read_json
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.token_rows import Row, Rows
 from edgespec_recipes.kept.top_k import target_rows_of
-from edgespec_recipes.kept.written_states import check_states, cut_key, read_states, texts_of
+from edgespec_recipes.kept.written_states import Mapped, Part, check_states, cut_key, find_states, texts_of
 from edgespec_recipes.losses.head_loss import TargetRows
 
 
@@ -37,13 +37,14 @@ class WrittenRows(Dataset[Row]):
     """
 
     def __init__(self, folder: Path, context: int) -> None:
-        self._texts: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        self._texts: dict[bytes, tuple[Part, Part]] = {}  # of a text: its records, its features
+        self._mapped = Mapped()
         conversations = []
         about: dict[str, Any] = {}
         for shard in sorted(folder.glob("shard-*.jsonl")):
             about = read_json(shard.with_suffix(".json"))
             check_states(shard, about)
-            for row, records, features in read_states(shard):
+            for row, records, features in find_states(shard):
                 if records is None or features is None:
                     raise InputError(
                         f"{shard} has no hidden states or no distributions beside its rows; write it again with "
@@ -67,7 +68,7 @@ class WrittenRows(Dataset[Row]):
         row = self.packed[index]
         features = np.zeros((len(row["input_ids"]), self.width), np.float16)
         for slots, key, _ in texts_of(row):
-            features[slots[1:]] = self._texts[key][1][: len(slots) - 1]
+            features[slots[1:]] = self._mapped.read(self._texts[key][1])[: len(slots) - 1]
         return {**row, "features": features}
 
     def steps_seen(self, most: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -84,7 +85,8 @@ class WrittenRows(Dataset[Row]):
 
     def records(self, index: int) -> np.ndarray:
         """The records of a row's compared positions."""
-        found = [self._texts[key][0][:compared] for _, key, compared in texts_of(self.packed[index])]
+        texts = texts_of(self.packed[index])
+        found = [self._mapped.read(self._texts[key][0])[:compared] for _, key, compared in texts]
         return np.concatenate(found)
 
     def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:

@@ -17,9 +17,10 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from edgespec_recipes.parallel.precision import Precision
 log = logging.getLogger(__name__)
 
 RECORDS, FEATURES = "top_k", "features"
+OPEN_FILES = 64  # of a build with thousands; a system allows a process some 256 to 1,024
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,35 @@ def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = 
             check_file(state_path(shard, kind), about[kind].get("sha256"))
 
 
+class Part(NamedTuple):
+    """Rows of the array in a file: from `start` to before `end`."""
+
+    path: Path
+    start: int
+    end: int
+
+
+class Mapped:
+    """Arrays in files, mapped from disk when they are read. Few are open at a time: each keeps a file open."""
+
+    def __init__(self) -> None:
+        self._open = lru_cache(OPEN_FILES)(lambda path: np.load(path, mmap_mode="r", allow_pickle=False))
+
+    def read(self, part: Part) -> np.ndarray:
+        found: np.ndarray = self._open(part.path)[part.start : part.end]
+        return found
+
+
 def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None, np.ndarray | None]]:
-    """(row, its records [R], its features [P + R − 1, G]) of every row of a shard, mapped from disk; None where not kept.
+    """(row, its records [R], its features [P + R − 1, G]) of every row of a shard, mapped from disk; None where not kept."""
+    mapped = Mapped()
+    for row, *parts in find_states(shard):
+        records, features = (None if part is None else mapped.read(part) for part in parts)
+        yield row, records, features
+
+
+def find_states(shard: Path) -> Iterator[tuple[dict[str, Any], Part | None, Part | None]]:
+    """(row, where its records [R] are, where its features [P + R − 1, G] are) of every row of a shard; None where not kept.
 
     P and R are the lengths of row["prompt_ids"] and row["response_ids"]. Checksums are `check_states`'s. Raises InputError where
     the arrays are not of these rows.
@@ -107,17 +136,17 @@ def read_states(shard: Path) -> Iterator[tuple[dict[str, Any], np.ndarray | None
         RECORDS: [len(row["response_ids"]) for row in rows],
         FEATURES: [len(row["prompt_ids"]) + len(row["response_ids"]) - 1 for row in rows],
     }
-    parts: dict[str, list[np.ndarray] | list[None]] = {}
+    parts: dict[str, list[Part] | list[None]] = {}
     for kind, lengths in sizes.items():
         path = state_path(shard, kind)
         if not path.is_file():
             parts[kind] = [None] * len(rows)
             continue
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if len(array) != sum(lengths):
-            raise InputError(f"{path} has {len(array)} rows; those of {shard.name} need {sum(lengths)}")
+        count = len(np.load(path, mmap_mode="r", allow_pickle=False))
+        if count != sum(lengths):
+            raise InputError(f"{path} has {count} rows; those of {shard.name} need {sum(lengths)}")
         ends = accumulate(lengths)
-        parts[kind] = [array[end - length : end] for length, end in zip(lengths, ends, strict=True)]
+        parts[kind] = [Part(path, end - length, end) for length, end in zip(lengths, ends, strict=True)]
     yield from zip(rows, parts[RECORDS], parts[FEATURES], strict=True)
 
 
@@ -128,11 +157,12 @@ class WrittenTarget:
         """`context`: of the packed rows. Raises InputError where a shard has no such records, or is damaged."""
         self.precision = Precision("as written", "kept while the target wrote these rows")
         self.type = record_type(top_k, vocab_size)
-        self._records: dict[bytes, np.ndarray] = {}
+        self._records: dict[bytes, Part] = {}
+        self._mapped = Mapped()
         wanted = Wanted(target, vocab_size, 0, top_k)
         for shard in sorted(folder.glob("shard-*.jsonl")):
             check_states(shard, read_json(shard.with_suffix(".json")), wanted)
-            for row, records, _ in read_states(shard):
+            for row, records, _ in find_states(shard):
                 assert records is not None
                 self._records.setdefault(cut_key(row, context), records)
 
@@ -144,7 +174,8 @@ class WrittenTarget:
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
         """See stored.Distributions; `top_k` is the one that was asked for."""
         for number in part:
-            found = [self._records[key][:compared] for _, key, compared in texts_of(rows[number])]
+            texts = texts_of(rows[number])
+            found = [self._mapped.read(self._records[key])[:compared] for _, key, compared in texts]
             yield np.concatenate([np.empty(0, self.type), *found]), 1
 
 

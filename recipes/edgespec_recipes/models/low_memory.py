@@ -47,6 +47,14 @@ def load_target(folder: Path, how: InferenceOptions, device: torch.device) -> An
     return model.requires_grad_(False)
 
 
+def check_settings(how: InferenceOptions, device: torch.device) -> None:
+    """Raise for bits and budgets that `load_target` would refuse before it reads any weights."""
+    if how.bits is not None:
+        _rounded(how, device)
+    elif how.max_memory:
+        budgets(how.max_memory, device)
+
+
 def _rounded(how: InferenceOptions, device: torch.device) -> dict[str, Any]:
     """from_pretrained's arguments for 4 or 8 bits."""
     if device.type != "cuda":

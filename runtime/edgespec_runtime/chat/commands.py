@@ -16,6 +16,7 @@ from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
 from edgespec_runtime.chat.terminal import QUOTES, unquoted
 from edgespec_runtime.chat.view import Run
+from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
 from edgespec_runtime.engines.session import common_length
 from edgespec_runtime.rules.table import RULES
@@ -113,7 +114,9 @@ def _rule(chat: Chat, argument: str) -> None:
         chat.change(rule=argument)
         _tell_state(chat, argument)
     else:
-        chat.view.say(f"rule {chat.options.rule_name}; there are: auto, {', '.join(RULES)}")
+        chat.view.say(
+            f"rule {chat.options.rule_name}; there are: auto, {', '.join(rules_for(chat.pair.draft))}"
+        )
 
 
 def _tell_state(chat: Chat, argument: str) -> None:

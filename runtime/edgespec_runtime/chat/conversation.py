@@ -13,7 +13,7 @@ from typing import TypeVar
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import SHIFT, ReplyOptions
 from edgespec_runtime.engines.session import CachedEngine, most_kept
-from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
+from edgespec_runtime.text.tokenizer import LIKELY, ChatTokenizer, Message
 
 Options = TypeVar("Options", bound=ReplyOptions)
 
@@ -82,7 +82,14 @@ class Conversation:
         """
         if tokens := self._tokenizer.far_beyond(room, [text]):
             raise InputError(_too_long(f"more than {tokens}", room))
-        prompt, messages = self.prompt(text), self.messages
+        messages = self.messages
+        length = sum(len(message["content"]) for message in messages)
+        while (
+            length > LIKELY * room
+        ):  # rendering and reading thousands of turns at each try would take an hour
+            length -= sum(len(message["content"]) for message in messages[:2])
+            messages = messages[2:]
+        prompt = self.prompt(text) if messages is self.messages else self._encoded(messages, text)
         while len(prompt) > room and messages:
             messages = messages[2:]
             prompt = self._encoded(messages, text)

@@ -62,6 +62,8 @@ def run(given: dict[str, Any]) -> int:
     text = options.prompt or read_prompt()
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
+    if options.raw and options.system:
+        raise InputError("--raw takes the text alone, and --system is for a chat; leave one of them out")
     decoding = options if options.draft else plain(options)
     pair = open_pair(Path(options.bundle), options, decoding.needs_model, manifest)
     try:

@@ -20,7 +20,7 @@ from edgespec_runtime.chat.view import Plain, Show, View
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
-from edgespec_runtime.decoding.loop import check_vocabulary
+from edgespec_runtime.decoding.loop import check_law, check_vocabulary
 from edgespec_runtime.decoding.options import numbered, plain
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import plain_step_seconds
@@ -73,6 +73,8 @@ class Chat:
                 f"{name} is {value}, and the drafter model was not loaded; start the chat without --no-draft "
                 "and --drafter lookup"
             )
+        if options.draft:
+            check_law(self.pair.draft, options.acceptance_rule())
         self.options = options
         if "seed" in values:
             self._draws = 0

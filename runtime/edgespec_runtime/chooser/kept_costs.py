@@ -90,7 +90,7 @@ def subject_of(pair: Pair) -> Subject:
             files[model.vocabulary] = manifest.files[model.vocabulary].sha256
     shapes = {role: outline(model.shape) for role, model in roles.items()}
     context = pair.target.engine.context_length
-    return Subject(shapes, files, pair.engine, pair.precision, pair.threads, pair.flash_attention, context)
+    return Subject(shapes, files, pair.backend, pair.precision, pair.threads, pair.flash_attention, context)
 
 
 def store_costs(subject: Subject, costs: Costs, seconds: float) -> Path:

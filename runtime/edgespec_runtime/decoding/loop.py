@@ -32,7 +32,7 @@ from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
-from edgespec_runtime.rules.table import LoopRule
+from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
 
 NOTHING = Draft()  # of a plain step: making one takes microseconds
 
@@ -230,12 +230,21 @@ def check_prompt(
 
 def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
     """Raise InputError for a rule that needs a drafter whose answer depends on the text alone, where the drafter is a head."""
-    is_head = draft is not None and isinstance(draft.engine, FeatureEngine)
-    if is_head and (isinstance(rule, LoopRule) or rule.mixes):
+    if not _has_law(draft, rule):
         raise InputError(
             "this rule mixes the drafter's probabilities into the output, and those of a head depend on where a block "
             "began; choose --rule lossless, block or reproducible, or a drafter that is a model"
         )
+
+
+def rules_for(draft: CachedEngine | None) -> dict[str, Kind]:
+    """The rows of the table of rules that `check_law` lets pass."""
+    return {name: kind for name, kind in RULES.items() if _has_law(draft, rule_of(name))}
+
+
+def _has_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> bool:
+    is_head = draft is not None and isinstance(draft.engine, FeatureEngine)
+    return not (is_head and (isinstance(rule, LoopRule) or rule.mixes))
 
 
 def check_vocabulary(target: CachedEngine, draft: CachedEngine | None) -> None:

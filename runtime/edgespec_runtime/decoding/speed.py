@@ -83,7 +83,7 @@ def metrics_of(
     MBSU is that of `draft_length`, or of the mean γ where it was chosen block by block; what was copied costs nothing.
     """
     values: dict[str, float | None] = {"tokens_per_second": counts.token_rate if counts.emitted else None}
-    if counts.drafted:
+    if counts.drafted and counts.blocks:  # a drafter that wrote alone made no block
         values["block_efficiency"] = counts.block_efficiency
         values["acceptance_rate"] = counts.acceptance_rate
         values["mean_draft_length"] = counts.mean_draft_length

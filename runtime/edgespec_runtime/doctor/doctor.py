@@ -15,7 +15,7 @@ from edgespec.core.manifest import HEAD
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import told_shape
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.kept_costs import costs_of
@@ -24,7 +24,7 @@ from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.doctor.report import Findings, Threads, Variant, as_json, text
 from edgespec_runtime.engines.device import read_bandwidth, this_device
 from edgespec_runtime.engines.engine import default_threads
-from edgespec_runtime.engines.exactness import FAST
+from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import (
     LLAMACPP,
@@ -167,7 +167,7 @@ def _others(
         if engine == LLAMACPP:
             ways += [replace(way, flash_attention=on) for on in (False, True)]
         if pair.manifest.fast_graph("target", engine, precision) is not None:
-            ways += [way, replace(way, mode=FAST)]
+            ways += [replace(way, mode=EXACT), replace(way, mode=FAST)]
     found: dict[tuple[str, str, bool | None, bool], Variant] = {}
     seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
     how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.context,))
@@ -222,7 +222,7 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
 def _streamed_bytes(pair: Pair, context: int) -> int:
     """About how many bytes a plain step reads: the target's files, but one row of an embedding kept apart, and the KV cache."""
     manifest, engine, precision = pair.manifest, pair.engine, pair.precision
-    shape = ModelShape(**manifest.target.shape)
+    shape = told_shape(manifest.target.shape, "target")
     files = manifest.files_of("target", engine, precision, fast=pair.fast_graph)
     suffixes = (".gguf", ".onnx", ".data")
     size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))

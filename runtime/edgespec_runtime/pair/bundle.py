@@ -60,7 +60,7 @@ class Pair:
     """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision.
 
     `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them. `mode` is the one
-    asked for; `exactness` says what came of it.
+    asked for; `exactness` says what came of it. `backend`: what computes a pass, which for static graphs may be OpenVINO.
     """
 
     target: CachedEngine
@@ -72,6 +72,7 @@ class Pair:
     cost_ratios: dict[str, float]
     threads: int
     mode: str = EXACT
+    backend: str = ""
 
     @property
     def fast_graph(self) -> bool:
@@ -271,6 +272,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         cost_ratios=ratios,
         threads=threads,
         mode=options.mode,
+        backend=OPENVINO if options.engine == OPENVINO else engine,
     )
 
 

@@ -19,6 +19,10 @@ from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.reproducible import ReproducibleRule
 
+MAX_WINDOW = (
+    64  # the logits of a window are kept until the target has read it: 64 x 128,000 of them are 33 MB
+)
+
 
 @dataclass(frozen=True)
 class NoParameters:
@@ -89,7 +93,9 @@ class Discrepancy(Gap):
 @dataclass(frozen=True)
 class Bild(Discrepancy):
     a_f: float = knob(0.4, "the drafter goes on while max q >= 1 − a_f; 0 to 1", at_least=0.0, at_most=1.0)
-    window: int = knob(10, "draft tokens in a row before the target reads them", at_least=1)
+    window: int = knob(
+        10, "draft tokens in a row before the target reads them", at_least=1, at_most=MAX_WINDOW
+    )
 
 
 PRODUCT, MEAN = "product", "mean"

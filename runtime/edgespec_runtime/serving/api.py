@@ -18,10 +18,9 @@ import numpy as np
 from edgespec.core.errors import InputError
 from edgespec_runtime.chat.replies import Piece, pieces
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.decoding.loop import check_prompt
+from edgespec_runtime.decoding.loop import check_prompt, rules_for
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import Pair
-from edgespec_runtime.rules.table import RULES
 from edgespec_runtime.serving.counts import Reply, Sums
 from edgespec_runtime.serving.line import Watch
 from edgespec_runtime.serving.request import (
@@ -96,7 +95,7 @@ class Service:
         speculation = {
             "drafter": self.pair.draft is not None,
             "draft_length": self.draft_length or AUTO,
-            "rules": {name: kind.help for name, kind in RULES.items()},
+            "rules": {name: kind.help for name, kind in rules_for(self.pair.draft).items()},
             "engine": f"{self.pair.engine} {self.pair.precision}",
         }
         card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}

@@ -18,7 +18,8 @@ from edgespec_runtime.serving.api import Service
 from edgespec_runtime.serving.app import SECONDS_TO_READ, application
 from edgespec_runtime.serving.line import Line
 
-MAX_CONNECTIONS = 256  # a process may usually open 1024 files
+MAX_CONNECTIONS = 256  # beyond them a request is answered with 503
+MAX_SOCKETS = 512  # beyond them a connection is closed unanswered; a process may usually open 1024 files
 MAX_HEAD = 64 * 1024  # bytes of a request's line and headers
 # An idle connection: longer than clients keep theirs (5 s in httpx), or they send into a closed one.
 SECONDS_KEPT = 30
@@ -94,6 +95,9 @@ class Patient(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > MAX_SOCKETS:
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=0)  # so that `pause_writing` means: not all was taken
         self._wait_for_head()
 

@@ -276,6 +276,8 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if bool(options.bundle) == bool(options.render):
         raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
+    if options.render and options.json:
+        raise InputError("--json writes what is measured, and --render reads what was; leave one of them out")
     if options.plot:
         from edgespec.core.pictures import require_matplotlib
 
@@ -287,7 +289,7 @@ def run(given: dict[str, Any]) -> int:
     found = [(study, summarise(study)) for study in studies]
     for study, summaries in found:
         print(text(study, summaries), end="\n\n", flush=True)
-    if options.json and not options.render:
+    if options.json:
         one = as_json(*found[0])
         give(options.json, one, compact_json(one))
     _write(options, found)

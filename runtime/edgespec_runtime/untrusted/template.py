@@ -60,6 +60,8 @@ _METHODS: dict[type, frozenset[str]] = {
     int: frozenset(),
     float: frozenset(("is_integer",)),
 }
+# Python compares each character of these texts with each one of the argument, at worst, and no clock stops it.
+_PRODUCTS = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rsplit", "rpartition"))
 _FILTERS = """
     abs float int max min round sum
     capitalize center e escape filesizeformat forceescape format indent lower replace
@@ -204,6 +206,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             self._check_join(args[0], owner)
         elif name == "replace" and len(args) > 1:
             self._check_replace(owner, args[0], args[1])
+        elif name in _PRODUCTS and args and args[0] is not None:
+            self.meter.spend(len(owner) * len(str(args[0])))
 
     def _check_join(self, items: Any, separator: Any) -> None:
         count = len(items) if isinstance(items, str | list | tuple | Mapping) else 0
@@ -244,6 +248,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
                 self._check_join(values[0], named.get("d", ""))
             elif name == "replace":
                 self._check_replace(values[0], named.get("old", ""), named.get("new", ""))
+            elif name == "trim" and named.get("chars") is not None:
+                self.meter.spend(len(str(values[0])) * len(str(named["chars"])))
             elif name == "indent":
                 width = named.get("width", 4)
                 lines = len(str(values[0]).splitlines()) + 1
@@ -270,6 +276,7 @@ _PARAMETERS = {
     "join": ("d", "attribute"),
     "replace": ("old", "new", "count"),
     "indent": ("width", "first", "blank"),
+    "trim": ("chars",),
     "sum": ("attribute", "start"),
 }
 
@@ -339,6 +346,8 @@ def _tojson(
     """JSON as the field's templates expect it: no HTML escapes."""
     if isinstance(indent, int | str) and (len(indent) if isinstance(indent, str) else indent) > 64:
         raise TemplateLimit(f"it indents JSON by {indent!r:.80}; at most 64")
+    if separators is not None and sum(map(len, separators)) > 64:
+        raise TemplateLimit("it separates JSON by more than 64 characters")
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -92,8 +92,10 @@ def check_bits(left: Any, right: Any, bits: Callable[[int, int], int]) -> None:
 
 
 def check_format(text: str, values: Any) -> None:
-    """A format string can ask for any width: in digits, from an argument (*), or from a field inside a field."""
-    weight(values, as_text=True)
+    """A format string can repeat a value, and ask for any width: in digits, from an argument (*), or from a field in a field."""
+    size = len(text) + (text.count("%") + text.count("{")) * weight(values, as_text=True)
+    if size > MAX_OUTPUT:
+        raise TemplateLimit(f"it would format a text of {size} characters; at most {MAX_OUTPUT}")
     if len(text) > 4096 or re.search(r"\d{5}|%[^a-zA-Z%]*\*", text):
         raise TemplateLimit(f"it formats with {text[:80]!r}; at most 4096 characters and widths below 10000")
     if re.search(r"\{[^{}]*\{", text.replace("{{", "").replace("}}", "")):

@@ -76,6 +76,11 @@ def test_what_cannot_is_refused(
         check_possible(folder, DRAFTER, options)
 
 
+def test_a_budget_that_is_none_is_refused_before_anything_is_trained(families: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match="90megs"):
+        check_possible(families["llama"], DRAFTER, ExportOptions(size="90megs"))
+
+
 def test_the_drafter_counts_too(families: dict[str, Path]) -> None:
     narrow = ModelShape(64, 2, 8, 2, 8, 160, 512, tied=True, context_length=256)
     with pytest.raises(InputError, match="the drafter has heads of 8"):

@@ -210,7 +210,7 @@ def test_a_file_that_wants_a_bos_which_it_does_not_have(tiny: Path, tmp_path: Pa
     assert len(ids) == 2
 
 
-def test_the_folder_is_kept_by_content(tiny: Path, tmp_path: Path) -> None:
+def test_the_folder_is_kept_by_content(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tiny)
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     moved = tmp_path / "moved.gguf"
@@ -219,6 +219,10 @@ def test_the_folder_is_kept_by_content(tiny: Path, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     own = own_file(folder)
     assert own is not None
+    monkeypatch.chdir(folder)
+    assert own_file(Path(".")) == own
+    monkeypatch.chdir(tmp_path)
+    assert own_file(Path(".")) is None
     assert (own.path, own.sha256, own.precision) == (moved, sha256_file(tiny), "f32")
     own.copy(tmp_path / "copy.gguf")
     assert (tmp_path / "copy.gguf").read_bytes() == tiny.read_bytes()

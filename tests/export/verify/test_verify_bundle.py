@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +100,21 @@ def test_the_models_of_a_build_are_found(
     assert main(["verify", str(build / "bundle"), *QUICK, "--json", str(json)]) == 0
     assert read_json(json)["models"]["drafter"] == str(build / "distill" / "model")
     assert "Not checked" not in capsys.readouterr().out
+
+
+@pytest.mark.llamacpp
+def test_a_file_is_judged_by_what_it_is_and_not_by_its_pairs_name(
+    copy: Path, models: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A Q8_0 drafter beside an F16 target is listed as f16: by that name's bounds its weights would be far off."""
+
+    def rename(manifest: dict[str, Any]) -> None:
+        for role in ("target", "drafter"):
+            files = manifest[role]["files"]["llama.cpp"]
+            files["f16"] = files.pop("q8_0")
+
+    change_manifest(copy, rename)
+    assert main(["verify", str(copy), "--models", models, *QUICK]) == 0, capsys.readouterr()
 
 
 def gguf_value(key: str, value: float) -> Callable[[Path], None]:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from edgespec_recipes.data.prompts import read_prompts
+from edgespec_recipes.data.prompts import read_prompts, render
+from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.text.prompts import read_chats
+from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import PYTHON_STDLIB
@@ -70,3 +72,20 @@ def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
     for split, name in STDLIB_FILES.items():
         assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)
     assert read_prompts(PYTHON_STDLIB, "seed") != read_prompts(PYTHON_STDLIB, "heldout")
+
+
+TURNS = (
+    "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}] {{ m.content }}{% endfor %}"
+)
+
+
+def test_a_template_that_wants_turns_gets_neighbours_of_one_role_as_one(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(make_model_folder(tmp_path / "model"))
+    tokenizer.chat_template = TURNS
+    said = [("system", "Be kind."), ("user", "Hi"), ("user", "there"), ("assistant", "Yo"), ("user", "?")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    wanted = "[user] Be kind.\n\nHi\n\nthere[assistant] Yo[user] ?"
+    assert render(tokenizer, messages) == wanted
+    with pytest.raises(InputError, match=r"refuses the conversation that begins 'Yo'.*roles must alternate"):
+        render(tokenizer, [messages[3], messages[4]])

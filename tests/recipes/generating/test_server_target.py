@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
 from edgespec_recipes.generating.datagen import generate, read_responses
-from edgespec_recipes.generating.http_json import JsonServer
+from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.generating.stored import store_targets
 from edgespec_recipes.models.loading import load_tokenizer
@@ -296,6 +299,24 @@ def test_addresses_that_are_none(url: str) -> None:
 def test_a_name_that_is_no_hosts() -> None:
     with pytest.raises(InputError, match="did not answer in 1 tries"):
         JsonServer("http://..:80", 1.0, 0).ask("/v1/models")
+
+
+def test_a_refusal_that_breaks_off_is_a_refusal() -> None:
+    """The connection is reset after the head of an error, in the middle of its body."""
+
+    def break_off(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 4000\r\n\r\n{")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=break_off, args=(listener,))
+        thread.start()
+        with pytest.raises(Refusal, match="status 404"):
+            JsonServer(f"http://127.0.0.1:{listener.getsockname()[1]}", 5.0, 0).ask("/v1/models")
+        thread.join()
 
 
 def test_a_key_is_sent_and_never_to_another_server(

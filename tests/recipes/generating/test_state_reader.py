@@ -60,7 +60,7 @@ def written(folder: Path, tmp_path: Path) -> Path:
 
 def read(folder: Path, out: Path, tokens: int = PLENTY, **how: Any) -> dict[str, Any]:
     source = str(folder / "answered.jsonl")
-    return read_conversations(out, folder / TARGET, source, tokens, 256, replace(HOW, **how), TOP_K)
+    return read_conversations(out, folder / TARGET, source, tokens, 256, replace(HOW, **how), TOP_K, PLENTY)
 
 
 def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
@@ -135,14 +135,19 @@ def test_what_does_not_fit_is_cut_or_left_out(folder: Path, tmp_path: Path) -> N
     long = [{"instruction": "Say", "response": WORDS * 99}, {"instruction": WORDS * 99, "response": "Yes"}]
     write_jsonl(tmp_path / "long.jsonl", long)
     read_conversations(
-        tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K
+        tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K, PLENTY
     )
     (row,) = read_responses(tmp_path / "out")
     assert len(row["prompt_ids"]) + len(row["response_ids"]) == 256
+    read_conversations(
+        tmp_path / "short", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K, CONTEXT
+    )
+    (row,) = read_responses(tmp_path / "short")  # no more than the training can use
+    assert len(row["prompt_ids"]) + len(row["response_ids"]) == CONTEXT < 256
     write_jsonl(tmp_path / "long.jsonl", [long[1], long[1]])
-    with pytest.raises(InputError, match=r"no conversation of .* fits the target's context of 256 tokens"):
+    with pytest.raises(InputError, match=r"no conversation of .* fits 256 tokens"):
         read_conversations(
-            tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, 256, HOW, TOP_K
+            tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, 256, HOW, TOP_K, PLENTY
         )
 
 
@@ -165,7 +170,7 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
     assert len(numbered) > len(parts)
     other = make_model_folder(tmp_path / "other" / TARGET, context=256, seed=5)
     source = str(folder / "answered.jsonl")
-    read_conversations(tmp_path / "of-other", other, source, PLENTY, 256, HOW, TOP_K)
+    read_conversations(tmp_path / "of-other", other, source, PLENTY, 256, HOW, TOP_K, PLENTY)
     with pytest.raises(InputError, match="what was written is of the target"):
         JoinedRows([parts[0], WrittenRows(tmp_path / "of-other", CONTEXT)])
 

@@ -118,6 +118,10 @@ def test_selection_follows_a_reference(pair: dict[str, Path], tmp_path: Path) ->
     short = ReferenceOptions(steps=20, batch_size=3, context=64, learning_rate=3e-3)
     reference = reference_options(Recipe("x", distill=chosen, reference=short))
     assert (reference.divergence, reference.select_fraction) == ("fkl", 1.0)
+    long = replace(chosen, context=128)
+    assert reference_options(Recipe("x", distill=long, reference=short)).context == 64
+    stored = replace(long, target_side="stored")  # its records are of rows of 128
+    assert reference_options(Recipe("x", distill=stored, reference=short)).context == 128
     distill(tmp_path / "reference", inputs(tmp_path, pair), reference, seed=0)
     run(tmp_path / "out", pair, chosen, reference=tmp_path / "reference" / "model")
     rows = log_of(tmp_path / "out")
