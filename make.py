@@ -35,10 +35,22 @@ PAIR = "smollm2-135m-instruct"
 QUESTIONS = ("What is photosynthesis?", "Write a two-line poem about the sea.", "Why is the sky blue?")
 
 
-def run(*command: object) -> int:
-    """Run a command in the checkout; its exit code."""
+def run(*command: object, typed: str = "") -> int:
+    """Run a command in the checkout; its exit code. `typed`: what it reads instead of the keyboard.
+
+    Ctrl-C is the command's: a chat stops its reply and goes on.
+    """
     print("$", *command, flush=True)
-    return subprocess.run([str(part) for part in command], cwd=ROOT).returncode
+    words = [str(part) for part in command]
+    with subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE if typed else None, text=True) as process:
+        if process.stdin:
+            process.stdin.write(typed)
+            process.stdin.close()
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 def pip(venv: Path, *arguments: str) -> int:
@@ -96,7 +108,7 @@ def set_up(extra: str, venv: Path = VENV, constraints: str = "constraints.txt") 
     if sys.version_info < (3, 11):  # noqa: UP036 (this file is what an older Python meets first)
         sys.exit(f"edgespec needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     start = time.monotonic()
-    if not any((venv / SCRIPTS / name).exists() for name in ("python", "python.exe")):
+    if not any((venv / SCRIPTS / name).exists() for name in ("pip", "pip.exe")):  # what is made last
         print(f"making {venv.name}", flush=True)
         if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode:
             sys.exit(
@@ -167,9 +179,7 @@ def demo_smollm2(arguments: list[str]) -> int:
         few = ("--max-prompts", "14", "--max-new-tokens", "48", "--draft-lengths", "1,2")
         code = run(edgespec, "bench", PAIR, "--suite", "built-in", *few, "--json", bench)
     if code == 0:
-        print(f"$ {edgespec} chat {PAIR}", flush=True)
-        asked = "\n".join(QUESTIONS) + "\n"
-        code = subprocess.run([edgespec, "chat", PAIR], cwd=ROOT, input=asked, text=True).returncode
+        code = run(edgespec, "chat", PAIR, typed="\n".join(QUESTIONS) + "\n")
     if code == 0:
         print("\n" + in_short(json.loads((ROOT / bench).read_text(encoding="utf-8"))))
         print(f"\nTalk to it: {edgespec.relative_to(ROOT)} chat {PAIR}")

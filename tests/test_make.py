@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
 import make
 from edgespec.cli import main
+
+CHILD = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: print('stopped', flush=True))
+print('ready', flush=True)
+time.sleep(1.5)  # goes on behind the signal
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
+def test_ctrl_c_is_the_commands_own() -> None:
+    """A terminal sends it to both; the command goes on, and its exit code comes back."""
+    program = f"import sys, make; sys.exit(make.run(sys.executable, '-c', {CHILD!r}))"
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout
+        while process.stdout.readline() != "ready\n":
+            pass
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout.readline() == "stopped\n"
+        assert process.wait(60) == 7
+
+
+def test_what_a_command_reads_can_be_given(capfd: pytest.CaptureFixture[str]) -> None:
+    assert make.run(sys.executable, "-c", "print(input()[::-1])", typed="abc\n") == 0
+    assert capfd.readouterr().out.endswith("cba\n")
 
 
 def test_the_demos_last_lines_are_the_benchs(

@@ -104,7 +104,7 @@ def _scalar(value: Any, kind: type[Any], name: str) -> Any:
         )
     try:
         converted = kind(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{name} is {value!r}; it must be {_wanted(kind)}") from error
     if kind is int and isinstance(value, float) and converted != value:
         raise InputError(f"{name} is {value!r}; it must be a whole number")

@@ -313,7 +313,7 @@ class EvaluateOptions:
         "held-out prompts: .jsonl, .json or .parquet in any known format, python-stdlib, or self: the target's own",
     )
     prompts: int = knob(48, "held-out prompts", at_least=2)
-    max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=1)
+    max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
     draft_lengths: tuple[int, ...] = knob((3, 5), "draft lengths γ", at_least=1)
     batch_size: int = knob(48, "prompts decoded together", at_least=1)
 

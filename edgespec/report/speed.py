@@ -76,9 +76,9 @@ def time_section(runs: Sequence[Run]) -> Section:
         "rule, the choice of γ and the loop itself. The time to the first token counts the prompt too, from an empty cache.",
     )
     found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH))) and bench.counts}
-    if not found:
+    splits = {number_: rows for number_, bench in found.items() if (rows := _splits(bench))}
+    if not splits:
         return section.lacks("time split", COMMAND)
-    splits = {number_: _splits(bench) for number_, bench in found.items()}
     most = max(row.whole for rows in splits.values() for row in rows)
     columns = [
         Column(number_, [_split_figure(rows, number_, most), _split_table(rows)])

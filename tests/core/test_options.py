@@ -71,6 +71,8 @@ def test_round_trip() -> None:
         ({"target": "a", "distill": {"steps": -1}}, "distill.steps is -1; it must be at least 0"),
         ({"target": "a", "distill": {"steps": 1.5}}, "whole number"),
         ({"target": "a", "distill": {"steps": True}}, "whole number"),
+        ({"target": "a", "distill": {"steps": float("inf")}}, "whole number"),
+        ({"target": "a", "distill": {"learning_rate": 10**400}}, "a number"),
         ({"target": "a", "distill": {"divergence": "tvd+"}}, "did you mean 'tvd"),
         ({"target": "a", "distill": {"learning_rate": float("nan")}}, "at least"),
         ({"target": "a", "generate": {"top_p": 0}}, "generate.top_p is 0"),

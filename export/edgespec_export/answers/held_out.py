@@ -41,10 +41,12 @@ class HeldOut:
         """Take what the model wrote, as far as it fits, and read it with the model."""
         places = 0
         for reply in replies:
-            places += len(reply.tokens)
             if len(reply.prompt) + len(reply.tokens) > self.context or not reply.tokens:
                 continue
-            if places > self.most and self.replies:
+            if len(reply.tokens) > self.most:
+                continue
+            places += len(reply.tokens)
+            if places > self.most:
                 break
             self.replies.append(reply)
             self.logits.append(read(reply))

@@ -29,6 +29,7 @@ _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": 
 # llama.cpp takes a word that is a token whole, and begins a text with bos, for these unless the file says otherwise
 _WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
 LONGEST = 1024  # characters of a token; the longest in use are runs of a hundred or two
+MOST_MERGED = 2**26  # characters of all merges; Gemma's 256,000 tokens have some millions
 _FOUND_IN_TEXT = frozenset({TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN})
 
 
@@ -259,15 +260,20 @@ def _sentencepiece(tables: Tables) -> dict[str, Any]:
 def merges_of(
     vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[list[str]]:
-    """Every cut of every token into two tokens, tokens of the best score first."""
+    """Every cut of every token into two tokens, tokens of the best score first. Raises InputError where that is too much."""
     ordered = sorted(vocabulary.items(), key=lambda entry: -scores[entry[1]])
-    return [
-        [text[:cut], text[cut:]]
-        for text, index in ordered
-        if types[index] != TokenType.BYTE
-        for cut in range(1, len(text))
-        if text[:cut] in vocabulary and text[cut:] in vocabulary
-    ]
+    found, characters = [], 0
+    for text, index in ordered:
+        if types[index] == TokenType.BYTE:
+            continue
+        cuts = [cut for cut in range(1, len(text)) if text[:cut] in vocabulary and text[cut:] in vocabulary]
+        characters += len(cuts) * len(text)
+        if characters > MOST_MERGED:
+            raise InputError(
+                f"the tokenizer's merges have more than {MOST_MERGED} characters: is this a tokenizer's file?"
+            )
+        found += [[text[:cut], text[cut:]] for cut in cuts]
+    return found
 
 
 def _check(spec: dict[str, Any], file: Path) -> None:

@@ -23,6 +23,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
 from edgespec.core.table import table
+from edgespec.recipe.model_check import check_model
 from edgespec_export.other_engines.engines import (
     Answer,
     Draw,
@@ -52,7 +53,7 @@ class Options:
         "", "path of llama-server or llama-speculative-simple, for llama.cpp's own drafting"
     )
     prompts: int = knob(16, "held-out prompts of the bundle", at_least=1)
-    max_new_tokens: int = knob(64, "longest reply in tokens", at_least=1)
+    max_new_tokens: int = knob(64, "longest reply in tokens", at_least=2)
     temperature: float = knob(
         0.0, "of both; above 0 texts are drawn and differ, and only the acceptance is compared", at_least=0.0
     )
@@ -158,6 +159,10 @@ def chosen(options: Options, manifest: Manifest) -> list[str]:
     for name in options.engines:
         if wanting[name]:
             raise InputError(f"{name} cannot run here: {wanting[name]}")
+    if options.llama_binary:
+        program_of(Path(options.llama_binary).expanduser())
+    if options.target:
+        check_model(Path(options.target).expanduser(), "the target")
     names = [
         name for name in wanting if name in options.engines or (not options.engines and not wanting[name])
     ]
@@ -207,7 +212,7 @@ def open_other(
     if name == GENAI:
         return GenAi(bundle, stops)
     if name == TRANSFORMERS:
-        return Transformers(bundle, Path(options.target), stops)
+        return Transformers(bundle, Path(options.target).expanduser(), stops)
     precision = gguf_precision(manifest)
     target, drafter = (
         bundle / model.files["llama.cpp"][precision] for model in (manifest.target, manifest.drafter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -34,10 +35,11 @@ def program_of(path: Path) -> str:
     """Which of the two programs a path is, by its name. Raises InputError for another name or where no file is there."""
     if not path.is_file():
         raise InputError(f"{path} is not there; give the path of {SERVER} or {SIMPLE}")
-    for program in (SERVER, SIMPLE):
-        if path.stem == program:
-            return program
-    raise InputError(f"{path} is neither {SERVER} nor {SIMPLE}; give the path of one of them")
+    if path.stem not in (SERVER, SIMPLE):
+        raise InputError(f"{path} is neither {SERVER} nor {SIMPLE}; give the path of one of them")
+    if not os.access(path, os.X_OK):
+        raise InputError(f"{path} cannot be run; make it executable: chmod +x {path}")
+    return path.stem
 
 
 def pair_arguments(target: Path, drafter: Path, context: int) -> list[str]:
@@ -137,7 +139,8 @@ class LlamaServer:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"} if data else {}
         request = urllib.request.Request(self._address + path, data, headers)
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as reply:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
+        with direct.open(request, timeout=ANSWER_SECONDS) as reply:
             found: dict[str, Any] = json.load(reply)
         return found
 

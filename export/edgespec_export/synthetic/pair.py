@@ -19,6 +19,7 @@ from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, write_json
+from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
@@ -53,19 +54,19 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     folder = cache_folder() / "synthetic" / f"{plain_name}-{hashlib.sha256(key).hexdigest()[:8]}"
     suffix = ".gguf" if engine == LLAMACPP else ""
     paths = {role: folder / f"{role}-{precision}{suffix}" for role in ROLES}
-    missing = [role for role in ROLES if not paths[role].exists()]
     plans = {role: _plan(shape, engine, precision) for role, shape in shapes.items()}
     what = f"{plain_name} on {engine} in {precision}"
     _check_memory(what, [plan.kept for plan in plans.values()])
-    _check_room(folder, what, [plans[role] for role in missing])
-    with progress(
-        f"make {plain_name} {engine} {precision}", len(ROLES), "files", done=2 - len(missing)
-    ) as bar:
-        for role in missing:
-            bar.set_postfix_str(role)
-            _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
-            bar.update(1)
-    fast = _fast_graphs(paths) if engine == ONNXRUNTIME and precision == "int4" else {}
+    with held(folder, f"edgespec bench --synthetic {name}", wait=True):  # another bench may be making them
+        missing = [role for role in ROLES if not paths[role].exists()]
+        _check_room(folder, what, [plans[role] for role in missing])
+        label = f"make {plain_name} {engine} {precision}"
+        with progress(label, len(ROLES), "files", done=2 - len(missing)) as bar:
+            for role in missing:
+                bar.set_postfix_str(role)
+                _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
+                bar.update(1)
+        fast = _fast_graphs(paths) if engine == ONNXRUNTIME and precision == "int4" else {}
     return SyntheticPair(
         name=plain_name,
         engine=engine,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from edgespec_export.answers.held_out import HeldOut, rows_of, sample_of
 from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
@@ -71,6 +72,16 @@ def test_torch_and_an_engine_write_and_read_the_same(
     assert answers.top1[0] == 1.0
     assert [sample.question for sample in answers.samples] == [ASKED[0], ASKED[2], ASKED[4]]
     assert [sample.at for sample in answers.samples] == [None] * 3
+
+
+def test_replies_whose_logits_would_fill_memory_are_left_out(
+    families: dict[str, Path], questions: Questions
+) -> None:
+    held = HeldOut(questions, ModelShape.from_config(read_json(families["llama"] / "config.json")))
+    held.most = 12
+    written = [Reply((1,), tuple(range(length)), 0.0) for length in (13, 8, 4, 9)]
+    held.adopt(written, lambda reply: np.zeros((len(reply.tokens), 1), np.float32))
+    assert [len(reply.tokens) for reply in held.replies] == [8, 4]
 
 
 def spelt(ids: Sequence[int]) -> str:

@@ -16,7 +16,9 @@ from changed_gguf import changed
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS
 from edgespec_export.gguf_target import model_folder as from_gguf
+from edgespec_export.gguf_target import tokenizer as reading
 from edgespec_export.gguf_target.model_folder import folder_of
+from edgespec_export.gguf_target.tokenizer import merges_of
 from edgespec_export.verify.hard_texts import compare, torture_set
 from edgespec_export.verify.readback import gguf_weights
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer, JsonTokenizer
@@ -174,6 +176,15 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path, prefix: str) -> None:
     assert ours.special.encode("a").ids[0] == (
         1 if read_json_flag(tmp_path / "m.gguf") else ours.encode("a", special=True)[0]
     )
+
+
+def test_merges_of_a_strangers_vocabulary_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = {"a" * length: length - 1 for length in range(1, 65)}
+    given = vocabulary, [0.0] * 64, [1] * 64
+    assert len(merges_of(*given)) == 64 * 63 // 2
+    monkeypatch.setattr(reading, "MOST_MERGED", 10_000)
+    with pytest.raises(InputError, match="merges have more than 10000 characters"):
+        merges_of(*given)
 
 
 def read_json_flag(file: Path) -> bool:

@@ -88,6 +88,8 @@ def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.
 
 @pytest.mark.llamacpp
 def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    still = tmp_path / "llama-server"
+    still.touch(0o644)
     for arguments, message in (
         (["--engines", "transformers"], "transformers cannot run here: give --target FOLDER"),
         (["--engines", "llama.cpp"], "llama.cpp cannot run here: give --llama-binary PATH"),
@@ -97,6 +99,8 @@ def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
             "is not there; give the path of",
         ),
         (["--engines", "llama.cpp", "--llama-binary", sys.executable], "is neither llama-server nor"),
+        (["--engines", "llama.cpp", "--llama-binary", str(still)], "make it executable: chmod +x"),
+        (["--engines", "transformers", "--target", "llama-2-7b-chat"], "has no config.json"),
     ):
         assert main(["other-engines", str(both), *arguments]) == 2
         assert message in capsys.readouterr().err
