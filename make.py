@@ -38,7 +38,7 @@ QUESTIONS = ("What is photosynthesis?", "Write a two-line poem about the sea.", 
 def run(*command: object, typed: str = "") -> int:
     """Run a command in the checkout; its exit code. `typed`: what it reads instead of the keyboard.
 
-    Ctrl-C is the command's: a chat stops its reply and goes on.
+    Ctrl-C is the command's: a chat stops its reply and goes on. Where the command ends by it, this program ends too.
     """
     print("$", *command, flush=True)
     words = [str(part) for part in command]
@@ -46,11 +46,16 @@ def run(*command: object, typed: str = "") -> int:
         if process.stdin:
             process.stdin.write(typed)
             process.stdin.close()
+        interrupted = False
         while True:
             try:
-                return process.wait()
+                code = process.wait()
+                break
             except KeyboardInterrupt:
-                continue
+                interrupted = True
+    if interrupted and code:
+        sys.exit(code if code > 0 else 128 - code)
+    return code
 
 
 def pip(venv: Path, *arguments: str) -> int:

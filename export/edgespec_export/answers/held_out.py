@@ -41,11 +41,10 @@ class HeldOut:
         """Take what the model wrote, as far as it fits, and read it with the model."""
         places = 0
         for reply in replies:
-            if len(reply.prompt) + len(reply.tokens) > self.context or not reply.tokens:
+            count = len(reply.tokens)
+            if not 0 < count <= self.most or len(reply.prompt) + count > self.context:
                 continue
-            if len(reply.tokens) > self.most:
-                continue
-            places += len(reply.tokens)
+            places += count
             if places > self.most:
                 break
             self.replies.append(reply)

@@ -60,9 +60,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     missing = [role for role in ROLES if not paths[role].exists()]
     _check_room(folder, what, [plans[role] for role in missing])
     if missing:
-        with held(
-            folder, f"edgespec bench --synthetic {name}", wait=True
-        ):  # another bench may be making them
+        with held(folder, "edgespec bench --synthetic", wait=True):  # another bench may be making them
             missing = [role for role in ROLES if not paths[role].exists()]
             label = f"make {plain_name} {engine} {precision}"
             with progress(label, len(ROLES), "files", done=2 - len(missing)) as bar:

@@ -48,8 +48,7 @@ def encode_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     """Token ids of the chat template with the opening of the assistant's turn.
 
     A template that refuses the system role gets the system text at the head of the first user message; one that refuses two
-    turns of one role gets them as one. Special tokens spelt out
-    in a message are text, as the runtime has it.
+    turns of one role gets them as one. Special tokens spelt out in a message are text, as the runtime has it.
     """
     safe, hidden = lookalikes_of(tokenizer).hide(messages)
     return encode_rendered(tokenizer, render(tokenizer, safe), hidden)

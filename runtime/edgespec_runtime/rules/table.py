@@ -19,9 +19,7 @@ from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.reproducible import ReproducibleRule
 
-MAX_WINDOW = (
-    64  # the logits of a window are kept until the target has read it: 64 x 128,000 of them are 33 MB
-)
+MAX_WINDOW = 64  # its logits are kept until the target has read it: of 128,000 tokens 33 MB
 
 
 @dataclass(frozen=True)

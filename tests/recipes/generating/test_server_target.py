@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
-from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating.datagen import check_source, generate, read_responses
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.generating.stored import store_targets
@@ -278,6 +278,16 @@ def test_log_probabilities_that_cannot_be_stored(
         pytest.raises(InputError, match=words),
     ):
         store_targets(tmp_path, root / "target", rows, 4, inference=at(server.url))
+
+
+def test_before_a_build_a_server_is_asked_for_distributions(root: Path, url: str) -> None:
+    how, target = at(url), root / "target"
+    check_source(target, how, TOP_K)
+    with pytest.raises(InputError, match="400"):
+        check_source(target, how, 400)  # more than it gives
+    with pytest.raises(InputError, match="takes prompts as text alone"):
+        check_source(target, replace(how, prompts="text"), TOP_K)
+    check_source(target, replace(how, prompts="text"))  # that is enough to write responses
 
 
 def test_a_server_that_is_down(root: Path, no_waiting: list[float]) -> None:
