@@ -24,7 +24,7 @@ from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.models.packing import fitted
 
 CHUNK = 2**21  # logits at a time: at V = 32,000 the 64 rows that the products want
-ACCELERATOR_CHUNK = 2**24  # smaller ones are computed before the next can be asked for; 64 MiB in float32
+ACCELERATOR_CHUNK = 2**26  # smaller ones are computed before the next can be asked for; 256 MiB in float32
 
 Rows = slice | Tensor
 """Row numbers: a slice, or where rows are left out an int64 tensor, ascending. Either indexes a tensor's first dimension."""
