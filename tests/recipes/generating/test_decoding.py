@@ -83,6 +83,17 @@ def test_a_long_rectangle_in_pieces_is_one_pass(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
+def test_the_cache_takes_no_more_slots_than_will_be_needed() -> None:
+    """Each decoder doubles its room, but the one that knows its rows' length stops there. The logits are the same."""
+    model, rooms = small_llama(1), []
+    decoders = BatchDecoder(model), BatchDecoder(model, 11)
+    for tokens in ([[1, 2, 3, 4]] * 2, *[[[5]] * 2] * 7):
+        found = [decoder.forward(torch.tensor(tokens)) for decoder in decoders]
+        assert torch.equal(*found)
+        rooms.append([decoder.cache.layers[0]._room[0].shape[2] for decoder in decoders])
+    assert rooms == [[8, 8]] * 5 + [[18, 11]] * 3
+
+
 def test_slots_taken_back_leave_no_trace() -> None:
     model = small_llama(1)
     decoder = BatchDecoder(model)
