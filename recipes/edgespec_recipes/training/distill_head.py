@@ -7,6 +7,7 @@ not run: everything was kept while it wrote.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from edgespec_recipes.parallel.sharding import whole
 from edgespec_recipes.training.checkpoints import discard_checkpoints
 from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, train
+
+log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 FITTED = 200_000  # tokens that the first guess is fitted to: hundreds for each of its columns
@@ -162,6 +165,7 @@ def distill_head(
     if not processes.rank():
         save_head(whole(model).head, out / "model", about)
         discard_checkpoints(out)
+        _warn_of_harm(before, counts, options, len(learnt))
     processes.wait()
     covered = rows.counts[head.vocabulary.ids].sum() / rows.counts.sum()
     return {
@@ -176,6 +180,21 @@ def distill_head(
         "parameters": sum(values.numel() for values in head.parameters()),
         "multiplications": head.shape.multiplications,
     }
+
+
+def _warn_of_harm(
+    before: dict[str, float], counts: dict[str, Any], options: DistillOptions, rows: int
+) -> None:
+    """Say so where a training made the head worse on the rows held out: it read a text too often, or learnt too fast."""
+    if before and counts.get("alpha_last", 1.0) < before["alpha"]:
+        log.warning(
+            "on the rows held out, acceptance was %.3f before this training and is %.3f after it. It read the text %.1f times: "
+            "give more text (generate.prompts), fewer steps (distill.steps, now %d) or a lower distill.learning_rate",
+            before["alpha"],
+            counts["alpha_last"],
+            options.steps * options.batch_size / rows,
+            options.steps,
+        )
 
 
 def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer: Any) -> FeatureHead:

@@ -198,3 +198,24 @@ def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) ->
     assert counts["read_rows"] == len(WrittenRows(tmp_path / "read", CONTEXT))
     assert counts["loss_last"] < 0.9 * counts["loss_first"]
     assert read_json(tmp_path / "head" / "model" / "head.json")["unrolled_steps"] == 2
+
+
+@pytest.mark.parametrize(("rate", "harms"), [(3e-3, False), (1.0, True)])
+def test_a_training_that_harms_says_so(
+    rate: float, harms: bool, folder: Path, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = DistillOptions(
+        text_fraction=0.0,
+        target_side="stored",
+        steps=24,
+        batch_size=4,
+        context=CONTEXT,
+        warmup_steps=2,
+        learning_rate=rate,
+        watch_steps=24,
+        watch_rows=3,
+    )
+    drafter = DrafterOptions(kind="head", vocabulary=128)
+    counts = distill_head(tmp_path / "head", folder / TARGET, written, drafter, options, 0)
+    assert (counts["alpha_last"] < counts["alpha_before"]) is harms
+    assert ("before this training" in caplog.text) is harms
