@@ -33,7 +33,7 @@ from edgespec.core.files import read_json
 from edgespec.core.metrics import bootstrap
 from edgespec.core.progress import progress
 from edgespec.core.table import table
-from edgespec.model_folder.head import HEAD_FILE, keep_in_bytes, target_embedding
+from edgespec.model_folder.head import HEAD_FILE, TABLE, keep_in_bytes, table_checksum, target_embedding
 from edgespec.recipe.schema import DistillOptions
 
 STEPS = 2  # of the head's own
@@ -78,9 +78,10 @@ def alphas(head: FeatureHead, embedding: Tensor, rows: WrittenRows, count: int, 
     return np.array(found)
 
 
-def keep(mean: FeatureHead, like: Path, out: Path) -> None:
-    """Write the mean as a ready head's folder; whose it is, is what `like` says."""
+def keep(mean: FeatureHead, like: Path, embedding: Tensor, out: Path) -> None:
+    """Write the mean as a ready head's folder; whose it is, is what `like` says, and the embedding's own checksum."""
     about = {name: value for name, value in read_json(like / HEAD_FILE).items() if name != "shape"}
+    about[TABLE] = table_checksum(embedding)
     with tempfile.TemporaryDirectory() as place:
         save_head(mean, Path(place) / "model", about)
         keep_in_bytes(Path(place) / "model", out)
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"α on {count} rows; differences to {best}\n")
     print(table(("head", *KINDS), lines, left=1))
     if given.out is not None:
-        keep(mean, given.heads[0], given.out)
+        keep(mean, given.heads[0], embedding, given.out)
         print(f"\nthe mean is in {given.out}")
     return 0
 

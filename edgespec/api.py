@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from edgespec.core.errors import InputError
 
 if TYPE_CHECKING:
     from edgespec_runtime.chat.replies import Piece
@@ -58,6 +59,8 @@ class Pair:
         self._pair = pair
         self._schedules = Schedules(pair, lambda text: print(text, file=sys.stderr))
         self._counts = RawCounts()
+        self._said: Generator[Piece, None, None] | None = None  # the reply under way
+        self._closed = False
 
     def __enter__(self) -> Pair:
         return self
@@ -66,8 +69,11 @@ class Pair:
         self.close()
 
     def close(self) -> None:
-        """Free both models."""
-        self._pair.close()
+        """Free both models. A reply that is under way ends, and no other begins."""
+        if not self._closed:
+            self._end_reply()
+            self._closed = True
+            self._pair.close()
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -85,10 +91,19 @@ class Pair:
             draft: speculate; without it the target decodes alone.
             options: temperature, top_p, max_new_tokens, seed, rule, draft_length ... of `edgespec generate`.
 
-        Raises InputError for an unknown option and a prompt that leaves no room in the context.
+        Raises InputError for an unknown option, messages of another form, a prompt that leaves no room in the context, and where
+        another reply of this pair has begun.
         """
-        chat = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        yield from self._reply(self._pair.tokenizer.encode_chat(chat), _decoding(draft, options))
+        from edgespec_runtime.text.prompts import messages_of
+
+        from edgespec.core.texts import check_text
+
+        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        check_text(given, "the prompt")
+        chat = messages_of({"messages": given}, "the prompt")
+        system = chat[0]["content"] if chat[0]["role"] == "system" else ""
+        how = self._how(_decoding(draft, options), system)
+        yield from self._reply(self._pair.tokenizer.encode_chat(chat), how)
 
     def chat(self, system: str = "") -> Chat:
         """A conversation whose turns stay in both models' caches."""
@@ -99,13 +114,37 @@ class Pair:
 
         from edgespec.core.metrics import RawCounts
 
+        self._check_open()
+        self._end_reply()  # one that was left: the caches hold what it showed from now on
         counts = RawCounts()
-        schedule = self._schedules.of(how)
+        said = self._said = pieces(self._pair, ids, how, counts, self._schedules.of(how))
         try:
-            with closing(pieces(self._pair, ids, how, counts, schedule)) as said:
-                yield from said
+            for piece in said:
+                yield piece
+                self._check_open()
+                if self._said is not said:
+                    raise InputError("another reply of this pair has begun; a pair gives one reply at a time")
         finally:
+            said.close()
+            if self._said is said:
+                self._said = None
             self._counts.add(counts)
+
+    def _end_reply(self) -> None:
+        if self._said is not None:
+            self._said.close()
+            self._said = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InputError("this pair is closed; load it again")
+
+    def _how(self, how: DecodingOptions, system: str) -> DecodingOptions:
+        """A shift keeps the system prompt, unless the options say what it keeps."""
+        from edgespec_runtime.chat.conversation import keeping_system
+
+        self._check_open()
+        return keeping_system(how, self._pair.tokenizer, system, self._pair.target)
 
 
 class Chat:
@@ -126,7 +165,10 @@ class Chat:
 
         A reply that is left early is remembered as far as it came.
         """
-        how = _decoding(draft, options)
+        from edgespec.core.texts import check_text
+
+        check_text(text, "the message")
+        how = self._pair._how(_decoding(draft, options), self._conversation.system)
         context = self._pair._pair.target.engine.context_length
         ids, _ = self._conversation.fit(text, context - min(how.max_new_tokens, context // 4))
         reply: list[int] = []

@@ -55,15 +55,21 @@ VERBS = {
         resumes=True,
     ),
     "build-drafter": Verb(
-        "edgespec.verbs.build", "make a drafter for a target, export the pair, verify and bundle it"
+        "edgespec.verbs.build",
+        "make a drafter for a target, export the pair, verify and bundle it",
+        resumes=True,
     ),
     "export": Verb(
-        "edgespec.verbs.export", "export two model folders, or a build, for a device: files, checks, bundle"
+        "edgespec.verbs.export",
+        "export two model folders, or a build, for a device: files, checks, bundle",
+        resumes=True,
     ),
     "push": Verb("edgespec.hub.push", "send a bundle to a hub repository (shows it first)", resumes=True),
     "pull": Verb("edgespec.hub.pull", "fetch a bundle from a hub repository, checked", resumes=True),
     "study": Verb(
-        "edgespec.verbs.study", "compare losses, data, token selection and initialisations, and write docs"
+        "edgespec.verbs.study",
+        "compare losses, data, token selection and initialisations, and write docs",
+        resumes=True,
     ),
     "chat": Verb("edgespec.verbs.chat", "talk to a bundle"),
     "generate": Verb("edgespec_runtime.chat.generate", "answer one prompt with a bundle"),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from edgespec_runtime.decoding.loop import decode
@@ -61,6 +62,59 @@ def test_a_chat_remembers_its_turns_also_one_that_was_left(bundle: Path) -> None
     assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 3
     assert chat.messages[1]["content"] == first
     assert chat.messages[2]["content"] == "And a tuple?"
+
+
+def test_a_reply_that_was_left_does_no_harm_to_the_next(bundle: Path) -> None:
+    """Left open, gone on with, or thrown away: the reply that began last is as if it were alone."""
+    how = {"max_new_tokens": 12, "draft_length": 2}
+    with edgespec.load(bundle) as pair:
+        alone = [piece.tokens for piece in pair.generate("And a tuple?", **how)]
+        left = pair.generate(QUESTION, **how)
+        next(left)
+        last = pair.generate("And a tuple?", **how)
+        found = [next(last).tokens]
+        with pytest.raises(InputError, match="another reply of this pair has begun"):
+            next(left)
+        del left
+        found += [piece.tokens for piece in last]
+    assert found == alone
+
+
+def test_a_closed_pair_says_so(bundle: Path) -> None:
+    pair = edgespec.load(bundle)
+    begun, waiting = pair.generate(QUESTION), pair.generate(QUESTION)
+    next(begun)
+    pair.close()
+    pair.close()
+    for reply in (begun, waiting):
+        with pytest.raises(InputError, match="this pair is closed"):
+            next(reply)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("\ud83d", "half a character"),
+        (["hi"], "the prompt has the message 'hi'; it needs a role"),
+        ([{"role": "user", "content": None}], "it needs a role"),
+        ([], "it needs 'messages'"),
+    ],
+)
+def test_prompts_of_another_form(bundle: Path, prompt: Any, message: str) -> None:
+    with edgespec.load(bundle) as pair, pytest.raises(InputError, match=message):
+        next(pair.generate(prompt))
+
+
+def test_a_shift_keeps_the_system_prompt(bundle: Path) -> None:
+    system = "You are a pirate who says arr."
+    how: dict[str, Any] = {"max_new_tokens": 90, "when_full": "shift", "draft_length": 2}
+    with edgespec.load(bundle, context=64) as pair:
+        list(pair.chat(system).send("Hi", **how))
+        shown = pair._pair.tokenizer.decode(pair._pair.target.tokens)
+        assert system in shown
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]
+        list(pair.generate(chat, **how))
+        assert system in pair._pair.tokenizer.decode(pair._pair.target.tokens)
 
 
 def test_unknown_options_are_refused_by_name(bundle: Path) -> None:

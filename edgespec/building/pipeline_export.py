@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json, write_text
-from edgespec.core.manifest import read_manifest
+from edgespec.core.manifest import open_manifest, read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
@@ -202,6 +203,12 @@ class ExportStages:
                 },
             )
 
+        if (out / "pack" / DONE).exists():
+            try:
+                open_manifest(out / "bundle", hashes=False)
+            except BundleError as error:
+                step(f"! pack: {error}: running again")
+                (out / "pack" / DONE).unlink()
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)

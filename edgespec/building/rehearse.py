@@ -102,10 +102,11 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
 
     Raises InputError where there is too little room or the folder is another's, CheckFailed where a bound is broken.
     """
-    out, shape = Path(options.out), target_shape(target, options)
+    out, shape = Path(options.out).expanduser(), target_shape(target, options)
     print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
-    _preflight(out, shape, options)
+    needed = _preflight(out, shape, options)
     if options.check_only:
+        give(json, needed)
         return 0
     with held(out, command):
         _claim(out, target, options, shape)
@@ -135,8 +136,8 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     return rows
 
 
-def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> None:
-    """Say what is needed and what is there. Raises InputError with the numbers where it is not enough."""
+def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> dict[str, Any]:
+    """Say what is needed and what is there, and return it: bytes of disk and memory. Raises InputError where it is not enough."""
     there = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0
     disk, memory = max(0, needed_disk(shape) - there), needed_memory(shape, options.run_context)
     free, available = free_disk(out), free_memory()
@@ -154,6 +155,7 @@ def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> None:
             f"the rehearsal needs {size(memory)} of memory and {size(available)} are free; close other programs or give a "
             "smaller --shape"
         )
+    return {"disk": {"needed": disk, "free": free}, "memory": {"needed": memory, "free": available}}
 
 
 def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape) -> None:

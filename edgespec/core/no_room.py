@@ -24,6 +24,10 @@ _FORBIDDEN = {
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
     errno.EPERM: "operation not permitted",
+    errno.EEXIST: "a file has that name already",
+    errno.ENOTDIR: "a file stands where a folder is wanted",
+    errno.EISDIR: "it is a folder",
+    errno.ENAMETOOLONG: "the name is too long",
 }
 _IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch
     re.compile(r"\(os error (?P<number>\d+)\)"),

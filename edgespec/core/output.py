@@ -62,9 +62,9 @@ def give(json: str, found: Any, text: str = "") -> None:
         print(printable_json(found, out), file=out, flush=True)
     elif json:
         if text:
-            write_text(Path(json), text)
+            write_text(Path(json).expanduser(), text)
         else:
-            write_json(Path(json), without_nan(found))
+            write_json(Path(json).expanduser(), without_nan(found))
         note(f"wrote {json}")
 
 

@@ -18,6 +18,7 @@ from edgespec.core.errors import InputError
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 _HARMFUL = {code: "\ufffd" for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 _AROUND = 20  # characters shown on both sides
+MOST_BRACKETS = 500  # of a YAML file that people write by hand
 
 
 def unwritable(value: Any) -> str:
@@ -49,6 +50,12 @@ def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         for place, one in enumerate(value):
             yield f"{where}[{place}]", one
+
+
+def check_brackets(text: str, where: str) -> None:
+    """Raise InputError where YAML would take hours: PyYAML takes seconds for a thousand brackets within each other."""
+    if (opened := sum(map(text.count, "[{"))) > MOST_BRACKETS:
+        raise InputError(f"{where} opens {opened} brackets; at most {MOST_BRACKETS} are read")
 
 
 def check_text(value: Any, where: str) -> None:

@@ -38,7 +38,7 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     check_repo(options.repo)
     out = Path(options.out or options.repo.split("/")[1]).expanduser()
-    pull(options.repo, out, options.revision, round(options.max_gib * GIB))
+    pull(options.repo, out, options.revision, round(min(options.max_gib, GIB) * GIB))
     print(f"bundle: {out}")
     give(options.json, {"bundle": str(out)})
     return 0

@@ -13,7 +13,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, table
 from edgespec.planning import costs
-from edgespec.planning.estimate import exported_bytes, size
+from edgespec.planning.estimate import size
+from edgespec.planning.file_sizes import weight_bytes
 from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of
 from edgespec.recipe.schema import Recipe
 
@@ -28,8 +29,6 @@ WORKING_MEMORY = 400 * 2**20
 """Bytes of both engines' code and buffers."""
 CACHE_VALUE = {ONNXRUNTIME: 4, LLAMACPP: 2, STATIC: 4}
 """Bytes of one key or value in the cache: float32 in our ONNX graphs, F16 in llama.cpp."""
-FLOAT_TABLES = frozenset({"int4"})
-"""ONNX precisions in which an input embedding that is not also the output head stays in floats."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +91,6 @@ class Fit:
         )
 
 
-def weight_bytes(shape: ModelShape, engine: str, precision: str, *, streamed: bool = False) -> int:
-    """Bytes of a model's weights in a file (ONNX: and its RoPE tables), or of those one token reads (`streamed`)."""
-    if engine == STATIC:
-        return _static_bytes(shape, precision, streamed=streamed)
-    stored = exported_bytes(shape, precision, streamed=streamed)
-    if engine == ONNXRUNTIME and precision in FLOAT_TABLES and not shape.tied and not streamed:
-        per_weight = exported_bytes(shape, precision) / shape.parameters
-        stored += (costs.FLOAT - per_weight) * shape.embedding_parameters
-    if engine == ONNXRUNTIME and not streamed:
-        stored += costs.FLOAT * shape.context_length * shape.head_dim
-    return round(stored)
-
-
 def in_memory(shape: ModelShape, engine: str, precision: str) -> int:
     """Bytes of weights as the engine holds them: those of the file, or floats where it widens them."""
     return weight_bytes(shape, engine, "fp32" if (engine, precision) in WIDENED else precision)
@@ -112,13 +98,6 @@ def in_memory(shape: ModelShape, engine: str, precision: str) -> int:
 
 def _times(engine: str) -> float:
     return LOADED * STATIC_GRAPHS if engine == STATIC else LOADED
-
-
-def _static_bytes(shape: ModelShape, precision: str, *, streamed: bool) -> int:
-    """Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8."""
-    matrices = shape.layers * shape.layer_parameters + shape.embedding_parameters
-    rows = 0 if streamed else shape.embedding_parameters
-    return round(matrices * (costs.FLOAT if precision == "fp32" else 1) + costs.FLOAT * rows)
 
 
 def cache_bytes_per_token(shape: ModelShape, engine: str) -> int:

@@ -15,6 +15,8 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
+from edgespec.planning.file_sizes import EXPORTED_BYTES, exported_bytes, weight_bytes
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
 from edgespec.recipe.reference import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -47,16 +49,6 @@ CHECKPOINTS = 3
 """Two are kept while the next one is written."""
 ROW_BYTES = 10
 """Of a token in a shard of responses, its id and its part of the text as JSON."""
-EXPORTED_BYTES = {
-    **{"fp32": 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int4": 0.625, "q8_0": 34 / 32, "q4_0": 18 / 32},
-    **{"fp16": 2.0, "int8": 36 / 32, "qdq8": 1.0, "qdq16": 1.0},
-    **{"q4_k_s": 4.58 / 8, "q4_k_m": 4.85 / 8, "q5_k_m": 5.69 / 8, "q6_k": 210 / 256},
-    **{"q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "mixed": 8.5 / 8, "q_mixed": 8.5 / 8},
-}
-"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 and q4_0 a float16 one; the K mixtures as llama.cpp counts them; of
-mixed files the most that they can have."""
-HEAD_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
-"""Of a weight of the output head, where it is kept at another precision."""
 EVALUATED = 2
 """Drafters measured: pretrained, distilled."""
 
@@ -313,13 +305,6 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
 
 
-def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False) -> float:
-    """Bytes of a model's exported weights, or only of those that one token reads (`streamed`)."""
-    each = EXPORTED_BYTES[precision]
-    weights = shape.streamed_parameters if streamed else shape.parameters
-    return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
-
-
 def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
     """Files only: FLOPs are none to speak of."""
     return StageCost("export", 0, 0.0, costs.weight_bytes(target), _files_bytes(recipe, target, drafter))
@@ -332,8 +317,14 @@ def _pack(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
 
 
 def _files_bytes(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> int:
-    precisions = (*recipe.export.onnx, *recipe.export.gguf, *recipe.export.npu)
-    return round(sum(exported_bytes(model, one) for model in (target, drafter) for one in precisions))
+    export = recipe.export
+    files = {ONNXRUNTIME: export.onnx, LLAMACPP: export.gguf, STATIC: export.npu}
+    return sum(
+        weight_bytes(model, engine, precision)
+        for model in (target, drafter)
+        for engine, precisions in files.items()
+        for precision in precisions
+    )
 
 
 def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:

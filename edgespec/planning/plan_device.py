@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from edgespec.core.metrics import mbsu, predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import cache_bytes_per_token, weight_bytes
+from edgespec.planning.devices_fit import cache_bytes_per_token
+from edgespec.planning.file_sizes import weight_bytes
 from edgespec.planning.hardware import Hardware
 from edgespec.recipe.devices import Profile
 

@@ -136,7 +136,8 @@ def _assumptions(plan: Plan) -> list[str]:
 
 def _storage(plan: Plan) -> str:
     stored = plan.storage
-    precisions = ", ".join((*plan.recipe.export.onnx, *plan.recipe.export.gguf))
+    export = plan.recipe.export
+    precisions = ", ".join((*export.onnx, *export.gguf, *export.npu))
     download = f"{size(stored.download)} of it the target's download, " if stored.download else ""
     return f"Storage: {size(stored.total)} in all, {download}{size(stored.bundle)} the bundle's models ({precisions})."
 

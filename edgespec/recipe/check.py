@@ -119,6 +119,11 @@ def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
         "generate": (recipe.generate.max_new_tokens, target if recipe.inference.source == "torch" else bare),
         "evaluate": (recipe.evaluate.max_new_tokens, target),
     }
+    if recipe.distill.target_side == "stored" and recipe.distill.stored_top_k > target.vocab_size:
+        found.append(
+            f"distill.stored_top_k is {recipe.distill.stored_top_k}; the target's vocabulary has {target.vocab_size} tokens: "
+            "give at most that"
+        )
     return found + [
         f"{name}.max_new_tokens is {length}; the target's context of {reads.told_length()} leaves no room for a prompt"
         for name, (length, reads) in lengths.items()

@@ -79,6 +79,17 @@ def _check_together(recipe: Recipe) -> None:
         raise InputError(
             "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
         )
+    export = recipe.export
+    if not (export.onnx or export.gguf or export.npu):
+        raise InputError("export.onnx, export.gguf and export.npu are all empty; give one precision at least")
+    lists = {
+        "generate.temperatures": recipe.generate.temperatures,
+        "generate.system_prompts": recipe.generate.system_prompts,
+        "evaluate.draft_lengths": recipe.evaluate.draft_lengths,
+    }
+    for name, given in lists.items():
+        if not given:
+            raise InputError(f"{name} is empty; give one value at least")
     _check_inference(recipe, own=_is_gguf(recipe.target))
     if drafter.kind == "head":
         _check_head(recipe)

@@ -364,7 +364,7 @@ class Recipe:
     target: str = knob(
         help="alias (edgespec targets list), hub id, local folder in Hugging Face layout, or GGUF file"
     )
-    seed: int = knob(0, "seed of every random choice", at_least=0)
+    seed: int = knob(0, "seed of every random choice", at_least=0, at_most=2**63 - 1)
     device: str = knob(
         "",
         "device profile (edgespec plan --devices): which files are exported, and how chat and bench run them: {names}",

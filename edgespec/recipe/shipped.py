@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.texts import check_brackets
 
 FIELDS = ("purpose", "needs", "cost", "command")
 _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
@@ -66,12 +67,13 @@ def load_recipe(path: Path) -> dict[str, Any]:
 
     try:
         text = path.read_text(encoding="utf-8")
+        check_brackets(text, f"recipe {path}")
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise InputError(f"recipe {path} has a YAML alias (*name); write the value out")
         values = yaml.safe_load(text)
     except FileNotFoundError as error:
         raise InputError(f"recipe {path} does not exist; give a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise InputError(f"recipe {path} is not valid YAML: {error}") from error
     except RecursionError as error:
         raise InputError(

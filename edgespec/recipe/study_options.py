@@ -155,12 +155,12 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
         for task, entry in _named(values, "tasks")
     }
     groups = {letter: str(title) for letter, title in _named(values, "groups")}
-    base = merge(values.get("recipe") or {}, {"target": target} if target else {})
+    base = merge(_mapping(values.get("recipe") or {}, "recipe"), {"target": target} if target else {})
     recipe = _recipe(base, data, "recipe")
     arms = {arm: _arm(base, entry or {}, groups, data, arm) for arm, entry in _named(values, "arms")}
     claims = tuple(
         from_mapping(ClaimOptions, entry, f"claims[{number}]")
-        for number, entry in enumerate(values.get("claims") or [])
+        for number, entry in enumerate(_list(values.get("claims") or [], "claims"))
     )
     if any(SELF in arm.recipe.pretrain.text for arm in arms.values()) or any(
         SELF in (task.instructions, task.held_out) for task in tasks.values()
@@ -171,6 +171,18 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
     study = Study(name, options, recipe, tasks, groups, arms, claims)
     _check(study)
     return study
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InputError(f"{where} is {value!r}; it must be a mapping of options")
+    return value
+
+
+def _list(value: Any, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InputError(f"{where} is {value!r}; it must be a list")
+    return value
 
 
 def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
@@ -219,7 +231,7 @@ def _arm(
     if not isinstance(entry, Mapping):
         raise InputError(f"{where} is {entry!r}; it must be a mapping of options")
     rest = dict(entry)
-    changes = rest.pop("recipe", None) or {}
+    changes = _mapping(rest.pop("recipe", None) or {}, f"{where}.recipe")
     unknown = [key for key in rest if key not in ("groups", "shows")]
     if unknown:
         raise InputError(

@@ -5,13 +5,13 @@ A table and what reads it; loading a model is the recipes room's work.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, told_shape
 from edgespec.model_folder.weights_check import refuse_quantised
 from edgespec.shell.environment import cache_folder as cache_folder
 
@@ -184,8 +184,16 @@ def shape_in(file: Path) -> ModelShape:
     config = read_json(file)
     try:
         shape = ModelShape.from_config(config)
-    except (TypeError, ValueError, AttributeError) as error:
+        told_shape(asdict(shape), "target")
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
+    except BundleError as error:
+        told = (
+            str(error)
+            .removeprefix("the manifest's shape of the target has ")
+            .removesuffix(": build the bundle again")
+        )
+        raise InputError(f"{file} is no config of a Llama-style decoder: {told}") from error
     refuse_quantised(config, file.parent)
     return shape
 

@@ -20,10 +20,10 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_bounded
 from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge
+from edgespec.core.texts import check_brackets
 from edgespec.shell.environment import config_file
 
 MOST_BYTES = 65_536  # of a file that people write by hand
-MOST_BRACKETS = 500  # PyYAML takes seconds for a thousand within each other, hours for a file full
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ def read_config(verbs: Collection[str]) -> dict[str, Any]:
     data = read_bounded(file, limit=MOST_BYTES)
     try:
         text = data.decode("utf-8-sig")
-        if (opened := sum(map(text.count, "[{"))) > MOST_BRACKETS:
-            raise InputError(f"{file} opens {opened} brackets; at most {MOST_BRACKETS} are read")
+        check_brackets(text, str(file))
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
             raise InputError(f"{file} uses YAML's aliases (*name); write each value out")
         values = yaml.safe_load(text)

@@ -179,7 +179,7 @@ def _difference(seen: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     found = []
     for purpose, files in now["files"].items():
         before = seen["files"].get(purpose)
-        if not before or not files:
+        if before is None or not files:
             continue
         found += [f"{purpose}: {name} is new" for name in files if name not in before]
         found += [f"{purpose}: {name} is gone" for name in before if name not in files]

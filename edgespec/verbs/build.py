@@ -134,7 +134,7 @@ def _processes(parallel: str) -> Processes:
 
 def folder_of(target: str, out: str) -> Path:
     """Where everything that is made lies."""
-    return Path(out) if out else Path("build") / Path(target).name.removesuffix(".gguf")
+    return Path(out).expanduser() if out else Path("build") / Path(target).name.removesuffix(".gguf")
 
 
 def run(given: dict[str, Any]) -> int:

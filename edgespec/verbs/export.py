@@ -24,8 +24,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
-from edgespec.planning.devices_fit import weight_bytes
 from edgespec.planning.estimate import size
+from edgespec.planning.file_sizes import weight_bytes
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
 from edgespec.recipe.precisions import MIXED, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -264,7 +264,7 @@ def run(given: dict[str, Any]) -> int:
     recipe = export_recipe(options, source, given)
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
-    out = Path(options.out) if options.out else Path("build") / f"{source.name}{ending}"
+    out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.name}{ending}"
     command = command_line("export", given)
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))

@@ -40,10 +40,14 @@ def run(given: dict[str, Any]) -> int:
         _list(options.json)
     elif options.action == "show":
         _wanted(options, 1, "the NAME of a recipe")
-        print(_shipped(names[0]).read_text(encoding="utf-8"), end="")
+        text = _shipped(names[0]).read_text(encoding="utf-8")
+        print(text, end="")
+        give(options.json, {"name": names[0], "text": text})
     elif options.action == "copy":
         _wanted(options, 2, "the NAME of a recipe and where to, DEST")
-        print(_copy(names[0], Path(names[1]).expanduser(), names[1].endswith(("/", os.sep))))
+        copied = _copy(names[0], Path(names[1]).expanduser(), names[1].endswith(("/", os.sep)))
+        print(copied)
+        give(options.json, {"name": names[0], "file": str(copied)})
     else:
         return _check(names, options.json)
     return 0

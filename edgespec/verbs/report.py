@@ -37,7 +37,7 @@ def run(given: dict[str, Any]) -> int:
         raise InputError(
             f"{len(options.paths)} paths were given; give 1 to {MOST_SOURCES}: edgespec report BUNDLE bench.json"
         )
-    out = Path(options.out)
+    out = Path(options.out).expanduser()
     if out.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out is {options.out!r}; a name that ends with .html is wanted")
     require_matplotlib()

@@ -74,7 +74,9 @@ def command_of(given: dict[str, Any]) -> str:
 
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
-    out = Path(options.out) if options.out else Path("build") / f"study-{Path(options.study).stem}"
+    out = (
+        Path(options.out).expanduser() if options.out else Path("build") / f"study-{Path(options.study).stem}"
+    )
     report = Path(options.results) if options.results else out / "results.md"
     if report.suffix != ".md":
         raise InputError(f"results is {options.results!r}; give a file that ends with .md")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from edgespec.cli import main
 from edgespec.core.errors import CheckFailed
-from edgespec.core.manifest import open_manifest
+from edgespec.core.manifest import MANIFEST, open_manifest
 
 STAGES = ("target", "plan", "pretrain", "generate", "distill", "evaluate", "export", "verify", "pack")
 
@@ -69,11 +71,26 @@ def test_same_command_again_does_nothing_twice(trained: Path, trained_command: l
     assert after == before
 
 
+@pytest.mark.parametrize("damage", ["manifest", "weights", "folder"])
+def test_a_bundle_that_is_not_whole_is_packed_again(
+    trained: Path, trained_command: list[str], tmp_path: Path, damage: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    if damage == "manifest":
+        (copy / "bundle" / MANIFEST).unlink()
+    elif damage == "weights":
+        largest = max((copy / "bundle").rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+        os.truncate(largest, largest.stat().st_size - 5)
+    else:
+        shutil.rmtree(copy / "bundle")
+    assert main([str(copy) if word == str(trained) else word for word in trained_command]) == 0
+    open_manifest(copy / "bundle")
+
+
 def test_a_damaged_export_fails_with_exit_code_1(
     trained: Path, trained_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     shutil.copy(

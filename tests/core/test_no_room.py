@@ -83,6 +83,11 @@ def test_a_full_disk_and_what_is_none() -> None:
     assert "no space left on the disk" in str(write_error("/tmp/x", full))
     assert isinstance(write_error("/tmp/x", wrapped), NoRoom)
     assert "3 MiB needed for this write alone" in str(write_error("/tmp/x", counted))
+    for number, words in (
+        (errno.EEXIST, "a file has that name"),
+        (errno.ENOTDIR, "where a folder is wanted"),
+    ):
+        assert words in str(write_error("/tmp/x", OSError(number, "no")))
     for other in (
         ValueError("12 requested"),
         OSError(errno.ENOENT, "no such file"),

@@ -178,7 +178,7 @@ def test_the_docs_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> N
         ("--gpus", "1xH100"): ("13.1 days",),
         ("--gpus", "1xA100-80GB", "--pretrain.steps", "5906", "--inference.dtype", "bfloat16"): (
             "52h 47m",
-            "43.1 GiB",
+            "44.1 GiB",
         ),
     }.items():
         out = planned(capsys, *PAPER[:-2], *words, "--device", "laptop-cpu-x86")

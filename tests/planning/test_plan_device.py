@@ -16,7 +16,7 @@ from paper_plan import DRAFTER, PAPER, TARGET, planned
 from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.estimate import exported_bytes
+from edgespec.planning.file_sizes import exported_bytes
 from edgespec.planning.plan_device import (
     ARITHMETIC,
     CONTEXT,

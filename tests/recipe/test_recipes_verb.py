@@ -49,6 +49,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert ran(capsys, "show", "quick")[1] == shipped_recipes()["quick"].read_text(encoding="utf-8")
+    assert json.loads(ran(capsys, "show", "quick", "--json")[1])["text"] == ran(capsys, "show", "quick")[1]
     assert "did you mean 'adaspec'" in refused(capsys, "show", "adaspek")
     assert "takes the NAME of a recipe; it got nothing" in refused(capsys, "show")
 
@@ -134,6 +135,15 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"pretrain": {"text": "hub:a:b:c:d"}}, "pretrain.text: the source 'hub:a:b:c:d' is not of the form"),
         ({"drafter": {"init": "checkpoint", "checkpoint": "gone"}}, "drafter.checkpoint 'gone' is no model"),
         ({"distill": {"fixed_fraction": 1}}, "without distill.fixed"),
+        ({"export": {"onnx": [], "gguf": []}}, "export.onnx, export.gguf and export.npu are all empty"),
+        ({"generate": {"temperatures": []}}, "generate.temperatures is empty"),
+        ({"generate": {"system_prompts": []}}, "generate.system_prompts is empty"),
+        ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
+        ({"seed": 10**23}, "seed is 100000000000000000000000; it must be at most"),
+        (
+            {"target": "tiny-chat", "distill": {"target_side": "stored", "stored_top_k": 10**6}},
+            "distill.stored_top_k is 1000000; the target's vocabulary has",
+        ),
         (
             {
                 "drafter": {"kind": "head", "init": "checkpoint", "checkpoint": "gone"},
@@ -192,7 +202,8 @@ def test_check_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
     ("text", "words"),
     [
         ("a: &a [x, x]\nb: &b [*a, *a]\ntarget: [*b, *b]\n", "has a YAML alias"),
-        ("target: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("target: " + "[" * 3000 + "]" * 3000, "opens 3000 brackets; at most 500 are read"),
+        ("seed: 2024-13-45", "is not valid YAML: month must be in"),
     ],
 )
 def test_a_recipe_that_would_fill_memory(tmp_path: Path, text: str, words: str) -> None:

@@ -65,6 +65,25 @@ def test_a_folder_says_it_itself(families: dict[str, Path], tmp_path: Path) -> N
         find_shape(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_attention_heads": 0}, "division|heads"),
+        ({"hidden_size": -512}, "hidden -512"),
+        ({"head_dim": -3}, "head_dim -3"),
+        ({"max_position_embeddings": -5}, "context_length -5"),
+        ({"hidden_size": 1e308}, "hidden 1000"),
+    ],
+)
+def test_numbers_that_no_model_has(
+    families: dict[str, Path], tmp_path: Path, change: dict[str, float], words: str
+) -> None:
+    config = json.loads((families["qwen3"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(InputError, match=f"is no config of a Llama-style decoder: .*({words})"):
+        find_shape(str(tmp_path))
+
+
 def test_names() -> None:
     assert [is_hub_id(name) for name in ("a/b", "a", "./b", "a/b/c", "/b", "a/", "~/b")] == [True] + 6 * [
         False

@@ -118,6 +118,14 @@ def test_files_that_come_and_go(tmp_path: Path) -> None:
     assert ran(stage, reads()) == ""
 
 
+def test_a_file_that_was_not_there_before(tmp_path: Path) -> None:
+    """A result that was made without it is made again with it."""
+    stage, file = tmp_path / "stage", tmp_path / "evaluation.json"
+    assert ran(stage, of(file)) == ""
+    write_text(file, "{}")
+    assert ran(stage, of(file)) == "data: evaluation.json is new"
+
+
 def test_results_of_before_there_were_records_are_kept(tmp_path: Path, file: Path) -> None:
     for name in ("write", "distil"):
         run_stage(tmp_path / name, {}, lambda place: {})

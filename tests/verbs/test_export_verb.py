@@ -17,7 +17,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
-from edgespec.planning.devices_fit import fit, weight_bytes
+from edgespec.planning.devices_fit import fit
+from edgespec.planning.file_sizes import weight_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
 from edgespec.recipe.schema import ExportOptions, Recipe

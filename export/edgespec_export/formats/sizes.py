@@ -11,9 +11,9 @@ from edgespec_export.formats.export import ExportedFile
 WIDENED = ("_F16", "_Q8")  # ends of the names of weights that are float32 once they are loaded
 # Tables of RoPE and embeddings by row, in static graphs, model graphs and heads.
 BY_ROW = frozenset(
-    {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "model.embed_tokens.weight"}
-    | {"embedding.bytes", "embedding.scales"}
+    {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "embedding.bytes", "embedding.scales"}
 )
+EMBEDDING = "model.embed_tokens."  # what a model graph's input embedding begins with: one tensor, or those of a mixed file
 
 
 def tensor_bytes(path: Path) -> int:
@@ -56,10 +56,10 @@ def _onnx(file: ExportedFile) -> list[tuple[int, int]]:
         external = {entry.key: entry.value for entry in tensor.external_data}
         return int(external.get("length", len(tensor.raw_data)))
 
+    def by_row(name: str) -> bool:
+        return name.removesuffix("_F16") in BY_ROW or name.startswith(EMBEDDING)
+
     static = file.engine == "static" and not file.is_head
     name = "step.onnx" if static else "model.onnx"
     graph = onnx.load(file.path / name, load_external_data=False).graph
-    return [
-        (size(tensor), tensor.dims[0] if tensor.name.removesuffix("_F16") in BY_ROW else 1)
-        for tensor in graph.initializer
-    ]
+    return [(size(tensor), tensor.dims[0] if by_row(tensor.name) else 1) for tensor in graph.initializer]

@@ -23,7 +23,7 @@ from edgespec.core.families import Family, family_for
 from edgespec.core.files import whole_file
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import read_tensors
+from edgespec.model_folder.weights_files import is_surplus, read_tensors
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.gguf.quantize import (
@@ -247,7 +247,7 @@ def _plan(
     head = "token_embd.weight" if shape.tied else "output.weight"
     entries = []
     for source in checkpoint:
-        if source.endswith("rotary_emb.inv_freq") or (shape.tied and source == "lm_head.weight"):
+        if is_surplus(source, tied=shape.tied):
             continue  # computed by the engine; the same table as the embedding
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         if name is None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.families import rope_tables, rotary_of
 
@@ -59,7 +60,7 @@ def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) 
     checkpoint = Checkpoint(folder)
     tensors: dict[str, Any] = {}
     for stored in checkpoint:
-        if shape.tied and stored == "lm_head.weight":
+        if is_surplus(stored, tied=shape.tied):
             continue
         name = graph_name(stored)
         if name is None:

@@ -16,12 +16,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from edgespec.core.errors import InputError
 from edgespec.core.families import family_for, family_named
 from edgespec.core.files import read_json, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.repeat import DATA, TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
@@ -42,9 +44,28 @@ def export_int4(model_folder: Path, out_folder: Path, *, hidden_states: bool = F
     """
     config = read_config(model_folder)
     alike = family_named(str(config.get("model_type", ""))).alike_layers
+    alike = alike and len(layer_kinds(model_folder)) <= 1
     if alike and BUILDER * ModelShape.from_config(config).parameters > WHOLE:
         return export_by_layers(model_folder, out_folder, hidden_states=hidden_states)
     return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
+
+
+def layer_kinds(model_folder: Path) -> set[str]:
+    """The kinds of attention that a model's layers have, as transformers derives them: of some Qwen2 models the first layers
+    attend in full and the others in a window. Empty where config.json says nothing of it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
+    return set(getattr(config, "layer_types", None) or ())
+
+
+def check_alike(model_folder: Path, reader: str) -> None:
+    """Raise InputError where some layers attend in full and some in a window; `reader`: in words, who takes layers for alike."""
+    kinds = layer_kinds(model_folder)
+    if len(kinds) > 1:
+        raise InputError(
+            f"the layers of {model_folder} are of several kinds, {', '.join(sorted(kinds))}; {reader} needs one"
+        )
 
 
 def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
@@ -56,6 +77,7 @@ def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: boo
     config = read_config(model_folder)
     shape = ModelShape.from_config(config)
     family_for("alike_layers", "an export by layers", config, model_folder)
+    check_alike(model_folder, "an export by layers")
     if shape.layers <= TEMPLATE_LAYERS:
         return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
     checkpoint = Checkpoint(model_folder)
@@ -102,9 +124,9 @@ def _write_slice(
     for name in (*TOKENIZER_FILES, "generation_config.json", "special_tokens_map.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
-    tensors = {}
+    tensors, tied = {}, ModelShape.from_config(config).tied
     for name in checkpoint:
-        if name.endswith("rotary_emb.inv_freq"):
+        if is_surplus(name, tied=tied):
             continue
         number = layer_of(name)
         if number is not None and number not in slots:

@@ -15,6 +15,9 @@ import numpy as np
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_folder, write_json
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
 from edgespec_export.onnx.by_layers import export_int4
@@ -40,7 +43,8 @@ def export_mixed(
     `export_int4` raises.
     """
     checkpoint = Checkpoint(model_folder)
-    names = set(checkpoint)
+    tied = ModelShape.from_config(read_config(model_folder)).tied
+    names = {name for name in checkpoint if not is_surplus(name, tied=tied)}
     out_folder.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.int4.") as scratch,

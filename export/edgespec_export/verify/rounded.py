@@ -18,9 +18,17 @@ from edgespec.core.files import whole_folder
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
-from edgespec.model_folder.weights_files import INDEX, SINGLE, header_of, read_tensors, weight_files
+from edgespec.model_folder.weights_files import (
+    INDEX,
+    SINGLE,
+    header_of,
+    is_surplus,
+    read_tensors,
+    weight_files,
+)
 from edgespec.recipe.precisions import PRECISIONS
-from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.gguf.to_gguf import Checkpoint, export_gguf
+from edgespec_export.onnx.by_layers import PRECISION, export_int4
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.readback import weights_of
 
@@ -33,15 +41,20 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
     The file itself is made beside `out` and deleted. Returns {"precision", "tensors"}. Raises InputError where the target can
     have no such file, EdgespecError where the file lacks one of its tensors.
     """
-    tensors = read_tensors(target)
+    shape = ModelShape.from_config(read_config(target))
+    tensors = {
+        name: one for name, one in read_tensors(target).items() if not is_surplus(name, tied=shape.tied)
+    }
     with whole_folder(out) as folder, tempfile.TemporaryDirectory(dir=folder) as scratch:
         for file in target.iterdir():
             if file.is_file() and file.name not in {*weight_files(target), INDEX}:
                 shutil.copyfile(file, folder / file.name)
         made = Path(scratch) / "file"
-        values = _exported(target, made, precision)
+        values = _exported(target, shape, made, precision)
         with progress(f"round as {precision}", len(tensors), "tensors") as bar:
             missing = _write(folder / SINGLE, {name: one.shape for name, one in tensors.items()}, values, bar)
+        checkpoint = Checkpoint(target)
+        missing = {name for name in missing if not _is_left_out(checkpoint, name)}
         if missing:
             raise EdgespecError(
                 f"the {precision} file of {target} has no {min(missing)}; this exporter names it otherwise"
@@ -49,11 +62,17 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
     return {"precision": precision, "tensors": len(tensors)}
 
 
-def _exported(target: Path, made: Path, precision: str) -> Iterator[tuple[str, Array]]:
+def _is_left_out(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether it is a bias of zeros, which an ONNX file goes without; they are zeros in what `_write` has written."""
+    return name.endswith(".bias") and not any(piece.any() for piece in checkpoint.pieces(name))
+
+
+def _exported(target: Path, shape: ModelShape, made: Path, precision: str) -> Iterator[tuple[str, Array]]:
     """The weights of the target's file, which is written to `made`; a tied table under the embedding's name."""
-    shape = ModelShape.from_config(read_config(target))
     if precision in PRECISIONS["gguf"]:
         export_gguf(target, made, precision)
+    elif precision == PRECISION:
+        export_int4(target, made)
     else:
         export_onnx(target, made, precision)
     for name, value in weights_of(made, shape):

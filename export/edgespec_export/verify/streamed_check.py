@@ -24,6 +24,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
 from edgespec_export.verify.readback import Weights, weights_of
 
@@ -142,6 +143,7 @@ def _one_layer(model_folder: Path) -> tuple[Any, int]:
 
     config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False, local_files_only=True)
     family_for("alike_layers", "the check by layers", {"model_type": config.model_type}, model_folder)
+    check_alike(model_folder, "the check by layers")
     small = deepcopy(config)
     small.num_hidden_layers, small.vocab_size, small.pad_token_id = 1, 8, None
     if getattr(small, "layer_types", None):

@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +110,11 @@ class Mapped:
     """Arrays in files, mapped from disk when they are read. Few are open at a time: each keeps a file open."""
 
     def __init__(self) -> None:
-        self._open = lru_cache(OPEN_FILES)(lambda path: np.load(path, mmap_mode="r", allow_pickle=False))
+        self._open = lru_cache(OPEN_FILES)(partial(np.load, mmap_mode="r", allow_pickle=False))
+
+    def __reduce__(self) -> tuple[type[Mapped], tuple[()]]:
+        """A process that makes rows opens its own: it may be a new one, which gets the rows pickled."""
+        return Mapped, ()
 
     def read(self, part: Part) -> np.ndarray:
         found: np.ndarray = self._open(part.path)[part.start : part.end]

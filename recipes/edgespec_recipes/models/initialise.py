@@ -5,6 +5,7 @@ Knows the recipe's `drafter` options. How weights are cut is subcloning.py's, ho
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.loading import check_same_vocabulary, load_model
-from edgespec_recipes.models.subcloning import subclone
+from edgespec_recipes.models.subcloning import scaling_of, subclone
 from edgespec_recipes.models.vocabulary import (
     Blocks,
     choose_vocabulary,
@@ -77,7 +78,8 @@ def initial_drafter(
 
     Raises InputError: a tokenizer that does not fit, a checkpoint of another kind, a target that cannot be cut down.
     """
-    full = ModelShape.from_config(read_json(target_folder / "config.json")).vocab_size
+    config = read_json(target_folder / "config.json")
+    full = ModelShape.from_config(config).vocab_size
     is_cut = shape.vocab_size < full
     whole = replace(shape, vocab_size=full) if is_cut else shape
     size = full if options.init == "checkpoint" else whole.vocab_size
@@ -88,7 +90,8 @@ def initial_drafter(
     if options.init == "checkpoint":
         model = _checkpoint(shape, options, target_folder, full)
     else:
-        model = new_drafter(whole, tokenizer, seed)
+        scaling = scaling_of(config) if options.init == "subclone" else None
+        model = new_drafter(whole, tokenizer, seed, scaling)
         if options.init == "subclone":
             target = load_model(target_folder).to(processes.device())
             model.load_state_dict(subclone(target, whole, text))
@@ -102,8 +105,12 @@ def initial_drafter(
     return model
 
 
-def new_drafter(shape: DrafterShape, tokenizer: Any, seed: int) -> Any:
+def new_drafter(
+    shape: DrafterShape, tokenizer: Any, seed: int, scaling: Mapping[str, Any] | None = None
+) -> Any:
     """A Llama of that shape with random weights from the seed, float32, with the tokenizer's special tokens.
+
+    `scaling`: of RoPE, as config.json has it.
 
     Their standard deviation is 0.5 / sqrt(hidden): the usual 0.02 suits a hidden size near 1,000 and learns slowly below (315k
     parameters, 200 steps of 2,048 tokens: loss 3.18 against 3.36).
@@ -111,6 +118,7 @@ def new_drafter(shape: DrafterShape, tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     config = LlamaConfig(
         **shape.llama_config(),
+        **({"rope_scaling": dict(scaling)} if scaling else {}),
         initializer_range=0.5 / shape.hidden**0.5,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
+from edgespec.core.families import family_named
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
@@ -73,16 +74,19 @@ def start_head(
         vocabulary,
     )
     weights = {name: value.float() for name, value in target.state_dict().items()}
-    first = shape.layers - layers
+    family, first = family_named(target.config.model_type), shape.layers - layers
+    own = {"post_attention_layernorm.weight": f"{family.gguf_parts['ffn_norm']}.weight"}  # what the FFN reads
     for number, layer in enumerate(head.layers):
         for name, value in layer.state_dict().items():
-            found = _of_layer(weights, f"model.layers.{first + number}.", name)
+            found = _of_layer(weights, f"model.layers.{first + number}.", own.get(name, name))
+            if name.endswith("norm.weight"):
+                found = found + family.norm_offset
             if found.shape != value.shape:
                 raise InputError(
                     f"layers.{number}.{name} of the head is {list(value.shape)} and the target's is {list(found.shape)}"
                 )
             value.copy_(torch.zeros_like(found) if name in WRITES else found)
-    head.norm.weight.data.copy_(weights["model.norm.weight"])
+    head.norm.weight.data.copy_(weights["model.norm.weight"] + family.norm_offset)
     head.lm_head.weight.data.copy_(target.get_output_embeddings().weight.detach().float()[head.lm_head.ids])
     if early:
         nothing = torch.zeros(shape.hidden, len(early) * shape.hidden)

@@ -10,14 +10,15 @@ then cut without a trace. The paper also multiplies what reads a narrower input 
 variance back: that lowers the loss at step 0 and raises it after training (by 0.1 after 100 steps; benchmarks/subcloning.py), so
 it is left out. Which dimensions are kept matters at step 0; taken at random they are behind by 0.00 to 0.06 after 100 steps.
 
-Where the drafter's heads are smaller, the rotary pairs are kept whose frequencies are the smaller head's own, which leaves the
-meaning of positions as it was. Knows Llama-style weights (no biases, no norms inside the heads), nothing of training or files.
+Where the drafter's heads are smaller, the rotary pairs are kept whose frequencies are the smaller head's own, and the drafter has
+the target's RoPE scaling (`scaling_of`), which leaves the meaning of positions as it was. Knows Llama-style weights (no biases,
+no norms inside the heads), nothing of training or files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,8 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec.core.families import family_named, having
-from edgespec.core.shapes import ModelShape
+from edgespec.core.families import LONGROPE, family_named, having
+from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.recipe.drafter import DrafterShape
 from edgespec_recipes.models.vocabulary import Blocks
 
@@ -139,6 +140,16 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
     return {name: value.contiguous() for name, value in found.items()}
 
 
+def scaling_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """RoPE's scaling in a target's config.json, which its drafter needs too; None where there is none."""
+    rope, _ = rope_of(config)
+    return (
+        None
+        if rope["rope_type"] == "default"
+        else {name: rope[name] for name in rope if name != "rope_theta"}
+    )
+
+
 def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:
     """Raises InputError for a target whose weights a plain Llama cannot hold, or that has less of something."""
     again = "give --drafter.init random"
@@ -150,6 +161,12 @@ def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:
         raise InputError(
             f"the target is a {config.model_type!r} model {what}; weight subcloning makes a plain Llama from "
             f"{' or '.join(having('subcloning'))} without biases: {again}"
+        )
+    scaling = scaling_of(config.to_dict())
+    if scaling is not None and scaling["rope_type"] in LONGROPE:
+        raise InputError(
+            f"the target's RoPE scaling is {scaling['rope_type']!r}, a factor for each pair of a head, which a smaller head has "
+            f"not: {again}"
         )
     if shape.vocab_size != full.vocab_size or (shape.tied and not full.tied):
         raise InputError(

@@ -50,6 +50,7 @@ from edgespec.stages.stage import run_stage
 from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts
 from edgespec_recipes.generating.datagen import generate
+from edgespec_recipes.models.initialise import checkpoint_shape
 from edgespec_recipes.offline_target.resolve import resolve_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.study.counts import Texts, count_drafters, read_texts, run_for_real, sample_texts
@@ -169,7 +170,10 @@ class Runs:
         )
 
     def shape(self, arm: Arm) -> DrafterShape:
-        return derive(self._target_shape(), arm.recipe.drafter)
+        drafter = arm.recipe.drafter
+        if drafter.init == "checkpoint":
+            return checkpoint_shape(Path(drafter.checkpoint), drafter.vocabulary)
+        return derive(self._target_shape(), drafter)
 
     def _target_shape(self) -> ModelShape:
         return ModelShape.from_config(read_json(self.target / "config.json"))
@@ -337,8 +341,10 @@ class Runs:
         first = next(iter(study.options.seeds))
         arms = {}
         for name, arm in study.arms.items():
-            shape = self.shape(arm)
             folder = self.drafter(name, first)
+            shape = ModelShape.from_config(
+                read_json(folder / "model" / "config.json")
+            )  # its text may have asked for fewer tokens
             counts = read_json(folder / "stage.json")["counts"]
             arms[name] = {
                 "groups": list(arm.options.groups),

@@ -23,6 +23,7 @@ from edgespec_recipes.data.mixing import (
     TEXT,
     Mixture,
     TextRows,
+    held_out,
     prompt_rows,
     response_rows,
     shares,
@@ -116,18 +117,6 @@ def _packing(models: dict[str, Any], store: StoredTargets | None) -> Packing:
     )
 
 
-def _held_out(rows: Rows, wanted: int) -> tuple[Rows, Rows | None]:
-    """(rows to learn, rows the acceptance rate is watched on); never more than a quarter is held out."""
-    held = min(wanted, len(rows) // 4)
-    if not held:
-        return rows, None
-    learnt = len(rows) - held
-    return (
-        Rows({name: array[:learnt] for name, array in rows.arrays.items()}),
-        Rows({name: array[learnt:] for name, array in rows.arrays.items()}),
-    )
-
-
 def _check_context(folders: Sequence[Path], options: DistillOptions) -> None:
     shapes = [ModelShape.from_config(read_json(folder / "config.json")) for folder in folders]
     shortest = min(shapes, key=lambda shape: shape.one_rope_length)
@@ -160,8 +149,8 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
 
     stops = stop_ids_of(inputs.target, tokenizer)
     responses = responses_of(inputs.responses, options.context, together)
-    learnt, held_out = _held_out(responses, options.watch_rows if options.watch_steps else 0)
-    sources: dict[int, Any] = {TARGET: learnt}
+    learnt, held = held_out(len(responses), options.watch_rows if options.watch_steps else 0)
+    sources: dict[int, Any] = {TARGET: Rows({name: rows[learnt] for name, rows in responses.arrays.items()})}
     if TEXT in parts:
         length = round(parts[TEXT] * options.steps * options.batch_size + 1) * options.context
         wanted = tokens_to_read(inputs.text, length)
@@ -176,8 +165,8 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
 
     objective = Objective(target, options, stops=stops, seed=seed, store=store, reference=reference)
     watched = []
-    if held_out is not None:
-        batch = collate([{**held_out[row], "kind": TARGET} for row in range(len(held_out))])  # type: ignore[dict-item]
+    if len(held):
+        batch = collate([{**responses[row], "kind": TARGET} for row in held.tolist()])  # type: ignore[dict-item]
         watched = [{name: values.to(device) for name, values in batch.items()}]
     counts = train(
         draft,

@@ -13,13 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from edgespec.core.errors import InputError
 from edgespec.model_folder.head import TABLE, table_checksum, target_embedding
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
-from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, shares
+from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, held_out, shares
 from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
@@ -137,13 +138,14 @@ def distill_head(
     stops = stop_ids_of(target, tokenizer)
     steps = options.unrolled_steps
     objective = HeadObjective(steps, None, options, stops=stops, seed=seed, store=rows, reference=judge)
-    learnt, watched = _held_out(rows, options.watch_rows if options.watch_steps else 0)
-    sources: dict[int, Any] = {TARGET: learnt}
+    learnt, watched = held_out(len(rows), options.watch_rows if options.watch_steps else 0)
+    sources: dict[int, Any] = {TARGET: _Part(rows, learnt)}
     if read is not None:
         foreign = WrittenRows(read, options.context)
         objective.store = JoinedRows([rows, foreign])
-        sources[FIXED] = _Part(foreign, range(len(foreign)), first=len(rows))
-    batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watched]
+        sources[FIXED] = _Part(foreign, np.arange(len(foreign)), first=len(rows))
+    watching: list[Any] = [{**rows[row], "kind": TARGET, "slot": row} for row in watched.tolist()]
+    batches = [{name: values.to(device) for name, values in collate([row]).items()} for row in watching]
     before = objective.acceptance(model.to(device), batches) if batches else {}
     counts = train(
         model,
@@ -212,19 +214,12 @@ def _started(target: Path, drafter: DrafterOptions, rows: WrittenRows, tokenizer
 class _Part:
     """Some of the rows; they keep their numbers, counted from `first`."""
 
-    def __init__(self, rows: Any, numbers: range, first: int = 0) -> None:
+    def __init__(self, rows: Any, numbers: np.ndarray, first: int = 0) -> None:
         self.rows, self.numbers, self.first = rows, numbers, first
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Any:
-        row = self.rows[self.numbers[index]]
+        row = self.rows[int(self.numbers[index])]
         return {**row, "row_id": row["row_id"] + self.first}
-
-
-def _held_out(rows: WrittenRows, wanted: int) -> tuple[_Part, list[Any]]:
-    """(rows to learn, rows on which the acceptance rate is watched); never more than a quarter is held out."""
-    learnt = len(rows) - min(wanted, len(rows) // 4)
-    watched = [{**rows[row], "kind": TARGET, "slot": row} for row in range(learnt, len(rows))]
-    return _Part(rows, range(learnt)), watched

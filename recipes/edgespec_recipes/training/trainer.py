@@ -203,7 +203,7 @@ def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArgume
         raise InputError(
             f"micro_batch_size is {micro}; it must divide a process's share of a step, {share} rows"
         )
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(out / CHECKPOINTS),
         max_steps=options.steps,
         per_device_train_batch_size=micro,
@@ -227,6 +227,11 @@ def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArgume
         dataloader_num_workers=LOADERS if torch.cuda.is_available() else 0,
         **trainer_settings(),
     )
+    # One device for each process. Without torchrun the base class would take all GPUs of a machine and give each a part of every
+    # batch, and our losses need it whole.
+    count = min(1, arguments.n_gpu)
+    arguments._n_gpu = count
+    return arguments
 
 
 def train(

@@ -31,7 +31,9 @@ def talk(chat: Chat, source: Source) -> int:
             chat.view.say(str(error))
             continue
         except KeyboardInterrupt:
-            if asked_to_leave or not chat.interactive:
+            if not chat.interactive:
+                raise
+            if asked_to_leave:
                 break
             asked_to_leave, chat.prefill = True, None
             chat.view.note("(Ctrl-C again, Ctrl-D or /exit leaves)")

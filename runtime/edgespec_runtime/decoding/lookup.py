@@ -11,7 +11,7 @@ SHORTEST = 2  # a single token that was seen before says little about what follo
 
 
 class NgramIndex:
-    """Where the n-grams of a text were followed by what, n from `longest` down to two. Appending a token costs O(longest).
+    """Where the n-grams of a text were followed by what, n from `longest` down to two. Appending a token costs O(longest²).
 
     Attributes:
         tokens: the text so far.

@@ -34,6 +34,7 @@ from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
 from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
 
+MAX_DRAFT = 62  # tokens: passes of 64 and more take llama.cpp's kernels for prompts, whose logits are not those of single steps
 NOTHING = Draft()  # of a plain step: making one takes microseconds
 
 
@@ -123,7 +124,7 @@ class _Text:
         if drafter is not None:
             drafter.restart(prompt)
         self._window, self._limit = window_of(target, options), target.engine.context_length
-        self._longest = target.engine.block_length - 1  # draft
+        self._longest = min(target.engine.block_length - 1, MAX_DRAFT)
         self._end = len(prompt) + options.max_new_tokens
         self._shift_at = self._limit
         if self._window is None:

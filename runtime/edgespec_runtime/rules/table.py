@@ -19,7 +19,9 @@ from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.reproducible import ReproducibleRule
 
-MAX_WINDOW = 64  # its logits are kept until the target has read it: of 128,000 tokens 33 MB
+MAX_WINDOW = (
+    62  # as loop.MAX_DRAFT; its logits are kept until the target has read it: of 128,000 tokens 33 MB
+)
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,9 @@ RULES: dict[str, Kind] = {
         "accept with min(1, p/(ε q))", Lenience, lambda o: lenient.lenience(lambda p: p / o.epsilon)
     ),
     "lenient-sq": Kind(
-        "accept with min(1, p/(ε² q))", Lenience, lambda o: lenient.lenience(lambda p: p / o.epsilon**2)
+        "accept with min(1, p/(ε² q))",
+        Lenience,
+        lambda o: lenient.lenience(lambda p: p / o.epsilon / o.epsilon),
     ),
     "lenient-exp": Kind(
         "accept with min(1, p^ε/q)", Lenience, lambda o: lenient.lenience(lambda p: p**o.epsilon)

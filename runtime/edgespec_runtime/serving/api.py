@@ -180,9 +180,10 @@ class Service:
         """Both models for one request, and the pieces of its reply."""
         target, reply = self.pair.target, asked.reply
         try:
+            # Before the client is watched: costs are measured once, and one client that leaves must not undo it for the next.
+            schedule = self.schedules.of(asked.how)
             for model in self.pair.models:
                 model.before_pass = watch
-            schedule = self.schedules.of(asked.how)
             start = perf_counter()
             reply.computed = target.prefill(asked.prompt[:-1])
             reply.counts.prefill_seconds = perf_counter() - start

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from threading import Lock
 from typing import Any, cast
 
 from jinja2 import Template, TemplateError, nodes
@@ -292,7 +293,8 @@ class SafeTemplate:
             raise BundleError(
                 f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run: {AGAIN}"
             )
-        self._environment = environment = MeteredEnvironment()
+        self._lock, self._environment = Lock(), MeteredEnvironment()
+        environment = self._environment
         try:
             tree = environment.parse(source)
             _Metered().visit(tree)
@@ -311,9 +313,10 @@ class SafeTemplate:
 
         Raises BundleError where a bound is passed or the template breaks down, jinja2.TemplateError where it refuses the values.
         """
-        self._environment.meter = Meter()
         try:
-            return "".join(self._template.generate(**values))
+            with self._lock:  # a meter counts for one rendering
+                self._environment.meter = Meter()
+                return "".join(self._template.generate(**values))
         except TemplateError:
             raise
         except TemplateLimit as error:

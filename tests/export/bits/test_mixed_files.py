@@ -14,9 +14,11 @@ from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import OnnxRounding
 from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile
+from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
 from edgespec_export.onnx.to_mixed import export_mixed
+from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_export.verify.readback import onnx_weights
@@ -62,6 +64,19 @@ def test_the_engine_reads_the_values_that_were_chosen(model: Path, onnx_file: Pa
     assert (check.engine_relative or 1.0) < 1e-5
     assert check.fast is not None
     assert 1e-4 < (check.fast.engine_relative or 0.0) < 0.1
+
+
+def test_a_token_reads_one_row_of_an_untied_table(tmp_path: Path) -> None:
+    """As in an int8 file, whose matrices are the same; the graph's few numbers apart."""
+    folder = make_model_folder(tmp_path / "model", tied=False)
+    kinds = {name: INT8 for name, tensor in read_tensors(folder).items() if len(tensor.shape) == 2}
+    export_mixed(folder, tmp_path / "mixed", kinds, {})
+    export_onnx(folder, tmp_path / "int8", "int8")
+    mixed_bytes, int8_bytes = (
+        streamed_bytes(ExportedFile("target", "onnxruntime", name, tmp_path / name))
+        for name in ("mixed", "int8")
+    )
+    assert abs(mixed_bytes - int8_bytes) < 1000
 
 
 def test_the_table_is_stored_once_and_never_in_floats(onnx_file: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx import by_layers
@@ -73,6 +74,29 @@ def test_families_with_unlike_layers_are_refused(tmp_path: Path) -> None:
         export_by_layers(model, tmp_path / "out")
     with pytest.raises(InputError, match=r"'gemma2' model; the check by layers knows llama"):
         streamed_logits(iter(()), model, PROMPTS)
+
+
+def test_layers_with_and_without_a_window_are_not_taken_for_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, the file attends where torch does; layers copied from each other would not."""
+    monkeypatch.setattr(by_layers, "WHOLE", 0)
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    model = make_model_folder(tmp_path / "model", "qwen2", layers=4, head_dim=16, **window)
+    assert by_layers.export_int4(model, tmp_path / "out")["notes"] == []
+    attention = [
+        node for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node if "Attention" in node.op_type
+    ]
+    windows = [
+        int(field.i) for node in attention for field in node.attribute if field.name == "local_window_size"
+    ]
+    assert windows == [-1, -1, 8, 8]
+    for refuse in (
+        lambda: export_by_layers(model, tmp_path / "slices"),
+        lambda: streamed_logits(iter(()), model, PROMPTS),
+    ):
+        with pytest.raises(InputError, match="of several kinds, full_attention, sliding_attention"):
+            refuse()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.rounded import write_rounded
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
+from safetensors.numpy import load_file, save_file
 from small_build import command, write_data
 from tiny_models import make_model_folder
 from transformers import AutoModelForCausalLM
@@ -48,6 +50,30 @@ def test_its_logits_in_torch_are_those_of_the_file(
     off, rounding = np.abs(seen - wanted).max(), np.abs(wanted - in_torch(target)).max()
     assert off < rounding / (10 if precision == "int4" else 2)  # llama.cpp rounds activations too
     assert {file.name for file in rounded.iterdir()} >= {"config.json", "tokenizer.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("precision", ["int4", "fp16", "q4_0"])
+def test_tensors_that_no_file_has(families: dict[str, Path], tmp_path: Path, precision: str) -> None:
+    """Old checkpoints store RoPE's rates, tied ones an output table; ONNX files go without biases that are zero."""
+    target = tmp_path / "target"
+    shutil.copytree(families["qwen2"], target)
+    weights = load_file(target / "model.safetensors")
+    table = weights["model.embed_tokens.weight"]
+    biases = [name for name in weights if name.endswith("layers.1.self_attn.k_proj.bias")]
+    surplus = {
+        "lm_head.weight": table.copy(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32),
+    }
+    for name in biases:
+        weights[name][:] = 0
+    save_file(weights | surplus, target / "model.safetensors", metadata={"format": "pt"})
+    write_rounded(target, tmp_path / "rounded", precision)
+    rounded = load_file(tmp_path / "rounded" / "model.safetensors")
+    assert read_json(target / "config.json")["tie_word_embeddings"]
+    assert biases
+    assert rounded.keys() == weights.keys()
+    for name in biases:
+        np.testing.assert_array_equal(rounded[name], 0)
 
 
 @pytest.mark.training

@@ -14,6 +14,7 @@ from edgespec_recipes.data.mixing import (
     TEXT,
     Mixture,
     TextRows,
+    held_out,
     prompt_rows,
     response_rows,
     shares,
@@ -128,3 +129,13 @@ def test_text_rows_compare_what_has_a_next_token() -> None:
     assert row["input_ids"].tolist() == [6, 7, 8, 9, 10, 11]
     assert row["compared"].tolist() == [True] * 5 + [False]
     assert row["position_ids"].tolist() == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("rows", "wanted", "watched"), [(100, 4, [12, 37, 62, 87]), (7, 4, [3]), (3, 4, []), (8, 0, [])]
+)
+def test_watched_rows_lie_among_the_others(rows: int, wanted: int, watched: list[int]) -> None:
+    """Rows are packed with the longest texts first: the last ones alone would hold the shortest."""
+    learnt, held = held_out(rows, wanted)
+    assert held.tolist() == watched
+    assert sorted([*learnt, *held]) == list(range(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,13 @@ def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) ->
     assert counts["read_rows"] == len(WrittenRows(tmp_path / "read", CONTEXT))
     assert counts["loss_last"] < 0.9 * counts["loss_first"]
     assert read_json(tmp_path / "head" / "model" / "head.json")["unrolled_steps"] == 2
+
+
+def test_rows_travel_to_processes_that_begin_anew(written: Path) -> None:
+    """Where a process is not a copy of this one, it gets the rows pickled."""
+    rows = WrittenRows(written, CONTEXT)
+    first = rows[0]["features"]
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(rows))[0]["features"], first)
 
 
 @pytest.mark.parametrize(("rate", "harms"), [(3e-3, False), (1.0, True)])

@@ -84,6 +84,24 @@ def test_the_first_guess_is_least_squares(target: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_norms_that_are_stored_around_zero(family: str, tmp_path: Path) -> None:
+    """Gemma multiplies by 1 + w. The head's norms give what the target's give."""
+    target = load_model(make_model_folder(tmp_path / "model", family))
+    size, last = target.config.hidden_size, target.model.layers[-1]
+    seen = [tuple(torch.arange(9) if part == 0 else torch.randn(9, size) for part in range(3))]
+    options = DrafterOptions(kind="head", vocabulary=KEPT)
+    head = start_head(target, options, np.ones(target.config.vocab_size), [0], seen)  # type: ignore[arg-type]
+    x = torch.randn(2, size)
+    pairs = [
+        (head.norm, target.model.norm),
+        (head.layers[0].input_layernorm, last.input_layernorm),
+        (head.layers[0].post_attention_layernorm, last.pre_feedforward_layernorm),
+    ]
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-4)
+
+
 def test_early_layers_start_without_a_say(target: torch.nn.Module) -> None:
     seen, options = seen_of(target), DrafterOptions(kind="head", vocabulary=KEPT)
     noise = torch.randn(64, 2 * target.config.hidden_size, generator=torch.Generator().manual_seed(1))

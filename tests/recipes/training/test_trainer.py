@@ -272,6 +272,19 @@ def test_micro_batches_take_the_same_step(tmp_path: Path, monkeypatch: pytest.Mo
         run(tmp_path / "odd", micro_batch_size=3)
 
 
+def test_a_process_takes_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone on a machine with several GPUs, it gives none of them a part of a batch."""
+
+    def several(arguments: Any) -> torch.device:
+        arguments._n_gpu = 3
+        return torch.device("cpu")
+
+    monkeypatch.setattr(trainer.TrainingArguments, "_setup_devices", property(several))
+    found = trainer._arguments(tmp_path, OPTIONS, 0)
+    assert found.train_batch_size == found.per_device_train_batch_size == OPTIONS.batch_size
+    assert found.n_gpu == 1
+
+
 def test_no_steps_leave_the_model_as_it_is(tmp_path: Path) -> None:
     assert run(tmp_path, steps=0)["steps"] == 0
     before, after = small_model().state_dict(), torch.load(tmp_path / "weights.pt")

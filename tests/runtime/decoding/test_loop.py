@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edgespec_runtime.decoding import loop
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import warp
+from edgespec_runtime.rules.table import MAX_WINDOW
 from loop_setup import Setup, V
 from scipy.stats import chisquare
 from toy_engine import ToyEngine, random_model, successor_model
@@ -133,6 +135,15 @@ def test_a_draft_longer_than_a_pass_is_cut_to_it() -> None:
     setup = Setup(successor_model(V, count_up), DRAFTS["always"], block_length=4)
     assert setup.run([0], draft_length=100) == list(range(1, 21))
     assert setup.counts.block_efficiency == 4.0
+
+
+def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines take other kernels for these, whose logits are not those of single steps."""
+    monkeypatch.setattr(loop, "MAX_DRAFT", 3)
+    setup = Setup(successor_model(V, count_up), DRAFTS["always"])
+    assert setup.run([0], draft_length=100) == list(range(1, 21))
+    assert setup.counts.block_efficiency == 4.0
+    assert MAX_WINDOW == 62
 
 
 def test_drafter_of_another_vocabulary() -> None:
