@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts, render
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.text.prompts import read_chats
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
 
 
@@ -63,6 +65,15 @@ def test_a_bundles_prompts_are_an_instruction_set_too(tmp_path: Path) -> None:
     ]
     file.write_text(json.dumps({"messages": chat, "reference": "x"}))
     assert read_prompts(str(file), "heldout") == read_chats(file) == [chat]
+
+
+def test_one_held_out_prompt_is_refused_before_training(tmp_path: Path) -> None:
+    """An interval needs two; of instructions to answer one is enough."""
+    file = tmp_path / "one.jsonl"
+    file.write_text('{"instruction": "Say A"}\n')
+    assert check_data(BuildData(prompts={"generate.instructions": str(file)}))
+    with pytest.raises(InputError, match="has 1 conversations; an interval over held-out prompts needs 2"):
+        check_data(BuildData(prompts={"evaluate.prompts_file": str(file)}))
 
 
 def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
