@@ -27,9 +27,8 @@ sys.exit(7)
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals as POSIX has them")
 
 
-def test_ctrl_c_is_the_commands_own() -> None:
-    """A terminal sends it to both; the command goes on, and its exit code comes back."""
-    program = f"import sys, make; sys.exit(make.run(sys.executable, '-c', {CHILD!r}))"
+def stopped(program: str) -> tuple[str, int]:
+    """(what it writes after Ctrl-C, its exit code) of a Python program that says when it is ready."""
     words = [sys.executable, "-c", program]
     with subprocess.Popen(
         words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -38,24 +37,20 @@ def test_ctrl_c_is_the_commands_own() -> None:
         while process.stdout.readline() != "ready\n":
             pass
         os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout.readline() == "stopped\n"
-        assert process.wait(60) == 7
+        return process.stdout.read(), process.wait(60)
+
+
+def test_ctrl_c_is_the_commands_own() -> None:
+    """A terminal sends it to both; the command goes on, and its exit code comes back."""
+    program = f"import sys, make; sys.exit(make.run(sys.executable, '-c', {CHILD!r}))"
+    assert stopped(program) == ("stopped\n", 7)
 
 
 def test_a_command_that_ends_by_ctrl_c_ends_the_program() -> None:
     """What would come next, another pip for example, does not begin."""
     child = "import sys, time; print('ready', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(130)"
     program = f"import sys, make; make.run(sys.executable, '-c', {child!r}); print('next')"
-    words = [sys.executable, "-c", program]
-    with subprocess.Popen(
-        words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        assert process.stdout
-        while process.stdout.readline() != "ready\n":
-            pass
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout.read() == ""
-        assert process.wait(60) == 130
+    assert stopped(program) == ("", 130)
 
 
 def test_what_a_command_reads_can_be_given(capfd: pytest.CaptureFixture[str]) -> None:

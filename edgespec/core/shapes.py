@@ -144,6 +144,7 @@ class ModelShape:
         )
 
 
+_KINDS = {field.name: str(field.type) for field in fields(ModelShape)}
 MOST = 2**40  # of any number in a shape that a stranger's file tells
 
 
@@ -152,10 +153,21 @@ def told_shape(values: Mapping[str, Any], role: str) -> ModelShape:
 
     Raises BundleError where one is missing or is no number of its kind.
     """
-    known = {field.name: str(field.type) for field in fields(ModelShape)}
-    found = {name: value for name, value in values.items() if name in known}
-    for name, value in found.items():
-        kind = known[name]
+    found = {name: value for name, value in values.items() if name in _KINDS}
+    if wrong := impossible(found):
+        raise BundleError(f"the manifest's shape of the {role} has {wrong}: build the bundle again")
+    try:
+        return ModelShape(**found)
+    except TypeError as error:
+        raise BundleError(
+            f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
+        ) from error
+
+
+def impossible(values: Mapping[str, Any]) -> str:
+    """Which of a shape's fields is no number of its kind, and what is wanted; '' where all are."""
+    for name, value in values.items():
+        kind = _KINDS[name]
         if kind == "float":
             right = type(value) in (int, float) and 0 < value < MOST
         elif kind == "bool":
@@ -163,16 +175,8 @@ def told_shape(values: Mapping[str, Any], role: str) -> ModelShape:
         else:
             right = (type(value) is int and 0 < value < MOST) or (value is None and kind.endswith("None"))
         if not right:
-            raise BundleError(
-                f"the manifest's shape of the {role} has the {name} {str(value)[:80]}; a value of the kind {kind} is wanted: "
-                "build the bundle again"
-            )
-    try:
-        return ModelShape(**found)
-    except TypeError as error:
-        raise BundleError(
-            f"the manifest's shape of the {role} is not one: {error}; build the bundle again"
-        ) from error
+            return f"the {name} {str(value)[:80]}; a value of the kind {kind} is wanted"
+    return ""
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:

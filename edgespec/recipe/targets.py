@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from edgespec.core.errors import BundleError, InputError, did_you_mean
+from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.shapes import ModelShape, told_shape
+from edgespec.core.shapes import ModelShape, impossible
 from edgespec.model_folder.weights_check import refuse_quantised
 from edgespec.shell.environment import cache_folder as cache_folder
 
@@ -184,16 +184,10 @@ def shape_in(file: Path) -> ModelShape:
     config = read_json(file)
     try:
         shape = ModelShape.from_config(config)
-        told_shape(asdict(shape), "target")
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
-    except BundleError as error:
-        told = (
-            str(error)
-            .removeprefix("the manifest's shape of the target has ")
-            .removesuffix(": build the bundle again")
-        )
-        raise InputError(f"{file} is no config of a Llama-style decoder: {told}") from error
+    if wrong := impossible(asdict(shape)):
+        raise InputError(f"{file} is no config of a Llama-style decoder: it gives {wrong}")
     refuse_quantised(config, file.parent)
     return shape
 

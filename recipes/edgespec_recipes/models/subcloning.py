@@ -165,8 +165,8 @@ def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:
     scaling = scaling_of(config.to_dict())
     if scaling is not None and scaling["rope_type"] in LONGROPE:
         raise InputError(
-            f"the target's RoPE scaling is {scaling['rope_type']!r}, a factor for each pair of a head, which a smaller head has "
-            f"not: {again}"
+            f"the target's RoPE scaling is {scaling['rope_type']!r}, whose factors are made for the target's heads and fit no "
+            f"smaller ones; {again}"
         )
     if shape.vocab_size != full.vocab_size or (shape.tied and not full.tied):
         raise InputError(

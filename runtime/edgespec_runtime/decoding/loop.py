@@ -32,9 +32,8 @@ from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
-from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
+from edgespec_runtime.rules.table import MAX_DRAFT, RULES, Kind, LoopRule, rule_of
 
-MAX_DRAFT = 62  # tokens: passes of 64 and more take llama.cpp's kernels for prompts, whose logits are not those of single steps
 NOTHING = Draft()  # of a plain step: making one takes microseconds
 
 

@@ -44,6 +44,7 @@ class ReplyOptions(Warp):
         f"promises more (default: hybrid under the rules {', '.join(LOSSLESS_RULES)}, else the model)",
         choices=(MODEL, LOOKUP, HYBRID),
     )
+    # at most 32: every token of a text costs the square of it
     lookup_ngram: int = knob(3, "longest run of tokens that prompt lookup looks for", at_least=1, at_most=32)
     p_min: float = knob(
         0.0, "end a draft where the drafter gives no token this probability", at_least=0.0, at_most=1.0

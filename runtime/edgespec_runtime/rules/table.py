@@ -19,9 +19,9 @@ from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.reproducible import ReproducibleRule
 
-MAX_WINDOW = (
-    62  # as loop.MAX_DRAFT; its logits are kept until the target has read it: of 128,000 tokens 33 MB
-)
+MAX_DRAFT = 62
+"""Tokens that are drafted before the target reads them. Passes of 64 and more take llama.cpp's kernels for prompts, whose logits
+are not those of single steps."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Discrepancy(Gap):
 class Bild(Discrepancy):
     a_f: float = knob(0.4, "the drafter goes on while max q >= 1 − a_f; 0 to 1", at_least=0.0, at_most=1.0)
     window: int = knob(
-        10, "draft tokens in a row before the target reads them", at_least=1, at_most=MAX_WINDOW
+        10, "draft tokens in a row before the target reads them", at_least=1, at_most=MAX_DRAFT
     )
 
 

@@ -20,13 +20,12 @@ from edgespec_recipes.models.initialise import (
 from edgespec_recipes.models.loading import load_model, load_tokenizer, save_model
 from edgespec_recipes.models.subcloning import kept_layers, kept_pairs, measure, subclone
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
-from family_cases import LLAMA3, YARN
 from tiny_models import make_model_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
-from edgespec.core.shapes import ModelShape, rope_of
+from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import DrafterShape, derive
 from edgespec.recipe.schema import DrafterOptions
 
@@ -297,24 +296,6 @@ def test_targets_that_no_llama_can_hold(families: dict[str, Path], family: str, 
     folder = families[family]
     with pytest.raises(InputError, match=rf"{message}.*--drafter\.init random"):
         subclone(load_model(folder), shape_of(folder, attention_bias=False, head_norms=False), TEXT)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [LLAMA3, YARN, {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}],
-    ids=lambda rope: str(rope["rope_type"]),
-)
-def test_a_cut_keeps_the_scaling_of_rope(rope: dict[str, Any], tmp_path: Path) -> None:
-    """Where nothing is cut away, the drafter is the target, also behind the context that it was first made for."""
-    folder = make_model_folder(tmp_path / "model", "llama", rope_parameters=rope)
-    options = DrafterOptions(init="subclone")
-    made = initial_drafter(shape_of(folder), options, folder, load_tokenizer(folder), 0, TEXT)
-    far = torch.from_numpy(np.random.default_rng(1).integers(4, 500, (1, 200)))
-    torch.testing.assert_close(logits(made, far), logits(load_model(folder), far), atol=1e-4, rtol=1e-4)
-    made.save_pretrained(tmp_path / "drafter")
-    assert rope_of(read_json(tmp_path / "drafter" / "config.json")) == rope_of(
-        read_json(folder / "config.json")
-    )
 
 
 @pytest.mark.parametrize(
