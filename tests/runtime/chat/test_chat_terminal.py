@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -234,3 +235,31 @@ def test_colours_only_where_they_are_wanted(bundle: Path, home: Path) -> None:
             terminal.close()
         assert ("\x1b[32m" in seen) is coloured
         assert ("drafted accepted" in seen.partition("Hello")[2].partition("20 tokens ·")[0]) is coloured
+
+
+def test_ctrl_c_ends_a_piped_chat_that_waits(bundle: Path) -> None:
+    """As any program in a pipe ends by it: with the code of a signal."""
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    program += "from edgespec.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [
+        sys.executable,
+        "-c",
+        program,
+        "chat",
+        str(bundle),
+        "--max-new-tokens",
+        "2",
+        "--draft-length",
+        "1",
+    ]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, **pipes, cwd=REPOSITORY, env=environment, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write("Hi\n")
+        process.stdin.flush()
+        assert process.stdout.readline()  # it has answered, and waits for more
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
 from altered_bundle import HELLO, change, refused
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec_runtime.untrusted import template_limits
-from edgespec_runtime.untrusted.template_limits import MAX_SECONDS
+from edgespec_runtime.untrusted.template import SafeTemplate
+from edgespec_runtime.untrusted.template_limits import MAX_SECONDS, Meter
 
 from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.manifest import open_manifest
@@ -172,3 +175,26 @@ def test_templates_in_use_still_render(copy: Path) -> None:
     wanted = plain.render(messages=messages, add_generation_prompt=True, tools=None, **special)
     assert tokenizer.render(messages) == wanted
     assert "all well" in wanted
+
+
+def test_renderings_at_once_have_a_meter_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread's rendering gives one that is under way no more work to do."""
+    template = SafeTemplate("{% for a in range(n) %}{{ a }}{% endfor %}")
+    begun, rendered = Event(), list[Meter]()
+    spend = Meter.spend
+
+    def spent(meter: Meter, amount: int) -> None:
+        if meter not in rendered:
+            rendered.append(meter)
+            begun.set()
+            time.sleep(0.2)  # the other thread has time to come in between
+        assert meter is rendered[-1]
+        spend(meter, amount)
+
+    monkeypatch.setattr(Meter, "spend", spent)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(template.render, {"n": 50})
+        begun.wait(10)
+        second = pool.submit(template.render, {"n": 50})
+        assert first.result() == second.result() == "".join(map(str, range(50)))
+    assert len(rendered) == 2
