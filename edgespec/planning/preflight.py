@@ -171,19 +171,13 @@ def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
         return [Shortage("disk", what, needed, free, f"in {cache_folder()}")] if needed > free else []
     if repo is None:
         return []
-    place = hub_cache()
+    from huggingface_hub import constants
+
+    place = Path(constants.HF_HUB_CACHE)
     if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
         return []  # there, or under way: what is left of it cannot be told without the hub
     needed, free = PUBLISHED_BYTES * target.parameters, free_disk(place)
     return [Shortage("disk", f"the download of {repo}", needed, free, f"in {place}")] if needed > free else []
-
-
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloads: $HF_HUB_CACHE, else in $HF_HOME, else in the user's cache folder."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME", f"{base}/huggingface")).expanduser() / "hub"
 
 
 def refuse(found: Sequence[Shortage]) -> None:
