@@ -15,9 +15,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 
 NAME = 200  # characters of a name that are shown
-MOST_ROWS = (
-    200_000  # objects in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
-)
+MOST_ROWS = 200_000  # in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
 MOST = 2.0**53  # whole numbers above are not exact as floats; nothing that edgespec measures is as large
 MOST_POSITIONS = 64  # of a draft, as a manifest allows
 JOINERS = "\u200c\u200d"  # they make one emoji or ligature of several characters
@@ -109,18 +107,10 @@ class Fields:
             not 0 <= mine <= all_ for mine, all_ in zip(accepted, tested, strict=True)
         ):
             raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
-        return RawCounts(
-            blocks=self.whole("blocks") or 0,
-            drafted=self.whole("drafted") or 0,
-            copied=self.whole("copied") or 0,
-            emitted=self.whole("emitted") or 0,
-            tested=tested,
-            accepted=accepted,
-            prefill_seconds=self.number("prefill_seconds") or 0.0,
-            draft_seconds=self.number("draft_seconds") or 0.0,
-            verify_seconds=self.number("verify_seconds") or 0.0,
-            total_seconds=self.number("total_seconds") or 0.0,
-        )
+        whole, seconds = ("blocks", "drafted", "copied", "emitted"), ("prefill", "draft", "verify", "total")
+        values: dict[str, Any] = {name: self.whole(name) or 0 for name in whole}
+        values |= {f"{name}_seconds": self.number(f"{name}_seconds") or 0.0 for name in seconds}
+        return RawCounts(tested=tested, accepted=accepted, **values)
 
     def keys(self, key: str, most: int = MOST_POSITIONS) -> list[str]:
         """The names in an object, as they are."""
