@@ -11,7 +11,7 @@ from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, lying
 from edgespec.report.gather import Run
 from edgespec.report.measured import PLAIN
-from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, number, of_run, rate
+from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, flips, number, of_run, rate
 from edgespec.report.sources import DOCTOR
 
 MOST_WAYS = 40  # engines, precisions and modes of one bundle
@@ -82,7 +82,7 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
             continue
         plain, best, fields = bench.at(PLAIN), bench.best, bench.fields
         words = " ".join(fields.text(key) for key in ("engine", "engine_version", "precision"))
-        threads = fields.whole("threads")
+        threads, exactness = fields.whole("threads"), fields.object("exactness")
         rows.append(
             [
                 Cell(of_run(clean(words), run.number, len(runs)), f"{threads} threads" if threads else ""),
@@ -90,16 +90,11 @@ def _measured(runs: Sequence[Run]) -> list[Table]:
                 Cell(best.name if best else ""),
                 rate(best.token_rate if best else None),
                 between(best.speedup if best else None),
-                _flips(fields.object("exactness")),
+                flips(exactness.whole("flips"), exactness.whole("positions")),
             ]
         )
     headers = ["", "plain tok/s", "best fixed γ", "tok/s", "x plain", "flips"]
     return [Table(headers, rows, title="Measured by bench")] if rows else []
-
-
-def _flips(exactness: Fields) -> Cell:
-    flips, positions = exactness.whole("flips"), exactness.whole("positions")
-    return Cell("–") if flips is None else Cell(f"{flips:,}", f"of {positions:,}" if positions else "")
 
 
 def _way(way: Fields, alpha: float | None) -> Way:
@@ -118,13 +113,13 @@ def _way(way: Fields, alpha: float | None) -> Way:
         known = Costs(tuple(contexts), tuple(passes), tuple(costs.numbers("draft_seconds", MOST_CONTEXTS)))
     except InputError as error:
         raise InputError(f"{costs.where}: {error}") from error
-    flips = difference.whole("flips") or 0
+    changed, positions = difference.whole("flips"), difference.whole("positions")
     variant = Variant(
         way.text("engine", 40),
         way.text("precision", 40),
         way.flag("flash_attention"),
         known,
-        Difference(difference.number("largest") or 0.0, flips, difference.whole("positions") or 0),
+        Difference(difference.number("largest") or 0.0, changed or 0, positions or 0),
         way.flag("fast_graph") or False,
     )
     plain = 1.0 / variant.step_seconds
@@ -134,7 +129,7 @@ def _way(way: Fields, alpha: float | None) -> Way:
         number(known.v(2, variant.context)),
         number(known.v(4, variant.context)),
         number(known.c_t(variant.context)),
-        _flips(difference),
+        flips(changed, positions),
     ]
     if alpha is None:
         return Way(variant.name, plain, None, cells)

@@ -42,12 +42,7 @@ class Fields:
 
     def text(self, key: str, most: int = NAME, *, lines: bool = False) -> str:
         """'' where it is absent."""
-        seen = self.values.get(key)
-        if seen is None:
-            return ""
-        if not isinstance(seen, str):
-            raise self._refused(key, seen, "a string")
-        return clean(seen, most, lines=lines)
+        return clean(self._typed(key, str, "a string") or "", most, lines=lines)
 
     def number(self, key: str) -> float | None:
         return self._number(key, self.values.get(key))
@@ -59,9 +54,7 @@ class Fields:
         return None if seen is None else int(seen)
 
     def flag(self, key: str) -> bool | None:
-        seen = self.values.get(key)
-        if seen is not None and not isinstance(seen, bool):
-            raise self._refused(key, seen, "true or false")
+        seen: bool | None = self._typed(key, bool, "true or false")
         return seen
 
     def interval(self, key: str) -> Interval | None:
@@ -94,11 +87,12 @@ class Fields:
 
     def object(self, key: str) -> Fields:
         """An empty one where it is absent."""
-        return self._fields(key, self.values.get(key))
+        return Fields(self._typed(key, dict, "an object") or {}, f"{self.where}, {clean(key, 80)}")
 
     def objects(self, key: str, most: int = MOST_ROWS) -> Iterator[Fields]:
         for place, one in enumerate(self._list(key, most)):
-            yield self._fields(f"{key}[{place}]", one)
+            named = f"{key}[{place}]"
+            yield Fields({named: one}, self.where).object(named)
 
     def counts(self) -> RawCounts:
         """This object as raw counts."""
@@ -116,6 +110,13 @@ class Fields:
         """The names in an object, as they are."""
         return list(self.object(key).values)[:most]
 
+    def _typed(self, key: str, kind: type[Any], wanted: str) -> Any:
+        """The value, which is of this kind; None where it is absent."""
+        seen = self.values.get(key)
+        if seen is not None and not isinstance(seen, kind):
+            raise self._refused(key, seen, wanted)
+        return seen
+
     def _number(self, key: str, seen: Any) -> float | None:
         if seen is None:
             return None
@@ -130,21 +131,12 @@ class Fields:
         return value if math.isfinite(value) else None
 
     def _list(self, key: str, most: int) -> list[Any]:
-        seen = self.values.get(key)
-        if seen is None:
-            return []
-        if not isinstance(seen, list):
-            raise self._refused(key, seen, "a list")
+        seen: list[Any] = self._typed(key, list, "a list") or []
         if len(seen) > most:
             raise InputError(
                 f"{self.where}: {key!r} has {len(seen)} entries; at most {most} are read: is the file edgespec's own?"
             )
         return seen
-
-    def _fields(self, key: str, seen: Any) -> Fields:
-        if seen is not None and not isinstance(seen, dict):
-            raise self._refused(key, seen, "an object")
-        return Fields(seen or {}, f"{self.where}, {clean(key, 80)}")
 
     def _refused(self, key: str, seen: Any, wanted: str) -> InputError:
         shown = clean(repr(seen), 80)

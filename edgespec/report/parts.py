@@ -107,8 +107,14 @@ def of_run(words: str, run: int, runs: int) -> str:
     return words if runs == 1 else f"{letter(run)}: {words}"
 
 
-def number(value: float | None, form: str = ",.2f") -> Cell:
-    return Cell(ABSENT if value is None else format(value, form))
+def number(value: float | None, form: str = ",.2f", note: str = "") -> Cell:
+    return Cell(ABSENT if value is None else format(value, form), note)
+
+
+def flips(found: int | None, positions: int | None, more: str = "") -> Cell:
+    """Most likely tokens that changed, of so many positions."""
+    of = f"of {positions:,}" if positions and found is not None else ""
+    return number(found, ",", ", ".join(filter(None, [of, more])))
 
 
 def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: bool = False) -> Cell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.manifest import Manifest
@@ -11,7 +11,7 @@ from edgespec.core.metrics import bootstrap, ratio_of_sums
 from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import INK, MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
-from edgespec.report.parts import Cell, Figure, Section, Table, between, number, of_run, size
+from edgespec.report.parts import Cell, Figure, Section, Table, between, flips, number, of_run, size
 from edgespec.report.sources import VERIFY
 
 MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
@@ -77,29 +77,22 @@ def _bytes_of(manifest: Manifest, role: str, engine: str, precision: str) -> int
 def _table(rows: Sequence[FileRow]) -> Table:
     cells = []
     for row in rows:
-        positions = row.found.whole("positions")
-        mine, theirs = row.found.number("perplexity"), row.found.number("torch_perplexity")
-        broken = row.found.texts("broken", length=400)
+        check = row.found
+        theirs, fast = check.number("torch_perplexity"), check.object("fast").whole("block_flips")
+        fast_flips = "" if fast is None else f"{fast:,} in fast mode"
+        broken = check.texts("broken", length=400)
         cells.append(
             [
                 Cell(f"{row.role} {row.engine} {row.precision}", "; ".join(broken)),
                 size(row.bytes),
-                number(row.found.number("top1"), ".1%"),
-                _small(row.found.number("kl")),
-                replace(number(mine), note="" if theirs is None else f"float {theirs:,.2f}"),
-                _flips(
-                    row.found.whole("block_flips"), positions, row.found.object("fast").whole("block_flips")
-                ),
+                number(check.number("top1"), ".1%"),
+                _small(check.number("kl")),
+                number(check.number("perplexity"), note="" if theirs is None else f"float {theirs:,.2f}"),
+                flips(check.whole("block_flips"), check.whole("positions"), fast_flips),
                 Cell("bound broken" if broken else "ok"),
             ]
         )
     return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
-
-
-def _flips(flips: int | None, positions: int | None, fast: int | None) -> Cell:
-    notes = [f"of {positions:,}" if positions and flips is not None else ""]
-    notes += ["" if fast is None else f"{fast:,} in fast mode"]
-    return replace(number(flips, ",.0f"), note=", ".join(filter(None, notes)))
 
 
 def _small(value: float | None) -> Cell:
