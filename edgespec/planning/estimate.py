@@ -63,6 +63,11 @@ class StageCost:
     memory: int
     disk: int
 
+    @property
+    def folder(self) -> str:
+        """The stage's folder in a build: the first word of its name."""
+        return self.stage.split()[0]
+
 
 def _steps_tokens(options: TrainingOptions) -> int:
     return options.steps * options.batch_size * options.context
