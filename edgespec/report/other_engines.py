@@ -72,7 +72,7 @@ def _expected(run: Run) -> list[Table | Words]:
 def _compared(found: Fields) -> Table:
     """A line for every engine that ran the pair: tokens per pass there and here."""
     cells = []
-    for row in found.objects("rows", MOST_ENGINES):
+    for row in found.objects("list", MOST_ENGINES):
         ours = total([one.object("counts").counts() for one in row.objects("ours", MOST_ANSWERS)])
         passes = sum(one.whole("passes") or 0 for one in row.objects("answers", MOST_ANSWERS))
         cells.append(

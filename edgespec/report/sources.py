@@ -75,11 +75,11 @@ def open_sources(name: str) -> Sources:
 
 
 def _measurements(path: Path) -> Sources:
-    """A file of measurements, by its keys; the list that other-engines writes is the object's 'rows'."""
+    """A file of measurements, by its keys; the list that other-engines writes stands under "list"."""
     value, digest = _read(path)
     if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         if all({"name", "rule", "answers", "ours"} <= set(one) for one in value):
-            return {ENGINES: Source(ENGINES, path, digest, Fields({"rows": value}, str(path)))}
+            return {ENGINES: Source(ENGINES, path, digest, Fields({"list": value}, str(path)))}
     elif isinstance(value, dict):
         for kind, keys in _MARKS.items():
             if set(keys) <= set(value):
