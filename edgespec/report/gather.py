@@ -136,7 +136,8 @@ def gather(paths: Sequence[str]) -> list[Run]:
         if {BUNDLE, BUILD} & {*found}:
             _begin(runs, found)
         else:
-            _add(runs, *found.values())
+            for source in found.values():
+                _add(runs, source)
     if len(runs) > MOST_RUNS:
         raise InputError(f"{len(runs)} runs were given; at most {MOST_RUNS} fit side by side: give fewer")
     for number, run in enumerate(runs):
