@@ -9,8 +9,9 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import sha256_file, writing
@@ -44,28 +45,20 @@ def run(given: dict[str, Any]) -> int:
     return 0
 
 
-class _Bounded:
-    """A file that takes at most `limit` bytes, as the hub's client writes to it; tells `bar` how much it was."""
+class _Bounded(FileIO):
+    """A part that grows to at most `limit` bytes of the file `of`; tells `bar` how much was written."""
 
-    def __init__(self, stream: BinaryIO, limit: int, name: str, bar: Any) -> None:
-        self._stream, self._limit, self._name, self._bar = stream, limit, name, bar
+    def __init__(self, part: Path, limit: int, of: str, bar: Any) -> None:
+        super().__init__(part, "ab")
+        self._limit, self._of, self._bar = limit, of, bar
 
-    def write(self, data: bytes) -> int:
-        if self._stream.tell() + len(data) > self._limit:
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self._limit:
             raise BundleError(
-                f"the hub sends more than the {self._limit} bytes of {self._name!r}; the repository is altered"
+                f"the hub sends more than the {self._limit} bytes of {self._of!r}; the repository is altered"
             )
         self._bar.update(len(data) / MIB)
-        return self._stream.write(data)
-
-    def tell(self) -> int:
-        return self._stream.tell()
-
-    def seek(self, place: int) -> int:
-        return self._stream.seek(place)
-
-    def truncate(self) -> int:
-        return self._stream.truncate()
+        return super().write(data)
 
 
 def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
@@ -199,14 +192,13 @@ def _download(repo: str, commit: str, name: str, wanted: int, part: Path, bar: A
     from huggingface_hub.utils import build_hf_headers, disable_progress_bars
 
     disable_progress_bars()  # ours covers all files
-    with writing(part), open(part, "ab", buffering=0) as stream:
-        sink: Any = _Bounded(stream, wanted, name, bar)
+    with writing(part), _Bounded(part, wanted, name, bar) as stream:
         if wanted:
             with hub_errors(repo, "pull"):
                 try:
                     http_get(
                         hf_hub_url(repo, name, revision=commit),
-                        sink,
+                        stream,
                         resume_size=stream.tell(),
                         headers=build_hf_headers(),
                         expected_size=wanted,

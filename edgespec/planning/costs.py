@@ -1,4 +1,4 @@
-"""What one decoder costs, from its shape: FLOPs, bytes of memory, bytes on disk. Arithmetic only; knows no recipe.
+"""What one decoder costs, from its shape: FLOPs, bytes of memory, bytes of its files. Arithmetic only; knows no recipe.
 
 A multiply-add is two FLOPs. Norms, activations, softmax and the optimizer are left out, as is usual. Attention is counted over
 the whole rectangle: kernels that take a mask compute it all. Memory is float32 (what autocast to bf16 saves is not taken off).
@@ -7,12 +7,23 @@ the whole rectangle: kernels that take a mask compute it all. Memory is float32 
 from __future__ import annotations
 
 from edgespec.core.shapes import ModelShape
+from edgespec.recipe.devices import ONNXRUNTIME, STATIC
 
 FLOAT = 4
 ADAMW = 8
 """Bytes of AdamW's two moments of a parameter."""
 SAMPLING = 20
 """Bytes of a logit while a token is drawn from it: logit, probability and nucleus in float32, heights in float64."""
+EXPORTED_BYTES = {
+    **{"fp32": 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int4": 0.625, "q8_0": 34 / 32, "q4_0": 18 / 32},
+    **{"fp16": 2.0, "int8": 36 / 32, "qdq8": 1.0, "qdq16": 1.0},
+    **{"q4_k_s": 4.58 / 8, "q4_k_m": 4.85 / 8, "q5_k_m": 5.69 / 8, "q6_k": 210 / 256},
+    **{"q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "mixed": 8.5 / 8, "q_mixed": 8.5 / 8},
+}
+"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 and q4_0 a float16 one; the K mixtures as llama.cpp counts them; of
+mixed files the most that they can have."""
+HEAD_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
+"""Of a weight of the output head, where it is kept at another precision."""
 
 
 def body_weights(shape: ModelShape) -> int:
@@ -96,3 +107,27 @@ def cache_bytes(shape: ModelShape, rows: int, tokens: int) -> int:
 def sampling_bytes(shape: ModelShape, rows: int) -> int:
     """The distributions one token of each of `rows` rows is drawn from."""
     return SAMPLING * shape.vocab_size * rows
+
+
+def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False) -> float:
+    """Bytes of a model's exported weights, or only of those that one token reads (`streamed`)."""
+    each = EXPORTED_BYTES[precision]
+    weights = shape.streamed_parameters if streamed else shape.parameters
+    return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
+
+
+def file_bytes(shape: ModelShape, engine: str, precision: str, *, streamed: bool = False) -> int:
+    """Bytes of a model's weights in a file (ONNX: and its RoPE tables), or of those one token reads (`streamed`).
+
+    Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8.
+    """
+    if engine == STATIC:
+        matrices = shape.layers * shape.layer_parameters + shape.embedding_parameters
+        rows = 0 if streamed else shape.embedding_parameters
+        return round(matrices * (FLOAT if precision == "fp32" else 1) + FLOAT * rows)
+    stored = exported_bytes(shape, precision, streamed=streamed)
+    if engine == ONNXRUNTIME and not streamed:
+        stored += FLOAT * shape.context_length * shape.head_dim
+        if precision == "int4" and not shape.tied:  # an input embedding of its own stays in floats
+            stored += (FLOAT - EXPORTED_BYTES[precision]) * shape.embedding_parameters
+    return round(stored)

@@ -1,11 +1,11 @@
-"""Whether a pair fits into a device's memory: weights, KV caches and what the engine needs besides, each number shown.
+"""Whether a pair fits into a device's memory: weights, KV caches and what the engine needs besides, each number shown. And the
+device profiles in words: a table of all, or one with its files, its precisions, its memory, and what was run where.
 
 Arithmetic on shapes and a profile; reads no file and asks no system.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, table
 from edgespec.planning import costs
 from edgespec.planning.estimate import size
-from edgespec.planning.file_sizes import weight_bytes
-from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of, profiles
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.schema import DrafterOptions, Recipe
+from edgespec.recipe.targets import shape_of_target
 
 LOADED = 1.1
 """Bytes of memory for a byte of weights in the file: both engines keep packed copies of some matrices."""
@@ -91,45 +92,39 @@ class Fit:
         )
 
 
-def in_memory(shape: ModelShape, engine: str, precision: str) -> int:
-    """Bytes of weights as the engine holds them: those of the file, or floats where it widens them."""
-    return weight_bytes(shape, engine, "fp32" if (engine, precision) in WIDENED else precision)
-
-
-def _times(engine: str) -> float:
-    return LOADED * STATIC_GRAPHS if engine == STATIC else LOADED
-
-
 def cache_bytes_per_token(shape: ModelShape, engine: str) -> int:
     """Bytes of keys and values of one token in all layers: 2 · layers · KV heads · head size · bytes of a value."""
     return costs.cache_values(shape) * CACHE_VALUE[engine]
 
 
-def fit(profile: Profile, target: ModelShape, drafter: ModelShape, context: int | None = None) -> Fit:
-    """The memory the pair takes on a device; `context`: the profile's, but no longer than either model knows."""
-    shapes: Mapping[str, ModelShape] = {"target": target, "drafter": drafter}
-    precisions = {"target": profile.target, "drafter": profile.drafter}
-    tokens = min(context or profile.context, target.context_length, drafter.context_length)
-    parts = []
-    for role, shape in shapes.items():
-        kept, times = in_memory(shape, profile.engine, precisions[role]), _times(profile.engine)
-        how = f"{count(shape.parameters)} parameters in {precisions[role]}: {size(kept)}, times {times:g} when loaded"
-        parts.append(Part(f"{role}'s weights", round(times * kept), how))
-    for role, shape in shapes.items():
-        values = costs.cache_values(shape)
-        how = f"{tokens:,} tokens x {values:,} values x {CACHE_VALUE[profile.engine]} bytes"
-        parts.append(Part(f"{role}'s KV cache", tokens * cache_bytes_per_token(shape, profile.engine), how))
-    parts.append(Part("engine", WORKING_MEMORY, "code and buffers"))
+def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
+    """The memory the pair takes on a device, at the profile's context or the longest that both models know."""
+    engine = profile.engine
+    times = LOADED * STATIC_GRAPHS if engine == STATIC else LOADED
+    tokens = min(profile.context, target.context_length, drafter.context_length)
+    weights, caches, streamed = [], [], {}
+    for role, shape, precision in (("target", target, profile.target), ("drafter", drafter, profile.drafter)):
+        kept = costs.file_bytes(shape, engine, "fp32" if (engine, precision) in WIDENED else precision)
+        how = (
+            f"{count(shape.parameters)} parameters in {precision}: {size(kept)}, times {times:g} when loaded"
+        )
+        weights.append(Part(f"{role}'s weights", round(times * kept), how))
+        how = f"{tokens:,} tokens x {costs.cache_values(shape):,} values x {CACHE_VALUE[engine]} bytes"
+        caches.append(Part(f"{role}'s KV cache", tokens * cache_bytes_per_token(shape, engine), how))
+        streamed[role] = costs.file_bytes(shape, engine, precision, streamed=True)
     return Fit(
         profile,
         tokens,
-        tuple(parts),
-        sum(cache_bytes_per_token(shape, profile.engine) for shape in shapes.values()),
-        {
-            role: weight_bytes(shape, profile.engine, precisions[role], streamed=True)
-            for role, shape in shapes.items()
-        },
+        (*weights, *caches, Part("engine", WORKING_MEMORY, "code and buffers")),
+        cache_bytes_per_token(target, engine) + cache_bytes_per_token(drafter, engine),
+        streamed,
     )
+
+
+def usual_fit(profile: Profile, target: str) -> Fit:
+    """The memory a target and a drafter of the usual size take on a device. Raises InputError for an unknown target."""
+    shape = shape_of_target(target)
+    return fit(profile, shape, derive(shape, DrafterOptions()))
 
 
 def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
@@ -144,8 +139,7 @@ def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
     kept = tuple(
         name
         for name in getattr(recipe.export, kind)
-        if name == device.target
-        or fit(replace(device, target=name, drafter=name), target, drafter, recipe.export.context).fits
+        if name == device.target or fit(replace(device, target=name, drafter=name), target, drafter).fits
     )
     changes: dict[str, Any] = {kind: kept}
     return replace(recipe, export=replace(recipe.export, **changes))
@@ -160,3 +154,38 @@ def check_fit(found: Fit, name: str) -> None:
         f"{name} does not fit on {found.profile.name}: {summed} = {size(found.needed)}, and its memory budget is "
         f"{size(found.profile.memory_bytes)}; {found.cure}"
     )
+
+
+def overview(target: str = "") -> str:
+    """Every profile in a row; with a target, whether its pair fits. Raises InputError for an unknown target."""
+    headers = ["device", "engine", "target / drafter", "context", "memory", "run here"]
+    headers += ["fits"] if target else []
+    rows = []
+    for one in profiles().values():
+        ran = "yes" if one.ran.startswith("run ") else "no"
+        files = f"{one.target} / {one.drafter}"
+        row = [one.name, one.engine, files, f"{one.context:,}", f"{one.memory_gib:g} GiB", ran]
+        if target:
+            row.append("yes" if usual_fit(one, target).fits else "no")
+        rows.append(row)
+    return (
+        f"{table(headers, rows, left=3)}\n\n"
+        "edgespec plan --devices --device NAME says what was run where; edgespec export --device NAME writes its files."
+    )
+
+
+def shown(one: Profile) -> str:
+    """One profile in lines."""
+    rows = {
+        "engine": one.engine,
+        "files": "; ".join(f"{name} {', '.join(getattr(one, name))}" for name in one.formats),
+        "precision": f"target {one.target}, drafter {one.drafter}",
+        "draft length": one.policy,
+        "context": f"{one.context:,} tokens (a model with a shorter one keeps its own)",
+        "memory": f"{one.memory_gib:g} GiB for the pair",
+        "bandwidth": f"{one.bandwidth_gb_s:g} GB/s at most ({one.memory}; arithmetic, not measured)",
+        "run": one.ran,
+    }
+    width = max(map(len, rows))
+    lines = [f"{one.name}: {one.title}", "", *(f"{name:<{width}}  {value}" for name, value in rows.items())]
+    return "\n".join([*lines, "", f"edgespec export --target FOLDER --drafter FOLDER --device {one.name}"])

@@ -8,15 +8,14 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
-from edgespec.planning.file_sizes import EXPORTED_BYTES, exported_bytes, weight_bytes
-from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
+from edgespec.recipe.devices import FORMAT_OF
 from edgespec.recipe.reference import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -30,6 +29,7 @@ from edgespec.recipe.schema import (
     SELF_TEXT,
     STATES,
     DistillOptions,
+    ExportOptions,
     InferenceOptions,
     Recipe,
     TrainingOptions,
@@ -62,6 +62,11 @@ class StageCost:
     flops: float
     memory: int
     disk: int
+
+    @property
+    def folder(self) -> str:
+        """The stage's folder in a build: the first word of its name."""
+        return self.stage.split()[0]
 
 
 def _steps_tokens(options: TrainingOptions) -> int:
@@ -117,7 +122,8 @@ def inference_bytes(how: InferenceOptions, target: ModelShape) -> int:
     if how.source == "server":
         return 0
     if how.source == "file":
-        return round(exported_bytes(target, how.precision if how.precision in EXPORTED_BYTES else "q4_0"))
+        precision = how.precision if how.precision in costs.EXPORTED_BYTES else "q4_0"
+        return round(costs.exported_bytes(target, precision))
     if how.bits is not None:
         return target.parameters * how.bits // 8
     each = costs.FLOAT if how.dtype == "float32" else 2
@@ -137,11 +143,6 @@ def _tune(recipe: Recipe, target: ModelShape) -> StageCost:
     teachers = [shape_of_target(options.teacher)] if options.teacher else []
     flops = sum(costs.forward_flops(teacher, _steps_tokens(options), options.context) for teacher in teachers)
     return _training("tune", options, target, flops=flops, judges=teachers)
-
-
-def _pretrain(recipe: Recipe, drafter: ModelShape) -> StageCost:
-    text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
-    return _training("pretrain", recipe.pretrain, drafter, masked=False, disk=text)
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,6 @@ def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
     )
 
 
-def _with_states(recipe: Recipe, answers: StageCost, target: ModelShape) -> StageCost:
-    """What the target writes with what is kept of it for a head: float16 hidden states, and distributions."""
-    return replace(answers, disk=answers.disk + _states_bytes(recipe, target) * answers.tokens)
-
-
 def _states_bytes(recipe: Recipe, target: ModelShape) -> int:
     """Of one token: what a head reads of it in float16, and its distribution."""
     states = 3 if recipe.drafter.features == THREE else 1
@@ -197,32 +193,19 @@ def stored_position_bytes(target: ModelShape, top_k: int) -> int:
     return top_k * (_id_bytes(target) + 2) + 2
 
 
-def _store(recipe: Recipe, target: ModelShape) -> StageCost:
-    """One pass of the target over the packed responses."""
-    positions = recipe.generate.prompts * recipe.generate.max_new_tokens
-    tokens = recipe.generate.prompts * (PROMPT_TOKENS + recipe.generate.max_new_tokens)
+def _read(
+    recipe: Recipe, target: ModelShape, name: str, tokens: int, kept: int, logits: int | None = None
+) -> StageCost:
+    """One pass of the target over finished text, of which `kept` bytes stay; `logits`: positions that have them (all)."""
     context = recipe.distill.context
-    return StageCost(
-        "store",
-        tokens,
-        costs.forward_flops(target, tokens, context, positions),
-        inference_bytes(recipe.inference, target)
-        + costs.passing_activation_bytes(target, STORED_AT_ONCE, context)
-        + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
-        positions * stored_position_bytes(target, recipe.distill.stored_top_k),
-    )
-
-
-def _read(recipe: Recipe, target: ModelShape, name: str, tokens: int) -> StageCost:
-    """One pass of the target over finished text, from which it keeps what a head learns from."""
     return StageCost(
         name,
         tokens,
-        costs.forward_flops(target, tokens, recipe.distill.context, tokens),
+        costs.forward_flops(target, tokens, context, logits),
         inference_bytes(recipe.inference, target)
-        + costs.passing_activation_bytes(target, STORED_AT_ONCE, recipe.distill.context)
+        + costs.passing_activation_bytes(target, STORED_AT_ONCE, context)
         + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
-        _states_bytes(recipe, target) * tokens,
+        kept,
     )
 
 
@@ -305,25 +288,13 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
 
 
-def _export(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
-    """Files only: FLOPs are none to speak of."""
-    return StageCost("export", 0, 0.0, costs.weight_bytes(target), _files_bytes(recipe, target, drafter))
-
-
-def _pack(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageCost:
-    """The bundle's copies of the exported files, and of the drafter's checkpoint where no device is named."""
-    checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
-    return StageCost("pack", 0, 0.0, 0, _files_bytes(recipe, target, drafter) + checkpoint)
-
-
-def _files_bytes(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> int:
-    export = recipe.export
-    files = {ONNXRUNTIME: export.onnx, LLAMACPP: export.gguf, STATIC: export.npu}
+def files_bytes(export: ExportOptions, models: Iterable[ModelShape]) -> int:
+    """The exported files of these models, all formats and precisions together."""
     return sum(
-        weight_bytes(model, engine, precision)
-        for model in (target, drafter)
-        for engine, precisions in files.items()
-        for precision in precisions
+        costs.file_bytes(model, engine, precision)
+        for model in models
+        for engine, name in FORMAT_OF.items()
+        for precision in getattr(export, name)
     )
 
 
@@ -333,29 +304,34 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     `recipe` is what one of the processes meets (plan_stages.for_processes). Raises InputError where a teacher's shape is
     not known here.
     """
-    distill, reference, how = recipe.distill, recipe.reference, recipe.inference
+    distill, how, head = recipe.distill, recipe.inference, recipe.drafter.kind == "head"
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
     *own, answers = (_written(recipe, writing, target) for writing in writings(recipe))
     stages += own
-    head = recipe.drafter.kind == "head"
     if recipe.pretrain.steps and not head:
-        stages.append(_pretrain(recipe, drafter))
+        text = _id_bytes(drafter) * _steps_tokens(recipe.pretrain)
+        stages.append(_training("pretrain", recipe.pretrain, drafter, masked=False, disk=text))
+    states = _states_bytes(recipe, target)
     again = head and recipe.drafter.features == THREE
-    stages.append(_with_states(recipe, answers, target) if head and not again else answers)
+    if head and not again:  # kept while the target writes
+        answers = replace(answers, disk=answers.disk + states * answers.tokens)
+    stages.append(answers)
     if again:
-        stages.append(_read(recipe, target, STATES, answers.tokens))
+        stages.append(_read(recipe, target, STATES, answers.tokens, states * answers.tokens))
     if head and distill.fixed_fraction:
-        stages.append(_read(recipe, target, READ, read_tokens(distill)))
+        tokens = read_tokens(distill)
+        stages.append(_read(recipe, target, READ, tokens, states * tokens))
     if distill.against:
-        weights = (
-            costs.FLOAT * target.parameters
-        )  # the exporter holds them once, and the folder has them once more
+        # the exporter holds the weights once, and the folder has them once more
+        weights = costs.weight_bytes(target)
         stages.append(StageCost(ROUNDED, 0, 0.0, weights, weights))
     if distill.target_side == "stored" and not head:
-        stages.append(_store(recipe, target))
-    if distill.select_fraction < 1 and reference.steps:
+        positions = recipe.generate.prompts * recipe.generate.max_new_tokens
+        kept = positions * stored_position_bytes(target, distill.stored_top_k)
+        stages.append(_read(recipe, target, "store", answers.tokens, kept, logits=positions))
+    if distill.select_fraction < 1 and recipe.reference.steps:
         options = reference_options(recipe)
         stages.append(_distill("reference", options, target, drafter, how, processes=processes))
     if distill.steps:
@@ -363,10 +339,14 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
         cost = _distill("distill", distill, target, drafter, how, processes=processes, text_disk=text_disk)
         steps = distill.unrolled_steps if head else 1  # each of a head's own steps is a pass over all tokens
         stages.append(replace(cost, flops=steps * cost.flops))
-    stages.append(_evaluate(recipe, target, drafter))
-    stages.append(_export(recipe, target, drafter))
-    stages.append(_pack(recipe, target, drafter))
-    return stages
+    files = files_bytes(recipe.export, (target, drafter))
+    checkpoint = 0 if recipe.device else costs.weight_bytes(drafter)
+    return [
+        *stages,
+        _evaluate(recipe, target, drafter),
+        StageCost("export", 0, 0.0, costs.weight_bytes(target), files),
+        StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
+    ]
 
 
 def size(number: float) -> str:
@@ -375,10 +355,3 @@ def size(number: float) -> str:
         if number >= 2 ** (10 * power):
             return f"{number / 2 ** (10 * power):.3g} {unit}"
     return f"{number / 2**10:.3g} KiB"
-
-
-def summary(stages: Sequence[StageCost]) -> str:
-    """All stages in one line: FLOPs and disk add up, of memory the largest stage counts."""
-    flops = sum(stage.flops for stage in stages)
-    memory, disk = max(stage.memory for stage in stages), sum(stage.disk for stage in stages)
-    return f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"

@@ -21,8 +21,8 @@ Knows no models. What a program reaches of these figures is the plan's assumptio
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from time import perf_counter
+import timeit
+from dataclasses import dataclass, replace
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.free_space import free_memory
@@ -92,8 +92,7 @@ def parse(text: str) -> Hardware:
 
     Raises InputError: an unknown name (with the nearest known one), a count that is none.
     """
-    plain = " ".join(text.replace("-", " ").replace("_", " ").lower().split())
-    if plain in (THIS_MACHINE, "cpu"):
+    if is_this_machine(text) or text.strip().lower() == "cpu":
         return this_machine()
     form = _FORM.fullmatch(text.strip())
     count, name = (int(form[1] or 1), _key(form[2])) if form else (0, "")
@@ -105,8 +104,12 @@ def parse(text: str) -> Hardware:
         near = [card for card in CARDS if name and _key(card).startswith(name)]
         hint = f"; did you mean {near[0]!r}?" if near else did_you_mean(form[2].upper().strip(), known)
         raise InputError(f"unknown GPU {form[2].strip()!r}{hint}")
-    card = CARDS[names[name]]
-    return Hardware(names[name], count, card.flops, card.bandwidth, card.memory, bf16=card.bf16)
+    return replace(CARDS[names[name]], name=names[name], count=count)
+
+
+def is_this_machine(text: str) -> bool:
+    """Whether it says `this machine`, with a blank, a hyphen or an underscore."""
+    return " ".join(text.replace("-", " ").replace("_", " ").lower().split()) == THIS_MACHINE
 
 
 def _key(name: str) -> str:
@@ -136,14 +139,11 @@ def this_machine() -> Hardware:
     )
 
 
-def _multiply_rate(size: int = 1024, times: int = 8) -> float:
-    """FLOP/s of float32 products of two square matrices in numpy: the best of several."""
+def _multiply_rate() -> float:
+    """FLOP/s of float32 products of two square matrices in numpy: the best of eight."""
     import numpy as np
 
+    size = 1024
     one = np.ones((size, size), dtype=np.float32)
-    best = float("inf")
-    for _ in range(times):
-        start = perf_counter()
-        one @ one
-        best = min(best, perf_counter() - start)
-    return 2.0 * size**3 / best
+    seconds = min(timeit.repeat(lambda: one @ one, number=1, repeat=8))
+    return 2.0 * size**3 / seconds

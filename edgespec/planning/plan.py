@@ -5,16 +5,16 @@ Arithmetic on shapes: needs no weights, no network and no torch. Every knob of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.options import check, knob
+from edgespec.core.options import check, knob, knobs_of
 from edgespec.core.output import json_knob
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import Fit, fit, fitting
-from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, parse, this_machine
+from edgespec.planning.hardware import CARDS, THIS_MACHINE, Hardware, is_this_machine, parse, this_machine
 from edgespec.planning.plan_device import Way, budget, measured, rates_of_machine, rates_of_profile
 from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
@@ -24,7 +24,7 @@ from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
-from edgespec.recipe.targets import TARGETS, is_hub_id, shape_of_target
+from edgespec.recipe.targets import TARGETS, find_shape, is_hub_id, shape_of_target
 
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 """What a budget of this machine is made for, where nothing was measured."""
@@ -60,20 +60,17 @@ class PlanOptions(Recipe):
     json: str = json_knob()
 
 
-OWN = tuple(field.name for field in fields(PlanOptions) if field.name not in {f.name for f in fields(Recipe)})
+OWN = tuple(PlanOptions.__annotations__)
+"""Its knobs that a recipe does not have."""
 
 
 def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
     """The plan's options (their target is a placeholder), and the recipe that build-drafter would run with the same flags."""
     flags = dict(given)
-    if _is_machine(flags.get("device", "")):
+    if is_this_machine(flags.get("device", "")):
         del flags["device"]
-    hints = {"alphas": tuple[float, ...], "mfu": float, "bandwidth_share": float}
-    own = {
-        name: check(flags.pop(name), hints.get(name, str), PlanOptions.__dataclass_fields__[name], name)
-        for name in OWN
-        if name in flags
-    }
+    knobs = dict(knobs_of(PlanOptions))
+    own = {name: check(flags.pop(name), *knobs[name], name) for name in OWN if name in flags}
     options = PlanOptions(target="", **own)
     file = recipe_file(options.recipe) if options.recipe else shipped_recipes().get(flags.get("target", ""))
     recipe = resolve(load_recipe(file) if file else {}, flags)
@@ -84,8 +81,6 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     """Raises InputError: an unknown target, GPU or device, or a target whose shape is not known here."""
     target = shape_of_target(recipe.target)
     if recipe.drafter.init == "checkpoint" and recipe.drafter.kind == "model":
-        from edgespec.recipe.targets import find_shape
-
         found = find_shape(recipe.drafter.checkpoint) if Path(recipe.drafter.checkpoint).is_dir() else None
         if found is None:
             raise InputError(
@@ -122,10 +117,6 @@ def make(recipe: Recipe, options: PlanOptions) -> Plan:
     )
 
 
-def _is_machine(name: str) -> bool:
-    return " ".join(name.replace("-", " ").split()) == THIS_MACHINE
-
-
 def _device(
     recipe: Recipe, share: float, target: ModelShape, drafter: ModelShape, machine: Hardware | None
 ) -> tuple[Fit | None, list[Way]]:
@@ -134,7 +125,7 @@ def _device(
     if one is not None:
         longest = one.max_draft_length if one.draft_length is None else one.draft_length
         way = budget(target, drafter, one.engine, one.target, rates_of_profile(one, share), longest)
-        return fit(one, target, drafter, recipe.export.context), [way]
+        return fit(one, target, drafter), [way]
     ways = measured(target, drafter)
     if not ways:
         rates = rates_of_machine(machine or this_machine())

@@ -18,7 +18,6 @@ from edgespec.core.metrics import mbsu, predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.devices_fit import cache_bytes_per_token
-from edgespec.planning.file_sizes import weight_bytes
 from edgespec.planning.hardware import Hardware
 from edgespec.recipe.devices import Profile
 
@@ -85,9 +84,8 @@ class Way:
 
     def best(self, rate: float) -> tuple[int, float]:
         """(best γ, its speed-up) at an acceptance rate; (0, 1.0) where no draft pays."""
-        length = max(
-            range(self.most + 1), key=lambda length: self.speedup(rate, length)
-        )  # 0 first: it wins a tie
+        lengths = range(self.most + 1)  # 0 first: it wins a tie
+        length = max(lengths, key=lambda length: self.speedup(rate, length))
         return length, self.speedup(rate, length)
 
     def break_even(self, length: int) -> float | None:
@@ -104,15 +102,6 @@ class Way:
     def memory_bound(self, rate: float, length: int) -> float:
         """MBSU with c by bytes."""
         return mbsu(predicted_block_efficiency(rate, length), length, self.byte_ratio)
-
-
-def rate_of(tau: float, length: int) -> float:
-    """The acceptance rate α whose block efficiency at γ = `length` is `tau`, for independent acceptances. Bisection."""
-    low, high = 0.0, 1.0
-    while high - low > 1e-9:
-        middle = (low + high) / 2
-        low, high = (middle, high) if predicted_block_efficiency(middle, length) < tau else (low, middle)
-    return low
 
 
 @dataclass(frozen=True)
@@ -177,7 +166,7 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
 
 
 def _streamed(shape: ModelShape, engine: str, precision: str) -> int:
-    return weight_bytes(shape, engine, precision, streamed=True)
+    return costs.file_bytes(shape, engine, precision, streamed=True)
 
 
 def _byte_ratio(target: ModelShape, drafter: ModelShape, engine: str, precision: str) -> float:

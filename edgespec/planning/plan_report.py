@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec.core.metrics import predicted_block_efficiency
+from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, duration, table
 from edgespec.planning.devices_fit import Fit
 from edgespec.planning.estimate import PROMPT_TOKENS, size
 from edgespec.planning.hardware import Hardware
-from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest, rate_of
+from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, describe
 from edgespec.recipe.schema import Recipe
@@ -53,7 +53,7 @@ class Plan:
 
 
 def span(seconds: float) -> str:
-    """`report.duration`, in days and years where hours are too many to picture."""
+    """`duration`, in days and years where hours are too many to picture."""
     if seconds >= 2 * YEAR:
         return f"{count(seconds / YEAR)} years"
     return f"{seconds / DAY:.1f} days" if seconds >= 3 * DAY else duration(seconds)
@@ -68,18 +68,17 @@ def text(plan: Plan) -> str:
         _storage(plan),
         *([f"Memory on {plan.device}:\n{plan.fit.text()}"] if plan.fit else []),
         *(_way(plan, way) for way in plan.ways),
-        _verdict_text(plan),
+        "\n".join(verdict(plan)),
     ]
     return "\n\n".join(parts)
 
 
 def _cost_of_drafting(plan: Plan) -> str:
     ratios = cost_ratios(plan.target, plan.drafter)
-    which = plan.recipe_name or "the defaults"
     lines = [
         f"A drafter step costs c = {ratios['parameters']:.2%} of the target's by parameters (the paper's c) and "
         f"{ratios['streamed']:.2%} by weights streamed.",
-        f"Recipe: {which}.",
+        f"Recipe: {plan.recipe_name or 'the defaults'}.",
     ]
     others = [name for name in plan.recipes if name != plan.recipe_name]
     if others:
@@ -173,17 +172,13 @@ def _way(plan: Plan, way: Way) -> str:
 
 def verdict(plan: Plan) -> list[str]:
     """Whether it is worth it, in sentences: the device, its room, the cost, and what would make the answer surer."""
-    rate = rate_of(PAPER_TAU, PAPER_GAMMA)
+    rate = acceptance_rate_of(PAPER_TAU, PAPER_GAMMA)
+    assert rate is not None
     way = fastest(plan.ways, rate)
     length, gain = way.best(rate)
     least = way.least(LENGTHS)
-    looks = "" if plan.measured else "looks "
-    if gain >= WORTH:
-        answer = f"{looks or 'is '}worth it"
-    elif gain >= HARDLY:
-        answer = f"{looks or 'is '}hardly worth it"
-    else:
-        answer = f"{looks or 'is '}not worth it"
+    worth = "worth it" if gain >= WORTH else "hardly worth it" if gain >= HARDLY else "not worth it"
+    answer = f"{'is' if plan.measured else 'looks'} {worth}"
     speed = (
         f"at γ = {length} ({gain * way.plain_rate:.3g} tokens a second)" if length else "with no draft at all"
     )
@@ -230,10 +225,6 @@ def _cost_of_building(plan: Plan) -> list[str]:
             "--inference.dtype bfloat16, --parallel fsdp, or devices with more memory."
         )
     return lines
-
-
-def _verdict_text(plan: Plan) -> str:
-    return "\n".join(verdict(plan))
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from edgespec.planning.estimate import (
     writings,
 )
 from edgespec.planning.hardware import Hardware
+from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     READ,
     ROUNDED,
@@ -33,25 +34,11 @@ from edgespec.recipe.schema import (
     TrainingOptions,
 )
 
-TOGETHER = (
-    "tune",
-    SELF_PROMPTS,
-    SELF_TEXT,
-    SELF_INSTRUCTIONS,
-    "pretrain",
-    "generate",
-    STATES,
-    READ,
-    "store",
-    "reference",
-    "distill",
-)
-"""Stages that all processes work on; the others are one process's."""
 TRAININGS = ("tune", "pretrain", "reference", "distill")
+TOGETHER = (*TRAININGS, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate", STATES, READ, "store")
+"""Stages that all processes work on; the others are one process's."""
 ON_HOST = (ROUNDED, "export", "pack")
 """Stages that take the machine's memory and not an accelerator's."""
-SAMPLINGS = 2
-"""Ways of sampling that the evaluation measures (evaluation_report.SAMPLINGS)."""
 DISK_RATE = 0.5e9
 """Assumed bytes a second of reading weights and writing files, for stages that do little else."""
 PUBLISHED_BYTES = 2
@@ -80,7 +67,6 @@ class Assumed:
 
 def for_processes(recipe: Recipe, processes: int) -> Recipe:
     """The recipe as one of several processes meets it: a share of every batch is its own, in passes no larger than before."""
-
     shares: dict[str, Any] = {}
     for name in TRAININGS:
         options: TrainingOptions = getattr(recipe, name)
@@ -140,7 +126,7 @@ def _bytes_in_turn(
             plain + (gamma + 1) * _decoding_bytes(drafter, costs.FLOAT, options.batch_size, new)
             for gamma in options.draft_lengths
         )
-        return SAMPLINGS * batches * (plain + EVALUATED * speculative)
+        return len(SAMPLINGS) * batches * (plain + EVALUATED * speculative)
     return 0.0
 
 

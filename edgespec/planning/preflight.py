@@ -61,37 +61,26 @@ def room_here(out: Path) -> Room:
     return Room(free_disk(out), free_memory(), processes=world, sharing=local)
 
 
-def shortages(
-    stages: Sequence[StageCost], room: Room, place: Path, done: Sequence[str] = ()
-) -> list[Shortage]:
-    """What is too little for the stages that are not in `done`: the disk for all of them together, memory for each."""
-    left = [stage for stage in stages if _folder(stage) not in done]
+def shortages(stages: Sequence[StageCost], room: Room, place: Path) -> list[Shortage]:
+    """What is too little for these stages: the disk for all of them together, memory for each."""
     found = []
-    needed = sum(stage.disk for stage in left)
+    needed = sum(stage.disk for stage in stages)
     if needed > room.disk:
-        largest = max(left, key=lambda stage: stage.disk)
-        name = (
-            f"the build (of it {_folder(largest)} {size(largest.disk)})"
-            if len(left) > 1
-            else _folder(largest)
-        )
+        largest = max(stages, key=lambda stage: stage.disk)
+        whole = f"the build (of it {largest.folder} {size(largest.disk)})"
+        name = whole if len(stages) > 1 else largest.folder
         found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}"))
     if room.memory is not None:
         where = "on the GPU" if room.on_gpu else "on this machine"
-        for stage in left:
+        for stage in stages:
             if room.on_gpu and stage.stage in ON_HOST:
                 continue
             sharing = room.sharing if stage.stage in TOGETHER else 1
             memory = sharing * (stage.memory + RUNNING)
             if memory > room.memory:
-                name = _folder(stage) + (f" in {sharing} processes" if sharing > 1 else "")
+                name = stage.folder + (f" in {sharing} processes" if sharing > 1 else "")
                 found.append(Shortage("memory", name, memory, room.memory, where))
     return found
-
-
-def _folder(stage: StageCost) -> str:
-    """The folder of a stage in a build: the first word of its name."""
-    return stage.stage.split()[0]
 
 
 def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
@@ -99,23 +88,18 @@ def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
     target = _known_shape(recipe)
     if target is None:
         return []
-    stages, done = _stages(recipe, out, target, room.processes)
-    if recipe.target == TINY_CHAT and any(
-        (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
-    ):
-        done.append("target")
-    if shares_blocks(out):
-        done.append("pack")  # its copies take no room
-    return shortages(stages, room, out, done) + _download(recipe.target, out, target)
+    done = {"pack"} if shares_blocks(out) else set()  # its copies take no room
+    made = (cache_folder() / "targets").glob(f"{TINY_CHAT}-*/model/config.json")
+    if recipe.target == TINY_CHAT and any(made):
+        done.add("target")
+    left = [stage for stage in _left(recipe, out, target, room.processes) if stage.folder not in done]
+    return shortages(left, room, out) + _download(recipe.target, out, target)
 
 
 def disk_left(recipe: Recipe, out: Path) -> int:
     """Bytes that the stages of a build in `out` which are not done write, at most; 0 where that is not known."""
     target = _known_shape(recipe)
-    if target is None:
-        return 0
-    stages, done = _stages(recipe, out, target, 1)
-    return sum(stage.disk for stage in stages if _folder(stage) not in done)
+    return 0 if target is None else sum(stage.disk for stage in _left(recipe, out, target, 1))
 
 
 def _known_shape(recipe: Recipe) -> ModelShape | None:
@@ -127,12 +111,10 @@ def _known_shape(recipe: Recipe) -> ModelShape | None:
     return None if recipe.drafter.init == "checkpoint" else target
 
 
-def _stages(
-    recipe: Recipe, out: Path, target: ModelShape, processes: int
-) -> tuple[list[StageCost], list[str]]:
-    """(what the stages take, the names of those that are done)."""
+def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
+    """The stages that are not done."""
     stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
-    return stages, [_folder(stage) for stage in stages if (out / _folder(stage) / "stage.json").exists()]
+    return [stage for stage in stages if not (out / stage.folder / "stage.json").exists()]
 
 
 def check_processes(recipe: Recipe, processes: int) -> None:
@@ -162,28 +144,22 @@ def check_processes(recipe: Recipe, processes: int) -> None:
 
 def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
     """The room that a target from the hub lacks in the hub's cache, and one from a GGUF file in edgespec's."""
+    from huggingface_hub import constants
+
     repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
     if Path(name).is_dir() or (out / "target" / "stage.json").exists():
         return []
-    if gguf_of(name) is not None:  # float weights of it, in edgespec's own cache
-        needed, free = costs.weight_bytes(target), free_disk(cache_folder())
-        what = f"the expanded weights of {name}"
-        return [Shortage("disk", what, needed, free, f"in {cache_folder()}")] if needed > free else []
-    if repo is None:
+    if gguf_of(name) is not None:
+        what, needed, place = f"the expanded weights of {name}", costs.weight_bytes(target), cache_folder()
+    elif repo is not None:
+        what, needed = f"the download of {repo}", PUBLISHED_BYTES * target.parameters
+        place = Path(constants.HF_HUB_CACHE)
+        if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
+            return []  # there, or under way: what is left of it cannot be told without the hub
+    else:
         return []
-    place = hub_cache()
-    if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
-        return []  # there, or under way: what is left of it cannot be told without the hub
-    needed, free = PUBLISHED_BYTES * target.parameters, free_disk(place)
-    return [Shortage("disk", f"the download of {repo}", needed, free, f"in {place}")] if needed > free else []
-
-
-def hub_cache() -> Path:
-    """Where huggingface_hub keeps downloads: $HF_HUB_CACHE, else in $HF_HOME, else in the user's cache folder."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME", f"{base}/huggingface")).expanduser() / "hub"
+    free = free_disk(place)
+    return [Shortage("disk", what, needed, free, f"in {place}")] if needed > free else []
 
 
 def refuse(found: Sequence[Shortage]) -> None:

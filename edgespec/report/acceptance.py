@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from edgespec.core.errors import InputError
@@ -11,20 +12,9 @@ from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
-from edgespec.report.measured import Setting, bench_of, by_position, settings_of
-from edgespec.report.parts import (
-    Cell,
-    Column,
-    Columns,
-    Figure,
-    Reply,
-    Section,
-    Table,
-    between,
-    number,
-    of_run,
-)
-from edgespec.report.sources import BENCH, EVALUATION
+from edgespec.report.measured import by_position
+from edgespec.report.parts import Cell, Figure, Reply, Section, Table, between, number, of_run
+from edgespec.report.sources import BENCH
 
 DASHES = ("-", "--", ":", "-.")  # one for each sampling of a run
 MARKS = "osD^"
@@ -52,29 +42,33 @@ def acceptance_section(runs: Sequence[Run]) -> Section:
         "τ is tokens per target pass, between 1 and γ + 1. α is the share of tested draft tokens that the target kept. A token "
         "is tested only if all before it in its draft were kept, so later positions have fewer tests and wider intervals.",
     )
-    benched = {run.number: _benched(run) for run in runs}
-    judged = {run.number: _evaluated(run) for run in runs}
-    for found, kind, words in (
-        (benched, "bench", "Measured by bench on the exported files"),
-        (judged, "torch", "Measured on held-out prompts when it was built"),
+    for kind, rows_of, words, missing, command in (
+        (
+            "bench",
+            _benched,
+            "Measured by bench on the exported files",
+            "acceptance of the exported files",
+            "edgespec bench BUNDLE --json bench.json",
+        ),
+        (
+            "torch",
+            _evaluated,
+            "Measured on held-out prompts when it was built",
+            "acceptance when it was built",
+            "edgespec build-drafter, whose evaluation measures it",
+        ),
     ):
-        rows = [row for one in found.values() for row in one]
-        if not rows:
-            continue
-        if lines := [row for row in rows if row.positions]:
+        found = {run.number: rows_of(run) for run in runs}
+        if lines := [row for rows in found.values() for row in rows if row.positions]:
             section.parts.append(_figure(lines, kind, words, len(runs)))
-        columns = [Column(run.number, _tables(found[run.number], words)) for run in runs if found[run.number]]
-        section.parts.append(Columns(columns))
-    if not any(benched.values()):
-        section.lacks("acceptance of the exported files", "edgespec bench BUNDLE --json bench.json")
-    if not any(judged.values()):
-        section.lacks("acceptance when it was built", "edgespec build-drafter, whose evaluation measures it")
+        tables = {number: _tables(rows, words) for number, rows in found.items() if rows}
+        section.beside(tables, missing, command)
     return section
 
 
 def _benched(run: Run) -> list[Row]:
     """A row for every fixed γ; positions of the longest drafts alone, which have them all."""
-    bench = bench_of(run.fields(BENCH))
+    bench = run.bench
     if bench is None:
         return []
     return [
@@ -90,40 +84,35 @@ def _benched(run: Run) -> list[Row]:
 
 
 def _evaluated(run: Run) -> list[Row]:
-    settings = settings_of(run.fields(EVALUATION))
-    wheres = list(dict.fromkeys(one.where for one in settings))
-    longest = {where: max(one.draft_length for one in settings if one.where == where) for where in wheres}
-
-    def row(one: Setting) -> Row:
-        whole = one.draft_length == longest[one.where]
-        return Row(
+    """A row for every way of sampling and γ; positions of the longest drafts of each way."""
+    longest: dict[str, int] = {}
+    for one in run.settings:
+        longest[one.where] = max(one.draft_length, longest.get(one.where, 0))
+    return [
+        Row(
             run.number,
             f"{one.where}, γ = {one.draft_length}",
             one.tau,
             between(one.alpha),
-            by_position(one.counts) if whole else [],
-            wheres.index(one.where),
+            by_position(one.counts) if one.draft_length == longest[one.where] else [],
+            list(longest).index(one.where),
         )
-
-    return [row(one) for one in settings]
+        for one in run.settings
+    ]
 
 
 def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     """τ and α of every row; then α by position, a column for each row that has it."""
-    found = [
-        Table(["", "τ", "α"], [[Cell(row.name), between(row.tau), row.alpha] for row in rows], title=title)
-    ]
+    cells = [[Cell(row.name), between(row.tau), row.alpha] for row in rows]
+    tables = [Table(["", "τ", "α"], cells, title=title)]
     if long := [row for row in rows if row.positions]:
-        places = range(max(len(row.positions) for row in long))
+        places = enumerate(zip_longest(*(row.positions for row in long)), 1)
         cells = [
-            [
-                Cell(str(place + 1)),
-                *(between(row.positions[place]) if place < len(row.positions) else Cell("") for row in long),
-            ]
-            for place in places
+            [Cell(str(place)), *(between(one) if one else Cell("") for one in values)]
+            for place, values in places
         ]
-        found.append(Table(["position", *(row.name for row in long)], cells, title="α by position"))
-    return found
+        tables.append(Table(["position", *(row.name for row in long)], cells, title="α by position"))
+    return tables
 
 
 def _figure(rows: Sequence[Row], kind: str, words: str, runs: int) -> Figure:
@@ -156,12 +145,11 @@ def replies_section(runs: Sequence[Run]) -> Section:
         "Sample replies",
         "Marked text was proposed by the drafter and kept by the target; the rest the target wrote itself.",
     )
-    columns = []
-    for run in runs:
-        if replies := [_reply(one) for one in run.objects(BENCH, "samples", MOST_REPLIES)]:
-            columns.append(Column(run.number, replies))
+    replies = {
+        run.number: list(map(_reply, run.fields(BENCH).objects("samples", MOST_REPLIES))) for run in runs
+    }
     section.beside(
-        columns,
+        replies,
         "replies with accepted tokens marked",
         "edgespec bench BUNDLE --json bench.json, of this version or later",
     )

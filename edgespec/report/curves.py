@@ -9,7 +9,7 @@ from typing import Any
 from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import INK, MUTED, RULES, drawn
 from edgespec.report.gather import Run
-from edgespec.report.parts import ABSENT, Cell, Column, Figure, Section, Table, Words, between, number
+from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, number
 from edgespec.report.sources import TRADEOFF
 
 LARGE, SMALL = "AR-large", "AR-small"
@@ -38,23 +38,20 @@ def curves_section(runs: Sequence[Run]) -> Section:
         "Each line is one acceptance rule through the values of its parameter; the star is the target alone. Up and to the left "
         "is better. Latency is decoding time per token, in units of the target's own.",
     )
-    columns = []
-    for run in runs:
-        found = run.fields(TRADEOFF)
-        if found is None:
-            continue
-        points, metrics = _points(found)
-        about = found.object("about")
-        parts: list[Any] = [
-            Words(
-                f"{about.text('title', 100)}: {about.text('engine')} {about.text('precision')}, {about.text('date')}."
-            )
-        ]
-        for place, metric in enumerate(metrics):
-            parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
-        columns.append(Column(run.number, parts))
+    columns = {run.number: _study(run) for run in runs if TRADEOFF in run.sources}
     section.beside(columns, "trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json")
     return section
+
+
+def _study(run: Run) -> list[Any]:
+    found = run.fields(TRADEOFF)
+    points, metrics = _points(found)
+    about = found.object("about")
+    how = f"{about.text('engine')} {about.text('precision')}, {about.text('date')}"
+    parts: list[Any] = [Words(f"{about.text('title', 100)}: {how}.")]
+    for place, metric in enumerate(metrics):
+        parts += [_figure(points, metric, f"{run.number}-{place}"), _table(points, metric)]
+    return parts
 
 
 def _points(found: Fields) -> tuple[list[Point], list[str]]:
@@ -81,35 +78,25 @@ def _points(found: Fields) -> tuple[list[Point], list[str]]:
     return points, metrics[:MOST_METRICS]
 
 
-def _curves(points: Sequence[Point], metric: str) -> dict[str, list[Point]]:
-    """Rules in their order, each by ascending parameter, without the end points."""
-    found: dict[str, list[Point]] = {}
-    for point in points:
-        if point.curve not in (LARGE, SMALL) and point.quality.get(metric) is not None:
-            found.setdefault(point.curve, []).append(point)
-    return {name: sorted(own, key=lambda point: point.value) for name, own in found.items()}
-
-
 def _figure(points: Sequence[Point], metric: str, name: str) -> Figure:
-    def value(point: Point) -> float:
-        seen = point.quality.get(metric)
-        assert seen is not None
-        return seen[0]
+    known = [(point, value[0]) for point in points if (value := point.quality.get(metric)) is not None]
 
     def draw(axes: Any) -> None:
-        for place, (curve, own) in enumerate(_curves(points, metric).items()):
+        rules = dict.fromkeys(point.curve for point, _ in known if point.curve not in (LARGE, SMALL))
+        for place, rule in enumerate(rules):
+            own = sorted((one for one in known if one[0].curve == rule), key=lambda one: one[0].value)
             colour = RULES[place % len(RULES)]
             axes.plot(
-                [point.latency[0] for point in own],
-                [value(point) for point in own],
-                color=colour, marker=MARKS[place % len(MARKS)], linewidth=1.4, label=clean(curve, 20),
+                [point.latency[0] for point, _ in own],
+                [value for _, value in own],
+                color=colour, marker=MARKS[place % len(MARKS)], linewidth=1.4, label=clean(rule, 20),
             )  # fmt: skip
         for end, mark in ((LARGE, "*"), (SMALL, "d")):
-            for point in points:
-                if point.curve == end and point.quality.get(metric) is not None:
-                    where = [point.latency[0]], [value(point)]
+            for point, value in known:
+                if point.curve == end:
+                    where = [point.latency[0]], [value]
                     axes.plot(*where, mark, color=INK, markersize=9, linestyle="", label=end)
-                    axes.axhline(value(point), color=MUTED, linewidth=0.8, linestyle=":")
+                    axes.axhline(value, color=MUTED, linewidth=0.8, linestyle=":")
         axes.set_xlabel("seconds per token / the target's", color=MUTED)
         axes.set_ylabel(clean(metric, 40), color=MUTED)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
@@ -125,10 +112,10 @@ def _table(points: Sequence[Point], metric: str) -> Table:
         rows.append(
             [
                 Cell(point.curve, point.at),
-                number(quality[0] if quality else None, 3),
+                number(quality[0] if quality else None, ".3f"),
                 Cell("") if point.curve == LARGE or behind is None else between(behind, 3),
                 Cell("1") if point.curve == LARGE else between(point.latency),
-                Cell(ABSENT if end or point.rejected is None else f"{point.rejected:.0%}"),
+                number(None if end else point.rejected, ".0%"),
             ]
         )
     return Table(["", clean(metric, 40), "less AR-large's", "latency", "rejected"], rows)

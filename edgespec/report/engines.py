@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.report.fields import Fields, clean
 from edgespec.report.figures import MUTED, RUNS, drawn, lying
 from edgespec.report.gather import Run
-from edgespec.report.measured import bench_of
-from edgespec.report.parts import (
-    Cell,
-    Column,
-    Columns,
-    Figure,
-    Section,
-    Table,
-    Words,
-    between,
-    number,
-    of_run,
-    rate,
-    rate_digits,
-)
-from edgespec.report.sources import BENCH, DOCTOR
+from edgespec.report.measured import PLAIN
+from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, flips, number, of_run, rate
+from edgespec.report.sources import DOCTOR
 
 MOST_WAYS = 40  # engines, precisions and modes of one bundle
 MOST_CONTEXTS, MOST_PASSES = 16, 65
+
+
+@dataclass(frozen=True)
+class Way:
+    """One of doctor's ways to run: its plain and its predicted token rate (None without an α), and a table's cells."""
+
+    name: str
+    plain: float
+    best: float | None
+    cells: Sequence[Cell]
 
 
 def ways_section(runs: Sequence[Run]) -> Section:
@@ -37,76 +35,69 @@ def ways_section(runs: Sequence[Run]) -> Section:
         "v(n) is a pass over n tokens and c a drafter step, both in plain steps. From these costs and the expected α follow the "
         "best γ and its token rate, which are predictions; bench measures them.",
     )
-    columns, bars = [], []
-    for run in runs:
-        parts: list[Any] = []
-        found = run.fields(DOCTOR)
-        if found is not None:
-            ways = [found.object("chosen"), *found.objects("others", MOST_WAYS)]
-            alpha = next((one.number("rate") for one in found.objects("acceptances", 16)), None)
-            rows = [_way(way, alpha) for way in ways]
-            bars += [(run.number, name, plain, best) for name, plain, best, _ in rows]
-            headers = ["", "plain tok/s", "v(2)", "v(4)", "c", "flips"]
-            headers += ["best γ", "x plain", "tok/s"] if alpha is not None else []
-            machine = found.object("device").text("cpu", 80)
-            title = (
-                "Costs measured by doctor"
-                + (f" on {machine}" if machine else "")
-                + (f", α = {alpha:.2f} expected" if alpha is not None else "")
-            )
-            parts.append(Table(headers, [cells for *_, cells in rows], title=title))
-            parts += [Words(words) for words in found.object("derived").texts("diagnosis", 8, 1000)]
-            parts += [Words(f"Note: {words}.") for words in found.texts("notes", 16, 1000)]
-            if limit := found.object("derived").text("limit", 1000):
-                parts.append(Words(limit))
-        if parts:
-            columns.append(Column(run.number, parts))
-    if measured := _measured(runs):
-        section.parts.append(measured)
-    if not columns:
-        return section.lacks("other ways to run the bundle", "edgespec doctor BUNDLE --json doctor.json")
+    doctored = {run.number: run.fields(DOCTOR) for run in runs if DOCTOR in run.sources}
+    ways = {run: _ways(found) for run, found in doctored.items()}
+    bars = [(run, way) for run, found in ways.items() for way in found]
     if len(bars) > 1:
-        section.parts.insert(0, _figure(bars, len(runs)))
-    section.parts.append(Columns(columns))
+        section.parts.append(_figure(bars, len(runs)))
+    section.parts += _measured(runs)
+    columns = {run: [_costs(found, ways[run]), *_notes(found)] for run, found in doctored.items()}
+    section.beside(columns, "other ways to run the bundle", "edgespec doctor BUNDLE --json doctor.json")
     return section
 
 
-def _measured(runs: Sequence[Run]) -> Table | None:
+def _ways(doctor: Fields) -> list[Way]:
+    """The ways to run that doctor compared, the chosen one first."""
+    alpha = _alpha(doctor)
+    return [_way(one, alpha) for one in (doctor.object("chosen"), *doctor.objects("others", MOST_WAYS))]
+
+
+def _alpha(doctor: Fields) -> float | None:
+    """The acceptance rate that doctor expects first."""
+    return next((one.number("rate") for one in doctor.objects("acceptances", 16)), None)
+
+
+def _costs(doctor: Fields, ways: Sequence[Way]) -> Table:
+    alpha, machine = _alpha(doctor), doctor.object("device").text("cpu", 80)
+    headers = ["", "plain tok/s", "v(2)", "v(4)", "c", "flips"]
+    headers += ["best γ", "x plain", "tok/s"] if alpha is not None else []
+    where = f" on {machine}" if machine else ""
+    expected = f", α = {alpha:.2f} expected" if alpha is not None else ""
+    title = f"Costs measured by doctor{where}{expected}"
+    return Table(headers, [way.cells for way in ways], title=title)
+
+
+def _notes(doctor: Fields) -> list[Words]:
+    derived = doctor.object("derived")
+    notes = [f"Note: {words}." for words in doctor.texts("notes", 16, 1000)]
+    found = [*derived.texts("diagnosis", 8, 1000), *notes, derived.text("limit", 1000)]
+    return [Words(words) for words in found if words]
+
+
+def _measured(runs: Sequence[Run]) -> list[Table]:
     """A line for every bench: what the clock said of its engine and precision."""
     rows = []
     for run in runs:
-        bench = bench_of(run.fields(BENCH))
-        if bench is None:
+        if (bench := run.bench) is None:
             continue
-        plain, best = bench.at(0), bench.best
-        name = clean(
-            f"{bench.fields.text('engine')} {bench.fields.text('engine_version')} {bench.fields.text('precision')}"
-        )
-        threads = bench.fields.whole("threads")
+        plain, best, fields = bench.at(PLAIN), bench.best, bench.fields
+        words = " ".join(fields.text(key) for key in ("engine", "engine_version", "precision"))
+        threads, exactness = fields.whole("threads"), fields.object("exactness")
         rows.append(
             [
-                Cell(of_run(name, run.number, len(runs)), f"{threads} threads" if threads else ""),
+                Cell(of_run(clean(words), run.number, len(runs)), f"{threads} threads" if threads else ""),
                 rate(plain.token_rate if plain else None),
                 Cell(best.name if best else ""),
                 rate(best.token_rate if best else None),
                 between(best.speedup if best else None),
-                _flips(bench.fields.object("exactness")),
+                flips(exactness.whole("flips"), exactness.whole("positions")),
             ]
         )
-    if not rows:
-        return None
-    return Table(
-        ["", "plain tok/s", "best fixed γ", "tok/s", "x plain", "flips"], rows, title="Measured by bench"
-    )
+    headers = ["", "plain tok/s", "best fixed γ", "tok/s", "x plain", "flips"]
+    return [Table(headers, rows, title="Measured by bench")] if rows else []
 
 
-def _flips(exactness: Fields) -> Cell:
-    flips, positions = exactness.whole("flips"), exactness.whole("positions")
-    return Cell("–") if flips is None else Cell(f"{flips:,}", f"of {positions:,}" if positions else "")
-
-
-def _way(way: Fields, alpha: float | None) -> tuple[str, float, float | None, list[Cell]]:
-    """(name, plain rate, predicted rate, cells) of one of doctor's ways to run."""
+def _way(way: Fields, alpha: float | None) -> Way:
     from edgespec_runtime.chooser.pass_costs import Costs
     from edgespec_runtime.doctor.block_difference import Difference
     from edgespec_runtime.doctor.report import Variant
@@ -122,46 +113,44 @@ def _way(way: Fields, alpha: float | None) -> tuple[str, float, float | None, li
         known = Costs(tuple(contexts), tuple(passes), tuple(costs.numbers("draft_seconds", MOST_CONTEXTS)))
     except InputError as error:
         raise InputError(f"{costs.where}: {error}") from error
-    flips = difference.whole("flips") or 0
+    changed, positions = difference.whole("flips"), difference.whole("positions")
     variant = Variant(
         way.text("engine", 40),
         way.text("precision", 40),
         way.flag("flash_attention"),
         known,
-        Difference(difference.number("largest") or 0.0, flips, difference.whole("positions") or 0),
+        Difference(difference.number("largest") or 0.0, changed or 0, positions or 0),
         way.flag("fast_graph") or False,
     )
     plain = 1.0 / variant.step_seconds
     cells = [
         Cell(variant.name),
-        Cell(f"{plain:,.{rate_digits(plain)}f}"),
+        rate(plain),
         number(known.v(2, variant.context)),
         number(known.v(4, variant.context)),
         number(known.c_t(variant.context)),
-        _flips(difference),
+        flips(changed, positions),
     ]
     if alpha is None:
-        return variant.name, plain, None, cells
+        return Way(variant.name, plain, None, cells)
     length, gain = variant.best(alpha)
-    best = plain * gain
-    cells += [Cell(str(length)), number(gain), Cell(f"{best:,.{rate_digits(best)}f}")]
-    return variant.name, plain, best, cells
+    cells += [Cell(str(length)), number(gain), rate(plain * gain)]
+    return Way(variant.name, plain, plain * gain, cells)
 
 
-def _figure(bars: Sequence[tuple[int, str, float, float | None]], runs: int) -> Figure:
+def _figure(ways: Sequence[tuple[int, Way]], runs: int) -> Figure:
     def draw(axes: Any) -> None:
-        places = range(len(bars))
-        names = [clean(of_run(name, run, runs), 40) for run, name, _, _ in bars]
-        for place, (run, _, plain, best) in zip(places, bars, strict=True):
-            axes.barh(place - 0.19, plain, height=0.34, color=MUTED, label="plain" if not place else None)
-            if best is not None:
+        names = [clean(of_run(way.name, run, runs), 40) for run, way in ways]
+        for place, (run, way) in enumerate(ways):
+            axes.barh(place - 0.19, way.plain, height=0.34, color=MUTED, label="plain" if not place else None)
+            if way.best is not None:
                 words = "best γ, predicted" if not place else None
-                axes.barh(place + 0.19, best, height=0.34, color=RUNS[run], label=words)
-        axes.set_yticks(list(places), names)
+                axes.barh(place + 0.19, way.best, height=0.34, color=RUNS[run], label=words)
+        axes.set_yticks(range(len(ways)), names)
         lying(axes, "tokens per second", 2)
 
     return Figure(
-        drawn("engines", draw, height=84 + 32 * len(bars)),
+        drawn("engines", draw, height=84 + 32 * len(ways)),
         "Tokens per second by engine and precision, plain and with the best draft length.",
         "By doctor's costs, at the context of an everyday chat.",
     )

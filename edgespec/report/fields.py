@@ -15,9 +15,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 
 NAME = 200  # characters of a name that are shown
-MOST_ROWS = (
-    200_000  # objects in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
-)
+MOST_ROWS = 200_000  # in one list: a bench of 1,000 prompts, 20 draft lengths and 9 repeats has as many
 MOST = 2.0**53  # whole numbers above are not exact as floats; nothing that edgespec measures is as large
 MOST_POSITIONS = 64  # of a draft, as a manifest allows
 JOINERS = "\u200c\u200d"  # they make one emoji or ligature of several characters
@@ -44,12 +42,7 @@ class Fields:
 
     def text(self, key: str, most: int = NAME, *, lines: bool = False) -> str:
         """'' where it is absent."""
-        seen = self.values.get(key)
-        if seen is None:
-            return ""
-        if not isinstance(seen, str):
-            raise self._refused(key, seen, "a string")
-        return clean(seen, most, lines=lines)
+        return clean(self._typed(key, str, "a string") or "", most, lines=lines)
 
     def number(self, key: str) -> float | None:
         return self._number(key, self.values.get(key))
@@ -61,9 +54,7 @@ class Fields:
         return None if seen is None else int(seen)
 
     def flag(self, key: str) -> bool | None:
-        seen = self.values.get(key)
-        if seen is not None and not isinstance(seen, bool):
-            raise self._refused(key, seen, "true or false")
+        seen: bool | None = self._typed(key, bool, "true or false")
         return seen
 
     def interval(self, key: str) -> Interval | None:
@@ -96,11 +87,12 @@ class Fields:
 
     def object(self, key: str) -> Fields:
         """An empty one where it is absent."""
-        return self._fields(key, self.values.get(key))
+        return Fields(self._typed(key, dict, "an object") or {}, f"{self.where}, {clean(key, 80)}")
 
     def objects(self, key: str, most: int = MOST_ROWS) -> Iterator[Fields]:
         for place, one in enumerate(self._list(key, most)):
-            yield self._fields(f"{key}[{place}]", one)
+            named = f"{key}[{place}]"
+            yield Fields({named: one}, self.where).object(named)
 
     def counts(self) -> RawCounts:
         """This object as raw counts."""
@@ -109,22 +101,21 @@ class Fields:
             not 0 <= mine <= all_ for mine, all_ in zip(accepted, tested, strict=True)
         ):
             raise self._refused("accepted", accepted, f"at most what was tested, {tested}, at every position")
-        return RawCounts(
-            blocks=self.whole("blocks") or 0,
-            drafted=self.whole("drafted") or 0,
-            copied=self.whole("copied") or 0,
-            emitted=self.whole("emitted") or 0,
-            tested=tested,
-            accepted=accepted,
-            prefill_seconds=self.number("prefill_seconds") or 0.0,
-            draft_seconds=self.number("draft_seconds") or 0.0,
-            verify_seconds=self.number("verify_seconds") or 0.0,
-            total_seconds=self.number("total_seconds") or 0.0,
-        )
+        whole, seconds = ("blocks", "drafted", "copied", "emitted"), ("prefill", "draft", "verify", "total")
+        values: dict[str, Any] = {name: self.whole(name) or 0 for name in whole}
+        values |= {f"{name}_seconds": self.number(f"{name}_seconds") or 0.0 for name in seconds}
+        return RawCounts(tested=tested, accepted=accepted, **values)
 
     def keys(self, key: str, most: int = MOST_POSITIONS) -> list[str]:
         """The names in an object, as they are."""
         return list(self.object(key).values)[:most]
+
+    def _typed(self, key: str, kind: type[Any], wanted: str) -> Any:
+        """The value, which is of this kind; None where it is absent."""
+        seen = self.values.get(key)
+        if seen is not None and not isinstance(seen, kind):
+            raise self._refused(key, seen, wanted)
+        return seen
 
     def _number(self, key: str, seen: Any) -> float | None:
         if seen is None:
@@ -140,21 +131,12 @@ class Fields:
         return value if math.isfinite(value) else None
 
     def _list(self, key: str, most: int) -> list[Any]:
-        seen = self.values.get(key)
-        if seen is None:
-            return []
-        if not isinstance(seen, list):
-            raise self._refused(key, seen, "a list")
+        seen: list[Any] = self._typed(key, list, "a list") or []
         if len(seen) > most:
             raise InputError(
                 f"{self.where}: {key!r} has {len(seen)} entries; at most {most} are read: is the file edgespec's own?"
             )
         return seen
-
-    def _fields(self, key: str, seen: Any) -> Fields:
-        if seen is not None and not isinstance(seen, dict):
-            raise self._refused(key, seen, "an object")
-        return Fields(seen or {}, f"{self.where}, {clean(key, 80)}")
 
     def _refused(self, key: str, seen: Any, wanted: str) -> InputError:
         shown = clean(repr(seen), 80)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from edgespec.core.errors import InputError
 from edgespec.core.manifest import Manifest
 from edgespec.report.fields import Fields, clean
+from edgespec.report.measured import Bench, Setting, bench_of, settings_of
 from edgespec.report.parts import letter
 from edgespec.report.sources import (
     BENCH,
@@ -22,8 +24,10 @@ from edgespec.report.sources import (
     TRADEOFF,
     VERIFY,
     Source,
-    open_source,
+    Sources,
+    open_sources,
 )
+from edgespec.stages.training_facts import facts_of
 
 MOST_RUNS = 8  # columns that a page can show side by side, and colours that one can tell apart
 
@@ -33,7 +37,7 @@ class Run:
     """A pair and what is known of it. `number` counts from 0; `sources` are what was given for it, by kind."""
 
     number: int = 0
-    sources: dict[str, Source] = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
 
     @property
     def letter(self) -> str:
@@ -47,14 +51,48 @@ class Run:
     def build(self) -> Source | None:
         return self.sources.get(BUILD)
 
-    def fields(self, kind: str) -> Fields | None:
-        """The content of a file of measurements; None where there is none."""
-        return self.sources[kind].fields if kind in self.sources else None
+    def fields(self, kind: str) -> Fields:
+        """The content of a file of measurements; empty where there is none."""
+        return self.sources[kind].fields if kind in self.sources else Fields({}, "")
 
-    def objects(self, kind: str, key: str, most: int) -> list[Fields]:
-        """The objects in a list of such a file; none without the file."""
-        found = self.fields(kind)
-        return [] if found is None else list(found.objects(key, most))
+    @cached_property
+    def bench(self) -> Bench | None:
+        return bench_of(self.fields(BENCH)) if BENCH in self.sources else None
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """Of the evaluation; none without one."""
+        return settings_of(self.fields(EVALUATION))
+
+    @property
+    def made(self) -> Fields:
+        """What the manifest says of how the bundle came about; empty without one."""
+        manifest = self.manifest
+        return Fields({}, "") if manifest is None else Fields(manifest.provenance, str(manifest.folder))
+
+    @property
+    def recipe(self) -> Fields:
+        """The resolved recipe, of the bundle; empty where nobody kept it."""
+        return self.made.object("recipe")
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By stage: a build's own, else those that its bundle keeps."""
+        if self.build is not None:
+            found = {name: stage.number("seconds") for name, stage in self.build.stages.items()}
+        else:
+            kept = self.made.object("seconds")
+            found = {name: kept.number(name) for name in self.made.keys("seconds")}
+        return {name: seconds for name, seconds in found.items() if seconds is not None and seconds >= 0}
+
+    @property
+    def training(self) -> Fields:
+        """What the drafter was trained on, as a build's stages say or its bundle keeps; empty where nobody knows."""
+        if self.build is not None:
+            stages = {name: stage.values for name, stage in self.build.stages.items()}
+            if found := facts_of(stages, self.recipe.whole("seed")):
+                return Fields(found, str(self.build.path))
+        return self.made.object("training")
 
     @property
     def names(self) -> tuple[str, str]:
@@ -62,7 +100,7 @@ class Run:
         if self.manifest is not None:
             return clean(self.manifest.target.name), clean(self.manifest.drafter.name)
         for kind in (BENCH, DOCTOR, TRADEOFF):
-            if kind in self.sources and (found := _names(self.sources[kind])) != ("", ""):
+            if kind in self.sources and any(found := _names(self.sources[kind])):
                 return found
         if self.build is not None and "target" in self.build.stages:
             target = self.build.stages["target"].object("counts").text("name")
@@ -72,7 +110,8 @@ class Run:
     @property
     def how(self) -> str:
         """Engine and precision of the bench, else the bundle's default; '' for neither."""
-        if (bench := self.fields(BENCH)) is not None:
+        if BENCH in self.sources:
+            bench = self.fields(BENCH)
             mode = bench.object("options").text("mode")
             words = [bench.text("engine"), bench.text("precision"), f"{mode} mode" if mode else ""]
             return " ".join(filter(None, words))
@@ -80,13 +119,9 @@ class Run:
             return clean(f"{self.manifest.default['engine']} {self.manifest.default['precision']}")
         return ""
 
-    def takes(self, source: Source) -> bool:
-        """Whether a file of measurements can be of this run."""
-        return source.kind not in self.sources and self.same_pair(source)
-
     def same_pair(self, source: Source) -> bool:
         """False where both say which pair they are of, and it is another one."""
-        bundle = source.fields.text("bundle") if source.kind == BENCH and source.fields else ""
+        bundle = source.fields.text("bundle") if source.kind == BENCH else ""
         if bundle and BUNDLE in self.sources:
             return bundle == self.sources[BUNDLE].sha256
         mine, its = self.names, _names(source)
@@ -97,11 +132,12 @@ def gather(paths: Sequence[str]) -> list[Run]:
     """The runs of the page, in the order given. Raises InputError or BundleError for a path that is none of what is wanted."""
     runs: list[Run] = []
     for path in paths:
-        source = open_source(path)
-        if source.kind in (BUNDLE, BUILD):
-            _begin(runs, source)
+        found = open_sources(path)
+        if {BUNDLE, BUILD} & {*found}:
+            _begin(runs, found)
         else:
-            _add(runs, source)
+            for source in found.values():
+                _add(runs, source)
     if len(runs) > MOST_RUNS:
         raise InputError(f"{len(runs)} runs were given; at most {MOST_RUNS} fit side by side: give fewer")
     for number, run in enumerate(runs):
@@ -109,36 +145,30 @@ def gather(paths: Sequence[str]) -> list[Run]:
     return runs
 
 
-def _begin(runs: list[Run], source: Source) -> None:
+def _begin(runs: list[Run], found: Sources) -> None:
     """A bundle or build: a run of its own, or that of the files given before it where these are its."""
-    found = {one.kind: one for one in source.all_inside()}
     named = Run(sources=found)
-    last = runs[-1] if runs else None
-    waits = last is not None and not {BUNDLE, BUILD} & set(last.sources)
-    if last is not None and waits and all(named.same_pair(own) for own in last.sources.values()):
-        last.sources = found | last.sources
-        return
-    runs.append(named)
+    last = runs[-1].sources if runs else {}
+    if last and not {BUNDLE, BUILD} & {*last} and all(named.same_pair(own) for own in last.values()):
+        runs[-1].sources = found | last
+    else:
+        runs.append(named)
 
 
 def _add(runs: list[Run], source: Source) -> None:
-    fitting = [run for run in runs if run.takes(source)]
     # what lies in a bundle was measured when it was made: a file that was given counts more
     inside = [run for run in runs[-1:] if source.kind in (VERIFY, EVALUATION) and BUNDLE in run.sources]
-    for run in [*reversed(fitting), *inside]:
-        run.sources[source.kind] = source
-        return
-    shared = {BUNDLE, BUILD, EVALUATION, VERIFY}
     same = [run for run in runs if run.same_pair(source)]
+    if homes := [*inside, *(run for run in same if source.kind not in run.sources)]:
+        homes[-1].sources[source.kind] = source
+        return
     before = same[-1].sources if same else {}
-    runs.append(
-        Run(sources={kind: one for kind, one in before.items() if kind in shared} | {source.kind: source})
-    )
+    shared = {kind: before[kind] for kind in before if kind in (BUNDLE, BUILD, EVALUATION, VERIFY)}
+    runs.append(Run(sources={**shared, source.kind: source}))
 
 
 def _names(source: Source) -> tuple[str, str]:
-    if source.fields is None:
-        return "", ""
+    """(target, drafter) as a file of measurements calls them."""
     if source.kind == TRADEOFF:
         target, _, drafter = source.fields.object("about").text("pair").partition(" with ")
         return target, drafter

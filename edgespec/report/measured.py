@@ -37,7 +37,6 @@ class Speed:
     draft_cost: float | None
     verify_cost: float | None
     mbsu: dict[str, float | None]
-    identical: int | None
 
     @property
     def name(self) -> str:
@@ -82,7 +81,10 @@ class Bench:
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of an evaluation: `taus` and α with intervals, and counts by prompt where the file has them."""
+    """One setting of an evaluation: τ and α with intervals, and counts by prompt where the file has them.
+
+    `by_rule`: α on the target's own text, by the rule that an engine is known by.
+    """
 
     drafter: str
     temperature: float
@@ -90,10 +92,7 @@ class Setting:
     draft_length: int
     tau: Interval | None
     alpha: Interval | None
-    forced: Interval | None
-    match_greedy: Interval | None
-    match_sampled: Interval | None
-    mbsu: Interval | None
+    by_rule: dict[str, Interval | None]
     counts: tuple[RawCounts, ...]
 
     @property
@@ -102,17 +101,14 @@ class Setting:
         return words + (f", top-p {self.top_p:g}" if self.temperature and self.top_p < 1 else "")
 
 
-def bench_of(found: Fields | None) -> Bench | None:
+def bench_of(found: Fields) -> Bench:
     """A bench file in types. Raises InputError: a field of another kind, no plain run, draft lengths without end."""
-    if found is None:
-        return None
     speeds = tuple(_speed(one) for one in found.objects("summaries", MOST_LENGTHS))
-    if not any(one.draft_length == PLAIN for one in speeds) or not any(
-        one.draft_length > PLAIN for one in speeds
-    ):
+    lengths = [one.draft_length for one in speeds]
+    if PLAIN not in lengths or max(lengths) <= PLAIN:
         raise InputError(
-            f"{found.where}: 'summaries' has the draft lengths {[one.draft_length for one in speeds]}; "
-            "plain decoding (0) and a fixed one are wanted: measure it again"
+            f"{found.where}: 'summaries' has the draft lengths {lengths}; plain decoding (0) and a fixed one "
+            "are wanted: measure it again"
         )
     summed: dict[int, dict[int, RawCounts]] = {}
     for run in found.objects("runs"):
@@ -143,14 +139,11 @@ def _speed(one: Fields) -> Speed:
         draft_cost=one.number("draft_cost"),
         verify_cost=one.number("verify_cost"),
         mbsu={kind: kinds.number(kind) for kind in one.keys("mbsu", 2)},
-        identical=one.whole("identical"),
     )
 
 
-def settings_of(found: Fields | None) -> list[Setting]:
+def settings_of(found: Fields) -> list[Setting]:
     """The distilled drafter's settings (else those of the last drafter listed), by temperature and γ."""
-    if found is None:
-        return []
     read = [_setting(one) for one in found.objects("settings", MOST_SETTINGS)]
     names = [one.drafter for one in read]
     name = "distilled" if "distilled" in names else (names or [""])[-1]
@@ -170,10 +163,11 @@ def _setting(one: Fields) -> Setting:
         draft_length=one.whole("draft_length") or 0,
         tau=metrics.interval("tau"),
         alpha=metrics.interval("alpha_empirical"),
-        forced=forced,
-        match_greedy=metrics.interval("alpha_match_greedy") or same,
-        match_sampled=metrics.interval("alpha_match_sampled") or same,
-        mbsu=metrics.interval("mbsu"),
+        by_rule={
+            "lossless": forced,
+            "match_greedy": metrics.interval("alpha_match_greedy") or same,
+            "match_sampled": metrics.interval("alpha_match_sampled") or same,
+        },
         counts=tuple(raw.counts() for raw in one.objects("counts", MOST_PROMPTS)),
     )
 

@@ -15,12 +15,12 @@ from edgespec.report.built import built_section
 from edgespec.report.curves import curves_section
 from edgespec.report.engines import ways_section
 from edgespec.report.gather import Run
-from edgespec.report.measured import Setting, bench_of, settings_of
+from edgespec.report.measured import PLAIN, Setting
 from edgespec.report.other_engines import others_section
 from edgespec.report.parts import Cell, Section, between, rate
 from edgespec.report.precision import files_section
 from edgespec.report.provenance import provenance_section
-from edgespec.report.sources import BENCH, EVALUATION
+from edgespec.report.sources import BENCH
 from edgespec.report.speed import category_section, speed_section, time_section
 
 UNNAMED = "a pair whose bundle was not given"
@@ -48,7 +48,7 @@ class Head:
     title: str
     how: str
     facts: Sequence[tuple[Cell, str]]
-    verdict: str = ""
+    verdict: str
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -93,22 +93,18 @@ def _title(runs: Sequence[Run]) -> str:
 
 def _head(run: Run) -> Head:
     facts: list[tuple[Cell, str]] = []
-    bench = bench_of(run.fields(BENCH))
-    verdict = ""
-    if bench is not None:
-        used, best, plain = bench.used, bench.best, bench.at(0)
-        verdict = bench.fields.text("verdict", 1000)
+    if (bench := run.bench) is not None:
+        used, best, plain = bench.used, bench.best, bench.at(PLAIN)
         if used is not None and used.speedup is not None:
             facts.append((between(used.speedup, unit="x"), f"plain decoding's speed, {used.name}"))
         if best is not None and best is not used and best.speedup is not None:
-            facts.append(
-                (between(best.speedup, unit="x"), f"plain decoding's speed, {best.name}, the fastest fixed")
-            )
+            words = f"plain decoding's speed, {best.name}, the fastest fixed"
+            facts.append((between(best.speedup, unit="x"), words))
         if plain is not None and plain.token_rate is not None:
             facts.append((rate(plain.token_rate), "tokens per second, plain"))
         if best is not None and best.tau is not None:
             facts.append((between(best.tau), f"τ, tokens per target pass, {best.name}"))
-    elif (setting := _usual(settings_of(run.fields(EVALUATION)))) is not None:
+    elif (setting := _usual(run.settings)) is not None:
         where = f"{setting.where}, γ = {setting.draft_length}, when it was built"
         facts += [
             (between(setting.tau), f"τ, tokens per target pass, {where}"),
@@ -116,15 +112,11 @@ def _head(run: Run) -> Head:
         ]
     if run.manifest is not None:
         mine, its = run.manifest.drafter.parameters, run.manifest.target.parameters
-        facts.append(
-            (
-                Cell(f"{mine / its:.1%}", f"{count(mine)} of {count(its)}"),
-                "the drafter's parameters of the target's",
-            )
-        )
+        share = Cell(f"{mine / its:.1%}", f"{count(mine)} of {count(its)}")
+        facts.append((share, "the drafter's parameters of the target's"))
     target, drafter = run.names
     title = f"{target} with {drafter}" if target and drafter else target or UNNAMED
-    return Head(run.number, title, run.how, facts, verdict)
+    return Head(run.number, title, run.how, facts, run.fields(BENCH).text("verdict", 1000))
 
 
 def _usual(settings: Sequence[Setting]) -> Setting | None:

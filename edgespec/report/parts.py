@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgespec.planning import estimate
 from edgespec.report.fields import Interval
 
 ABSENT = "–"
@@ -71,16 +72,10 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Column:
-    """What is told of one run, beside the others."""
-
-    run: int
-    parts: Sequence[Any]
-
-
-@dataclass(frozen=True)
 class Columns:
-    columns: Sequence[Column]
+    """What is told of several runs, side by side: parts by the number of the run."""
+
+    runs: Mapping[int, Sequence[Any]]
     kind: str = "columns"
 
 
@@ -94,17 +89,12 @@ class Section:
     parts: list[Any] = field(default_factory=list)
     missing: list[tuple[str, str]] = field(default_factory=list)
 
-    def beside(self, columns: Sequence[Column], what: str, command: str) -> None:
-        """Runs beside each other; where there are none, `what` is missing and `command` makes it."""
-        if columns:
-            self.parts.append(Columns(columns))
+    def beside(self, runs: Mapping[int, Sequence[Any]], what: str, command: str) -> None:
+        """The runs that have parts, side by side; where none has, `what` is missing and `command` makes it."""
+        if told := {run: parts for run, parts in runs.items() if parts}:
+            self.parts.append(Columns(told))
         else:
-            self.lacks(what, command)
-
-    def lacks(self, what: str, command: str) -> Section:
-        """Say what is not there, and the command that makes it; gives the section."""
-        self.missing.append((what, command))
-        return self
+            self.missing.append((what, command))
 
 
 def letter(run: int) -> str:
@@ -117,8 +107,14 @@ def of_run(words: str, run: int, runs: int) -> str:
     return words if runs == 1 else f"{letter(run)}: {words}"
 
 
-def number(value: float | None, digits: int = 2) -> Cell:
-    return Cell(ABSENT if value is None else f"{value:,.{digits}f}")
+def number(value: float | None, form: str = ",.2f", note: str = "") -> Cell:
+    return Cell(ABSENT if value is None else format(value, form), note)
+
+
+def flips(found: int | None, positions: int | None, more: str = "") -> Cell:
+    """Most likely tokens that changed, of so many positions."""
+    of = f"of {positions:,}" if positions and found is not None else ""
+    return number(found, ",", ", ".join(filter(None, [of, more])))
 
 
 def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: bool = False) -> Cell:
@@ -129,20 +125,17 @@ def between(value: Interval | None, digits: int = 2, unit: str = "", *, strong: 
     return Cell(f"{middle:,.{digits}f}{unit}", f"{low:,.{digits}f} to {high:,.{digits}f}", strong=strong)
 
 
-def rate(value: Interval | None) -> Cell:
-    """Tokens a second: three digits are enough."""
-    return between(value, rate_digits(value[0])) if value else Cell(ABSENT)
-
-
-def rate_digits(value: float) -> int:
-    return 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+def rate(value: Interval | float | None) -> Cell:
+    """Tokens a second, alone or with their interval: three digits are enough."""
+    if value is None:
+        return Cell(ABSENT)
+    middle = value if isinstance(value, float) else value[0]
+    digits = 0 if abs(middle) >= 100 else 1 if abs(middle) >= 10 else 2
+    return number(value, f",.{digits}f") if isinstance(value, float) else between(value, digits)
 
 
 def size(count: float | None) -> Cell:
     """Bytes."""
     if count is None:
         return Cell(ABSENT)
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return Cell(f"{count / unit:,.1f} {name}")
-    return Cell(f"{count:.0f} B")
+    return Cell(estimate.size(count) if count >= 2**10 else f"{count:.0f} B")

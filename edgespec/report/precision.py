@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from edgespec.core.manifest import Manifest
 from edgespec.core.metrics import bootstrap, ratio_of_sums
-from edgespec.report.fields import Fields, clean
+from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import INK, MUTED, RUNS, drawn, legend
 from edgespec.report.gather import Run
-from edgespec.report.parts import (
-    ABSENT,
-    Cell,
-    Column,
-    Columns,
-    Figure,
-    Section,
-    Table,
-    between,
-    number,
-    of_run,
-    size,
-)
+from edgespec.report.parts import Cell, Figure, Section, Table, between, flips, number, of_run, size
 from edgespec.report.sources import VERIFY
 
 MOST_FILES = 128  # two models, 64 variants each, as a manifest allows
@@ -51,31 +39,29 @@ def files_section(runs: Sequence[Run]) -> Section:
         "distributions are from the model's (KL divergence, nats). Flips: positions whose most likely token changes when four "
         "tokens are read at once instead of one by one; 0 means that speculation changes no greedy reply.",
     )
-    rows = {run.number: _rows(run) for run in runs}
-    rows = {number_: found for number_, found in rows.items() if found}
-    if not rows:
-        return section.lacks("agreement of the files", "edgespec verify BUNDLE --json verify.json")
+    rows = {run.number: found for run in runs if (found := _rows(run))}
     placed = [
-        (number_, row, row.bytes, share)
-        for number_, found in rows.items()
+        (run, row, row.bytes, share)
+        for run, found in rows.items()
         for row in found
         if row.bytes and (share := row.found.number("top1")) is not None
     ]
     if placed:
         section.parts.append(_figure(placed, len(runs)))
-    section.parts.append(Columns([Column(number_, [_table(found)]) for number_, found in rows.items()]))
-    pairs = {run.number: table for run in runs if (table := _pairs(run)) is not None}
-    section.beside(
-        [Column(number_, [table]) for number_, table in pairs.items()],
-        "what rounding cost the pair's acceptance",
-        "edgespec verify BUNDLE --acceptance-prompts 32 --json verify.json",
-    )
+    tables = {run: [_table(found)] for run, found in rows.items()}
+    section.beside(tables, "agreement of the files", "edgespec verify BUNDLE --json verify.json")
+    if rows:
+        section.beside(
+            {run.number: _pairs(run) for run in runs},
+            "what rounding cost the pair's acceptance",
+            "edgespec verify BUNDLE --acceptance-prompts 32 --json verify.json",
+        )
     return section
 
 
 def _rows(run: Run) -> list[FileRow]:
     rows = []
-    for check in run.objects(VERIFY, "files", MOST_FILES):
+    for check in run.fields(VERIFY).objects("files", MOST_FILES):
         role, engine, precision = (check.text(key, 40) for key in ("role", "engine", "precision"))
         weight = None if run.manifest is None else _bytes_of(run.manifest, role, engine, precision)
         rows.append(FileRow(role, engine, precision, weight, check))
@@ -91,37 +77,26 @@ def _bytes_of(manifest: Manifest, role: str, engine: str, precision: str) -> int
 def _table(rows: Sequence[FileRow]) -> Table:
     cells = []
     for row in rows:
-        positions = row.found.whole("positions")
-        mine, theirs = row.found.number("perplexity"), row.found.number("torch_perplexity")
-        broken = row.found.texts("broken", length=400)
+        check = row.found
+        theirs, fast = check.number("torch_perplexity"), check.object("fast").whole("block_flips")
+        fast_flips = "" if fast is None else f"{fast:,} in fast mode"
+        broken = check.texts("broken", length=400)
         cells.append(
             [
                 Cell(f"{row.role} {row.engine} {row.precision}", "; ".join(broken)),
                 size(row.bytes),
-                _share(row.found.number("top1")),
-                _small(row.found.number("kl")),
-                replace(number(mine), note="" if theirs is None else f"float {theirs:,.2f}"),
-                _flips(
-                    row.found.whole("block_flips"), positions, row.found.object("fast").whole("block_flips")
-                ),
+                number(check.number("top1"), ".1%"),
+                _small(check.number("kl")),
+                number(check.number("perplexity"), note="" if theirs is None else f"float {theirs:,.2f}"),
+                flips(check.whole("block_flips"), check.whole("positions"), fast_flips),
                 Cell("bound broken" if broken else "ok"),
             ]
         )
     return Table(["", "size", "top-1", "KL", "perplexity", "flips", ""], cells)
 
 
-def _flips(flips: int | None, positions: int | None, fast: int | None) -> Cell:
-    notes = [f"of {positions:,}" if positions and flips is not None else ""]
-    notes += ["" if fast is None else f"{fast:,} in fast mode"]
-    return replace(number(flips, 0), note=", ".join(filter(None, notes)))
-
-
-def _share(value: float | None) -> Cell:
-    return Cell(ABSENT if value is None else f"{value:.1%}")
-
-
 def _small(value: float | None) -> Cell:
-    return Cell(ABSENT if value is None else f"{value:.4f}" if value >= 1e-4 else "< 0.0001")
+    return Cell("< 0.0001") if value is not None and value < 1e-4 else number(value, ".4f")
 
 
 def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Figure:
@@ -129,14 +104,14 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
         from matplotlib.ticker import LogLocator
 
         for role, mark in MARKS.items():
-            for number_ in sorted({one[0] for one in placed}):
-                own = [one for one in placed if one[0] == number_ and one[1].role == role]
+            for run in sorted({one[0] for one in placed}):
+                own = [one for one in placed if one[0] == run and one[1].role == role]
                 if own:
                     axes.plot(
                         [weight / 2**20 for _, _, weight, _ in own],
                         [100 * share for _, _, _, share in own],
-                        mark, color=RUNS[number_], markersize=6, label=of_run(role, number_, runs),
-                        markerfacecolor=RUNS[number_] if role == "target" else "none",
+                        mark, color=RUNS[run], markersize=6, label=of_run(role, run, runs),
+                        markerfacecolor=RUNS[run] if role == "target" else "none",
                     )  # fmt: skip
         for _, row, weight, share in placed:
             axes.annotate(
@@ -155,18 +130,19 @@ def _figure(placed: Sequence[tuple[int, FileRow, int, float]], runs: int) -> Fig
         axes.set_ylabel("same most likely token (%)", color=MUTED)
         legend(axes, 2 if runs == 1 else 4)
 
-    return Figure(drawn("files", draw), "Agreement with the float model against the size of each file.", "")
+    return Figure(drawn("files", draw), "Agreement with the float model against the size of each file.")
 
 
-def _pairs(run: Run) -> Table | None:
+def _pairs(run: Run) -> list[Table]:
     """verify's `acceptance`: raw counts of every pair of files; here as intervals over prompts."""
     rows = []
-    for pair in run.objects(VERIFY, "acceptance", MOST_PAIRS):
-        trials = [
-            counts
+    for pair in run.fields(VERIFY).objects("acceptance", MOST_PAIRS):
+        # of each prompt [blocks, emitted, tested, accepted, positions, overlap]
+        read = [
+            Fields({"trials": one}, pair.where).numbers("trials", 16)
             for one in pair.lists("trials", MOST_TRIALS)
-            if (counts := _trial(one, pair.where)) is not None
         ]
+        trials = [one for one in read if len(one) >= 6]
         temperature = pair.number("temperature")
         if not trials or temperature is None:
             continue
@@ -180,19 +156,11 @@ def _pairs(run: Run) -> Table | None:
                 between(_interval(trials, 5, 4)),
             ]
         )
-    if not rows:
-        return None
     headers = ["", "T", "τ", "α of the drafts", "α on the target's text"]
-    return Table(headers, rows, title="What rounding cost the pair's acceptance")
+    return [Table(headers, rows, title="What rounding cost the pair's acceptance")] if rows else []
 
 
-def _trial(values: list[Any], where: str) -> list[float] | None:
-    """[blocks, emitted, tested, accepted, positions, overlap] of one prompt."""
-    read = Fields({"trials": values}, where).numbers("trials", 16)
-    return read[:6] if len(read) >= 6 else None
-
-
-def _interval(trials: Sequence[list[float]], above: int, below: int) -> tuple[float, float, float] | None:
+def _interval(trials: Sequence[list[float]], above: int, below: int) -> Interval | None:
     counted = [one for one in trials if one[below] > 0]
     if not counted:
         return None

@@ -8,10 +8,9 @@ from typing import Any
 import yaml
 
 from edgespec.core.manifest import Manifest
-from edgespec.report.built import provenance_of, recipe_of
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
-from edgespec.report.parts import ABSENT, Cell, Code, Column, Columns, Section, Table, size
+from edgespec.report.parts import ABSENT, Cell, Code, Columns, Section, Table, size
 from edgespec.report.sources import BENCH, BUILD, BUNDLE, DOCTOR, TRADEOFF
 
 MOST_COMMAND = 4000  # characters of a command that are shown
@@ -21,7 +20,7 @@ MOST_FILES = 300  # files of a bundle that are listed
 
 def provenance_section(runs: Sequence[Run]) -> Section:
     section = Section("provenance", "Where this comes from")
-    columns = []
+    columns = {}
     for run in runs:
         parts: list[Any] = [
             Table(["", ""], [[Cell(name), Cell(value)] for name, value in _facts(run)], left=2, title="about")
@@ -30,23 +29,18 @@ def provenance_section(runs: Sequence[Run]) -> Section:
         parts.append(_read(run))
         if run.manifest is not None:
             parts.append(_files(run.manifest))
-            if recipe := dict(recipe_of(run).values):
+            if recipe := dict(run.recipe.values):
                 text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
                 parts.append(Code(clean(text, MOST_RECIPE, lines=True), "The recipe with every value"))
-        columns.append(Column(run.number, parts))
+        columns[run.number] = parts
     section.parts.append(Columns(columns))
     return section
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    made = provenance_of(run)
-    bench, doctor, study = run.fields(BENCH), run.fields(DOCTOR), run.fields(TRADEOFF)
-    machine = bench.text("device") if bench else study.object("about").text("device") if study else ""
-    if not machine and doctor is not None:
-        machine = doctor.object("device").text("cpu")
-    threads = bench.whole("threads") if bench else None
-    versions = made.object("versions")
-    seed = made.whole("seed")
+    made, bench = run.made, run.fields(BENCH)
+    study, doctor = run.fields(TRADEOFF).object("about"), run.fields(DOCTOR).object("device")
+    threads, seed, versions = bench.whole("threads"), made.whole("seed"), made.object("versions")
     facts = [
         ("bundle", _name(run, BUNDLE)),
         ("its manifest's SHA-256", run.sources[BUNDLE].sha256 if BUNDLE in run.sources else ""),
@@ -54,10 +48,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("tokenizer's SHA-256", clean(run.manifest.pair["tokenizer_sha256"]) if run.manifest else ""),
         ("made with", ", ".join(f"{name} {versions.text(name, 40)}" for name in made.keys("versions", 20))),
         ("seed", "" if seed is None else str(seed)),
-        ("machine", machine),
+        ("machine", bench.text("device") or study.text("device") or doctor.text("cpu")),
         ("threads", str(threads) if threads else ""),
-        ("date", bench.text("date", 20) if bench else ""),
-        ("sampling", _sampling(bench)),
+        ("date", bench.text("date", 20)),
+        ("sampling", _sampling(bench.object("options"))),
     ]
     return [(name, value) for name, value in facts if value]
 
@@ -66,10 +60,7 @@ def _name(run: Run, kind: str) -> str:
     return clean(str(run.sources[kind].path), 400) if kind in run.sources else ""
 
 
-def _sampling(bench: Fields | None) -> str:
-    if bench is None:
-        return ""
-    options = bench.object("options")
+def _sampling(options: Fields) -> str:
     temperature, tokens = options.number("temperature"), options.whole("max_new_tokens")
     words = [
         "" if temperature is None else "greedy" if temperature == 0 else f"temperature {temperature:g}",
@@ -81,13 +72,11 @@ def _sampling(bench: Fields | None) -> str:
 
 def _commands(run: Run) -> list[str]:
     """Every command that a file tells, once."""
-    made = provenance_of(run)
-    bench, study = run.fields(BENCH), run.fields(TRADEOFF)
     found = [
         run.build.command if run.build is not None else "",
-        made.text("command", MOST_COMMAND, lines=True),
-        bench.text("command", MOST_COMMAND) if bench else "",
-        study.object("about").text("command", MOST_COMMAND) if study else "",
+        run.made.text("command", MOST_COMMAND, lines=True),
+        run.fields(BENCH).text("command", MOST_COMMAND),
+        run.fields(TRADEOFF).object("about").text("command", MOST_COMMAND),
     ]
     return [words for words in dict.fromkeys(found) if words]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,8 @@ EVALUATION_FILE, VERIFY_FILE, COMMAND = "evaluation.json", "verify.json", "comma
 MOST_COMMAND = 64 * 2**10  # bytes of a file that holds one command
 STAGES = (
     *("data", "target", "teacher", "plan", "tune", READ, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS),
-    *(
-        "pretrain",
-        "generate",
-        STATES,
-        ROUNDED,
-        "store",
-        "reference",
-        "distill",
-        "evaluate",
-        "export",
-        "verify",
-    ),
-    "pack",
+    *("pretrain", "generate", STATES, ROUNDED, "store", "reference", "distill"),
+    *("evaluate", "export", "verify", "pack"),
 )
 """In the order of a build."""
 WANTED = (
@@ -62,22 +51,17 @@ class Source:
     kind: str
     path: Path
     sha256: str = ""
-    fields: Fields | None = None
-    rows: tuple[Fields, ...] = ()
+    fields: Fields = Fields({}, "")
     manifest: Manifest | None = None
     stages: Mapping[str, Fields] = field(default_factory=dict)
     command: str = ""
-    inside: tuple[Source, ...] = ()
-
-    def all_inside(self) -> Iterator[Source]:
-        """This one and everything in it."""
-        yield self
-        for one in self.inside:
-            yield from one.all_inside()
 
 
-def open_source(name: str) -> Source:
-    """Read what a path holds. Raises InputError or BundleError: what it is, and what is wanted."""
+Sources = dict[str, Source]
+
+
+def open_sources(name: str) -> Sources:
+    """What a path holds, by kind: itself, then what lies in it. Raises InputError or BundleError: what it is, what is wanted."""
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / MANIFEST).exists():
@@ -87,20 +71,19 @@ def open_source(name: str) -> Source:
         raise InputError(f"{path} is a folder without a {MANIFEST} or finished stages of a build; {WANTED}")
     if not path.exists():
         raise InputError(f"{path} is missing; {WANTED}")
-    return open_json(path)
+    return _measurements(path)
 
 
-def open_json(path: Path) -> Source:
-    """A file of measurements, by its keys. Raises InputError."""
+def _measurements(path: Path) -> Sources:
+    """A file of measurements, by its keys; the list that other-engines writes stands under "list"."""
     value, digest = _read(path)
     if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
         if all({"name", "rule", "answers", "ours"} <= set(one) for one in value):
-            rows = tuple(Fields(one, f"{path}[{place}]") for place, one in enumerate(value))
-            return Source(ENGINES, path, digest, rows=rows)
+            return {ENGINES: Source(ENGINES, path, digest, Fields({"list": value}, str(path)))}
     elif isinstance(value, dict):
         for kind, keys in _MARKS.items():
             if set(keys) <= set(value):
-                return Source(kind, path, digest, Fields(value, str(path)))
+                return {kind: Source(kind, path, digest, Fields(value, str(path)))}
     raise InputError(f"{path} is {_what(value)}; {WANTED}")
 
 
@@ -115,44 +98,36 @@ def _what(value: Any) -> str:
     return f"a JSON object with the keys {names or 'none'}"
 
 
-def _bundle(path: Path) -> Source:
+def _bundle(path: Path) -> Sources:
     """The manifest, and its evaluation and verification where their bytes are those that it lists."""
     manifest = read_manifest(path)
-    found = []
+    found = {BUNDLE: Source(BUNDLE, path, sha256_file(path / MANIFEST), manifest=manifest)}
     for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
         if (entry := manifest.files.get(name)) is not None:
-            file = check_file(path.resolve(), name, entry)
-            found.append(_inside(file, kind))
-    digest = sha256_file(path / MANIFEST)
-    return Source(BUNDLE, path, digest, manifest=manifest, inside=tuple(one for one in found if one))
+            found |= _inside(check_file(path.resolve(), name, entry), kind)
+    return found
 
 
-def _build(path: Path, names: list[str]) -> Source:
+def _build(path: Path, names: list[str]) -> Sources:
     """The finished stages, and the bundle or, before there is one, what was evaluated and verified."""
     stages = {name: _object(path / name / DONE)[0] for name in names}
     command = path / COMMAND
     words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
+    build = Source(BUILD, path, stages=stages, command=words.decode("utf-8", "replace").strip())
+    found = {BUILD: build}
     bundle = path / BUNDLE
-    found: list[Source | None] = []
     if (bundle / MANIFEST).exists():
-        found.append(_bundle(bundle))
-    else:
-        for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
-            file = path / stage / name
-            found.append(_inside(file, kind) if file.is_file() else None)
-    return Source(
-        BUILD,
-        path,
-        stages=stages,
-        command=words.decode("utf-8", "replace").strip(),
-        inside=tuple(one for one in found if one),
-    )
+        return found | _bundle(bundle)
+    for stage, name, kind in (("evaluate", EVALUATION_FILE, EVALUATION), ("verify", VERIFY_FILE, VERIFY)):
+        if (file := path / stage / name).is_file():
+            found |= _inside(file, kind)
+    return found
 
 
-def _inside(path: Path, kind: str) -> Source | None:
-    """A file of a bundle or build; None for an empty one, which says that nothing was measured."""
+def _inside(path: Path, kind: str) -> Sources:
+    """A file of a bundle or build; none where it is empty, which says that nothing was measured."""
     found, digest = _object(path)
-    return Source(kind, path, digest, found) if found.values else None
+    return {kind: Source(kind, path, digest, found)} if found.values else {}
 
 
 def _object(path: Path) -> tuple[Fields, str]:

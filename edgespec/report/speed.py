@@ -11,20 +11,8 @@ from edgespec.core.pictures import bars
 from edgespec.report.fields import Fields
 from edgespec.report.figures import MUTED, PARTS, RUNS, drawn, legend, lying
 from edgespec.report.gather import Run
-from edgespec.report.measured import AUTO, PLAIN, Bench, bench_of, name_of, total
-from edgespec.report.parts import (
-    Cell,
-    Column,
-    Columns,
-    Figure,
-    Section,
-    Table,
-    Words,
-    between,
-    number,
-    of_run,
-    rate,
-)
+from edgespec.report.measured import AUTO, PLAIN, Bench, name_of, total
+from edgespec.report.parts import Cell, Figure, Section, Table, Words, between, number, of_run, rate
 from edgespec.report.sources import BENCH
 
 MOST_CATEGORIES = 120  # rows: 60 categories, plain against two ways of drafting
@@ -54,17 +42,11 @@ def speed_section(runs: Sequence[Run]) -> Section:
         "token rate over its plain one, with a 95 % bootstrap interval. MBSU is the gain there would be if only memory traffic "
         "counted: τ / (cγ + 1), with c the drafter's share of the bytes, or of the parameters.",
     )
-    found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH)))}
-    if not found:
-        return section.lacks("measured speed", COMMAND)
-    section.parts.append(_gains(found, len(runs)))
-    columns = []
-    for number_, bench in found.items():
-        parts: list[Any] = [_speed_table(bench)]
-        if words := why(bench):
-            parts.append(Words(words))
-        columns.append(Column(number_, parts))
-    section.parts.append(Columns(columns))
+    found = {run.number: run.bench for run in runs if run.bench is not None}
+    if found:
+        section.parts.append(_gains(found, len(runs)))
+    columns = {run: [_speed_table(bench), *why(bench)] for run, bench in found.items()}
+    section.beside(columns, "measured speed", COMMAND)
     return section
 
 
@@ -75,16 +57,10 @@ def time_section(runs: Sequence[Run]) -> Section:
         "Milliseconds of decoding per token that left the loop, without reading the prompt. The rest is sampling, the acceptance "
         "rule, the choice of γ and the loop itself. The time to the first token counts the prompt too, from an empty cache.",
     )
-    found = {run.number: bench for run in runs if (bench := bench_of(run.fields(BENCH))) and bench.counts}
-    splits = {number_: rows for number_, bench in found.items() if (rows := _splits(bench))}
-    if not splits:
-        return section.lacks("time split", COMMAND)
-    most = max(row.whole for rows in splits.values() for row in rows)
-    columns = [
-        Column(number_, [_split_figure(rows, number_, most), _split_table(rows)])
-        for number_, rows in splits.items()
-    ]
-    section.parts.append(Columns(columns))
+    splits = {run.number: rows for run in runs if run.bench is not None and (rows := _splits(run.bench))}
+    most = max((row.whole for rows in splits.values() for row in rows), default=0.0)
+    columns = {run: [_split_figure(rows, run, most), _split_table(rows)] for run, rows in splits.items()}
+    section.beside(columns, "time split", COMMAND)
     return section
 
 
@@ -92,37 +68,27 @@ def category_section(runs: Sequence[Run]) -> Section:
     section = Section(
         "kinds", "By kind of question", "Speculation against plain decoding on the questions of a suite."
     )
-    columns = []
+    columns = {}
     for run in runs:
-        rows = run.objects(BENCH, "categories", MOST_CATEGORIES)
-        lengths = list(dict.fromkeys(row.whole("draft_length") for row in rows))
-        tables = [
-            _category_table([row for row in rows if row.whole("draft_length") == length], length or 0)
-            for length in lengths
-        ]
-        if tables:
-            columns.append(Column(run.number, tables))
+        by_length: dict[int | None, list[Fields]] = {}
+        for row in run.fields(BENCH).objects("categories", MOST_CATEGORIES):
+            by_length.setdefault(row.whole("draft_length"), []).append(row)
+        columns[run.number] = [_category_table(rows, length or 0) for length, rows in by_length.items()]
     section.beside(
         columns, "figures by kind of question", "edgespec bench BUNDLE --suite built-in --json bench.json"
     )
     return section
 
 
-def why(bench: Bench) -> str:
-    """One sentence: what MBSU leaves out, in the figures of the fastest fixed draft length. '' where one is not known."""
+def why(bench: Bench) -> list[Words]:
+    """One sentence: what MBSU leaves out, in the figures of the fastest fixed draft length. None where one is not known."""
     best = bench.best
-    kind = best.mbsu_kind if best else ""
-    if best is None or best.speedup is None or best.tau is None or not best.mbsu.get(kind):
-        return ""
-    ratio = bench.fields.object("cost_ratios").number(kind)
-    if (
-        best.speedup[0] <= 0
-        or ratio is None
-        or best.draft_cost is None
-        or best.verify_cost is None
-        or best.predicted is None
-    ):
-        return ""
+    if best is None or best.speedup is None or best.speedup[0] <= 0 or best.tau is None:
+        return []
+    kind = best.mbsu_kind
+    bound, ratio = best.mbsu.get(kind), bench.fields.object("cost_ratios").number(kind)
+    if not bound or ratio is None or best.draft_cost is None or best.verify_cost is None:
+        return []
     length, tau = best.draft_length, best.tau[0]
     drafting, memory, cost = length * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
     left = cost - drafting - best.verify_cost
@@ -130,39 +96,31 @@ def why(bench: Bench) -> str:
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
     if left < -LOOP:
         rest = "; these medians add up to more than the whole, so the machine was not steady"
-    return (
-        f"Why MBSU by {kind} says {best.mbsu[kind]:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
+    sentence = (
+        f"Why MBSU by {kind} says {bound:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
         f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
         f"drafter's {'once' if length == 1 else f'{length} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
         f"verifying {length + 1} tokens in one pass {best.verify_cost:.2f}{rest}."
     )
+    return [Words(sentence)]
 
 
 def _gains(found: dict[int, Bench], runs: int) -> Figure:
     def draw(axes: Any) -> None:
-        for place, (number_, bench) in enumerate(found.items()):
-            colour = RUNS[number_]
-            named = partial(of_run, run=number_, runs=runs)
+        for place, (run, bench) in enumerate(found.items()):
+            colour, named = RUNS[run], partial(of_run, run=run, runs=runs)
             timed = [one for one in bench.fixed if one.speedup is not None]
             shift = 0.08 * (place - (len(found) - 1) / 2)
             lengths = [one.draft_length + shift for one in timed]
             middle, errors = bars([one.speedup for one in timed if one.speedup])
             axes.errorbar(
-                lengths,
-                middle,
-                yerr=errors,
-                color=colour,
-                elinewidth=1.0,
-                marker="o",
-                label=named("measured"),
-            )
+                lengths, middle, yerr=errors, color=colour, elinewidth=1.0, marker="o", label=named("measured")
+            )  # fmt: skip
             if len(found) > FEW:
                 continue
             kind = timed[0].mbsu_kind if timed else ""
-            bound = [
-                (one.draft_length + shift, one.mbsu[kind]) for one in timed if one.mbsu.get(kind) is not None
-            ]
-            if bound:
+            pairs = zip(lengths, (one.mbsu.get(kind) for one in timed), strict=True)
+            if bound := [(x, y) for x, y in pairs if y is not None]:
                 xs, ys = zip(*bound, strict=True)
                 axes.plot(
                     xs, ys, color=colour, linestyle="--", linewidth=1.2,
@@ -215,7 +173,7 @@ def _splits(bench: Bench) -> list[Split]:
     return found
 
 
-def _split_figure(rows: Sequence[Split], number_: int, most: float) -> Figure:
+def _split_figure(rows: Sequence[Split], run: int, most: float) -> Figure:
     def draw(axes: Any) -> None:
         names = [row.name for row in rows]
         start = [0.0] * len(rows)
@@ -228,7 +186,7 @@ def _split_figure(rows: Sequence[Split], number_: int, most: float) -> Figure:
 
     height = 74 + 24 * len(rows)
     return Figure(
-        drawn(f"time-{number_}", draw, height=height),
+        drawn(f"time-{run}", draw, height=height),
         "Milliseconds per token of drafting, verifying and the rest, by draft length.",
     )
 
@@ -241,29 +199,27 @@ def _split_table(rows: Sequence[Split]) -> Table:
             Cell(f"{value:,.{digits}f}", f"{value / row.whole:.0%}") if value else Cell("")
             for value in row.parts
         ]
-        first = number(None if row.first_token_seconds is None else 1e3 * row.first_token_seconds, 1)
+        first = number(None if row.first_token_seconds is None else 1e3 * row.first_token_seconds, ",.1f")
         cells.append([Cell(row.name), *shares, Cell(f"{row.whole:,.{digits}f}"), first])
     return Table(["ms per token", "draft", "verify", "rest", "all", "first token, ms"], cells)
 
 
-def _questions(count: int | None) -> str:
-    return "" if count is None else f"{count:,} question{'s' * (count != 1)}"
-
-
 def _category_table(rows: Sequence[Fields], length: int) -> Table:
-    cells = [
-        [
-            Cell(row.text("category", 40), _questions(row.whole("prompts"))),
-            between(row.interval("block_efficiency")),
-            number(row.number("acceptance_rate")),
-            rate(row.interval("plain_token_rate")),
-            rate(row.interval("token_rate")),
-            between(row.interval("speedup")),
-        ]
-        for row in rows
-    ]
-    return Table(
-        ["", "τ", "α", "plain tok/s", "tok/s", "x plain"],
-        cells,
-        title=name_of(length, "γ chosen block by block"),
-    )
+    cells = []
+    for row in rows:
+        asked = row.whole("prompts")
+        cells.append(
+            [
+                Cell(
+                    row.text("category", 40),
+                    "" if asked is None else f"{asked:,} question{'s' * (asked != 1)}",
+                ),
+                between(row.interval("block_efficiency")),
+                number(row.number("acceptance_rate")),
+                rate(row.interval("plain_token_rate")),
+                rate(row.interval("token_rate")),
+                between(row.interval("speedup")),
+            ]
+        )
+    headers = ["", "τ", "α", "plain tok/s", "tok/s", "x plain"]
+    return Table(headers, cells, title=name_of(length, "γ chosen block by block"))

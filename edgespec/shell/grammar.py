@@ -20,8 +20,9 @@ _FREE = """
 """
 FREE = frozenset(_FREE.split())
 """Options of text that is no path; a shell that offered files here would mislead."""
-_FOLDERS = "bundle build out data models model drafter checkpoint tokenizer"
-FOLDERS = frozenset(_FOLDERS.split())
+FOLDERS = frozenset(
+    ("bundle", "build", "out", "data", "models", "model", "drafter", "checkpoint", "tokenizer")
+)
 """Options that take a folder; all other text is a file or a folder."""
 Known = Mapping[str, Callable[[], Iterable[str]]]
 
@@ -79,16 +80,13 @@ def grammar_of(
     places: list[Slot] = []
     repeats = False
     for action in parser._actions:
-        about = knobs.get(action.dest)
-        if about is None and not action.option_strings:
-            continue
+        about, names = knobs.get(action.dest), tuple(action.option_strings)
         slot = None if about is None or action.nargs == 0 else _slot(action.dest, *about, known)
-        if slot is not None and not action.option_strings:
+        if names:
+            flags.append(Flag(names, _short(action.help or ""), slot, action.nargs == "?"))
+        elif slot is not None:
             places.append(slot)
             repeats = action.nargs == "*"
-        else:
-            names = tuple(action.option_strings)
-            flags.append(Flag(names, _short(action.help or ""), slot, action.nargs == "?"))
     return VerbGrammar(name, _short(help), tuple(flags), tuple(places), repeats)
 
 

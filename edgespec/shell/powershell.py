@@ -82,10 +82,9 @@ Register-ArgumentCompleter -Native -CommandName edgespec -ScriptBlock {
 
 def script(verbs: Sequence[VerbGrammar]) -> str:
     """The script for all verbs."""
+    names = (f"        {_quoted(verb.name)} = {_quoted(verb.help)}" for verb in verbs)
     return (
-        _SCRIPT.replace(
-            "@verbs@", "\n".join(f"        {_quoted(verb.name)} = {_quoted(verb.help)}" for verb in verbs)
-        )
+        _SCRIPT.replace("@verbs@", "\n".join(names))
         .replace("@flags@", "\n".join(line for verb in verbs for line in _flags(verb)))
         .replace("@values@", "\n".join(line for verb in verbs for line in _values(verb)))
         .replace("@repeats@", ", ".join(_quoted(verb.name) for verb in verbs if verb.repeats))

@@ -14,7 +14,7 @@ import argparse
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
@@ -31,6 +31,9 @@ class EveryVerb:
     """Options that every verb has; in the config file they stand at the top."""
 
     quiet: bool = knob(False, "no notes and no progress; results and errors stay")
+
+
+EVERY = tuple(EveryVerb.__annotations__)
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,9 @@ def settings_of(
             raise InputError(
                 f"{name} is set in {origin} and belongs in a recipe, from which a build can be repeated; give --recipe FILE.yaml"
             )
+    variables = {name: os.environ.get(variable_of("", name)) for name in EVERY}
     every = {name: config[name] for name in EVERY if name in config}
-    every |= {
-        name: os.environ[variable_of("", name)] for name in EVERY if os.environ.get(variable_of("", name))
-    }
+    every |= {name: value for name, value in variables.items() if value}
     every |= {name: flags[name] for name in EVERY if name in flags}
     values = merge(_nested(low), merge(_nested(high), flags))
     return Settings(
@@ -155,6 +157,3 @@ def _has(nested: Mapping[str, Any], dotted: str) -> bool:
     """Whether a nested mapping has the option."""
     first, _, rest = dotted.partition(".")
     return first in nested and (not rest or _has(nested[first], rest))
-
-
-EVERY = tuple(one.name for one in fields(EveryVerb))

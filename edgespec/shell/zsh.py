@@ -38,10 +38,9 @@ _PATHS = {FILE: "_files", FOLDER: "_files -/"}
 def script(verbs: Sequence[VerbGrammar]) -> str:
     """The script for all verbs."""
     names = "\n".join(f"      {_quoted(f'{verb.name}:{verb.help}')}" for verb in verbs)
+    between = " \\\n        "
     rest = "\n".join(
-        f"    {verb.name})\n      _arguments -s \\\n        "
-        + " \\\n        ".join(_specs(verb))
-        + "\n      ;;"
+        f"    {verb.name})\n      {between.join(['_arguments -s', *_specs(verb)])}\n      ;;"
         for verb in verbs
     )
     return _SCRIPT.replace("@verbs@", names).replace("@rest@", rest)
@@ -65,9 +64,8 @@ def _flag(flag: Flag, name: str) -> str:
     text = flag.help.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]")
     if flag.slot is None:
         return f"{others}{name}[{text}]"
-    if flag.alone:
-        return f"{others}{name}[{text}]::{flag.slot.name}:{_action(flag.slot)}"
-    return f"{others}{name}=[{text}]:{flag.slot.name}:{_action(flag.slot)}"
+    value = f"{flag.slot.name}:{_action(flag.slot)}"
+    return f"{others}{name}[{text}]::{value}" if flag.alone else f"{others}{name}=[{text}]:{value}"
 
 
 def _action(slot: Slot) -> str:
@@ -77,5 +75,5 @@ def _action(slot: Slot) -> str:
     if slot.many:
         return f"_sequence compadd - {words}" if words else f"_sequence {paths or 'true'}"
     if words:
-        return f"{{compadd -- {words}{'; ' + paths if paths else ''}}}" if paths else f"({words})"
+        return f"{{compadd -- {words}; {paths}}}" if paths else f"({words})"
     return paths or " "

@@ -24,9 +24,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
-from edgespec.planning.estimate import size
-from edgespec.planning.file_sizes import weight_bytes
-from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
+from edgespec.planning.estimate import files_bytes, size
+from edgespec.recipe.devices import FORMATS, STATIC, profile
 from edgespec.recipe.precisions import MIXED, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
@@ -137,8 +136,7 @@ def check_disk(
 
     checkpoint: bytes of the drafter's own weights that go into the bundle.
     """
-    wanted = [(engine, one) for engine, name in FORMAT_OF.items() for one in getattr(options, name)]
-    files = sum(weight_bytes(shape, engine, precision) for shape in shapes for engine, precision in wanted)
+    files = files_bytes(options, shapes)
     copies = 0 if shares_blocks(out) else files + checkpoint
     needed, free = files + copies, free_disk(out)
     if needed > free:

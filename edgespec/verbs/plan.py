@@ -17,7 +17,7 @@ from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
 from edgespec.core.options import command_line, from_mapping, help_of, knob, section, with_default
 from edgespec.core.output import give
-from edgespec.planning.device_report import overview, shown, taken
+from edgespec.planning.devices_fit import overview, shown, usual_fit
 from edgespec.planning.plan import PlanOptions, make, read_options
 from edgespec.planning.plan_report import as_json, text
 from edgespec.recipe.devices import profile, profiles
@@ -76,6 +76,6 @@ def _devices(target: str = "", device: str = "", json: str = "") -> int:
     chosen = [profile(device)] if device else list(profiles().values())
     print(shown(chosen[0]) if device else overview(target))
     if device and target:
-        print(f"\n{taken(chosen[0], target)}")
+        print(f"\n{usual_fit(chosen[0], target).text()}")
     give(json, [asdict(one) for one in chosen])
     return 0

@@ -13,9 +13,10 @@ from paper_plan import DRAFTER, PAPER, TARGET, planned
 from repository import PYTHONPATH, REPOSITORY
 
 from edgespec.cli import main
+from edgespec.core.metrics import acceptance_rate_of
 from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import GIB
-from edgespec.planning.plan_device import budget, rate_of, rates_of_profile
+from edgespec.planning.plan_device import budget, rates_of_profile
 from edgespec.planning.plan_report import span
 from edgespec.recipe.devices import profiles
 from edgespec.recipe.schema import Recipe
@@ -60,7 +61,8 @@ def test_json_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
     pi = as_json(tmp_path, *PAPER, "--device", "raspberry-pi")
     gains = pi["device"]["ways"][0]["best"]
-    rate = rate_of(2.3, 3)
+    rate = acceptance_rate_of(2.3, 3)
+    assert rate == pytest.approx(0.636, abs=0.001)
     one = profiles()["raspberry-pi"]
     way = budget(TARGET, DRAFTER, one.engine, one.target, rates_of_profile(one, 0.6), one.max_draft_length)
     word = "looks worth it" if way.best(rate)[1] >= 1.3 else "looks hardly worth it"
@@ -198,3 +200,13 @@ def test_the_plans_of_the_docs_can_be_run(capsys: pytest.CaptureFixture[str]) ->
     assert "6.2 days" in small
     assert "47% of it generate" in small
     assert "(!)" not in small
+
+
+def test_static_graphs_are_planned_at_their_own_length(tmp_path: Path) -> None:
+    """export.context does not change them; a build counts their memory at npu_length, and the plan does too."""
+    npu = ("plan", "--target", "tinyllama-1.1b-chat", "--gpus", "1xL4", "--device", "intel-npu")
+    usual, context, length = (
+        as_json(tmp_path, *npu, *words)["device"]["needed_bytes"]
+        for words in ((), ("--export.context", "2048"), ("--export.npu-length", "2048"))
+    )
+    assert usual == context < length

@@ -13,10 +13,8 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from paper_plan import DRAFTER, PAPER, TARGET, planned
 
-from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
-from edgespec.planning.file_sizes import exported_bytes
 from edgespec.planning.plan_device import (
     ARITHMETIC,
     CONTEXT,
@@ -24,7 +22,6 @@ from edgespec.planning.plan_device import (
     budget,
     fastest,
     measured,
-    rate_of,
     rates_of_profile,
 )
 from edgespec.planning.plan_report import LENGTHS
@@ -39,7 +36,7 @@ def test_a_budget_without_arithmetic_is_mbsu() -> None:
         assert way.costs.v(length + 1, CONTEXT) == 1.0
         assert way.speedup(0.7, length) == pytest.approx(way.memory_bound(0.7, length), rel=0.01)
     assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
-    weights = exported_bytes(TARGET, "q8_0", streamed=True)
+    weights = costs.exported_bytes(TARGET, "q8_0", streamed=True)
     cache = 2 * CONTEXT * costs.cache_values(TARGET)
     assert way.plain_rate == pytest.approx(1e11 / (weights + cache), rel=1e-6)
 
@@ -68,12 +65,6 @@ def test_break_even_is_where_the_speedup_is_one() -> None:
         assert alpha is not None
         assert way.speedup(alpha, length) == pytest.approx(1.0, abs=1e-4)
     assert way.least(LENGTHS) == min((way.break_even(length), length) for length in LENGTHS)
-
-
-def test_the_papers_acceptance() -> None:
-    rate = rate_of(2.3, 3)
-    assert predicted_block_efficiency(rate, 3) == pytest.approx(2.3)
-    assert rate == pytest.approx(0.636, abs=0.001)
 
 
 def test_every_profile_has_its_arithmetic() -> None:

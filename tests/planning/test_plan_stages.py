@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from paper_plan import DRAFTER, TARGET
@@ -10,9 +11,9 @@ from repository import REPOSITORY
 
 from edgespec.planning.hardware import GIB, Hardware
 from edgespec.planning.plan_stages import (
-    SAMPLINGS,
     TOGETHER,
     Assumed,
+    StageTime,
     for_processes,
     stage_times,
     storage,
@@ -24,50 +25,42 @@ ASSUMED = Assumed(mfu=0.5, bandwidth=0.25)
 ROUND = Hardware("round", 4, 1e12, 1e11, 64 * GIB)
 
 
+def timed(values: dict[str, Any], hardware: Hardware = ROUND) -> dict[str, StageTime]:
+    """Every stage of a recipe by name."""
+    recipe = resolve({"target": "x", **values}, {})
+    return {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, hardware, ASSUMED)}
+
+
 def test_training_time_is_flops_over_the_share_of_the_peak_of_all() -> None:
-    recipe = resolve({"target": "x"}, {})
-    stages = {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, ROUND, ASSUMED)}
+    stages = timed({})
     pretrain, evaluate = stages["pretrain"], stages["evaluate"]
     assert pretrain.seconds == pytest.approx(pretrain.cost.flops / (4 * 1e12 * 0.5))
     assert (pretrain.devices, evaluate.devices) == (4, 1)  # the evaluation is one process's
-    whole = replace(ROUND, measured=True)
-    again = {time.cost.stage: time for time in stage_times(recipe, TARGET, DRAFTER, whole, ASSUMED)}
-    assert again["pretrain"].seconds == pytest.approx(pretrain.seconds / 2)  # a measured rate is no peak
+    again = timed({}, replace(ROUND, measured=True))["pretrain"]
+    assert again.seconds == pytest.approx(pretrain.seconds / 2)  # a measured rate is no peak
 
 
 def test_generation_waits_for_the_weights() -> None:
     values = {"prompts": 80, "batch_size": 4, "max_new_tokens": 100}
-    recipe = resolve({"target": "x", "generate": values}, {})
     fast = replace(ROUND, flops=1e18)
-    found = next(t for t in stage_times(recipe, TARGET, DRAFTER, fast, ASSUMED) if t.cost.stage == "generate")
+    found = timed({"generate": values}, fast)["generate"]
     steps = 80 / (4 * 4) * 100
     cache = 4 * 2 * TARGET.layers * TARGET.kv_heads * TARGET.head_dim * 4 * (128 + 50)
     by_hand = steps * (4 * TARGET.streamed_parameters + cache) / (1e11 * 0.25)
     assert (found.binds, found.seconds) == ("memory", pytest.approx(by_hand, rel=1e-6))
-    half = resolve({"target": "x", "generate": values, "inference": {"dtype": "bfloat16"}}, {})
-    less = next(t for t in stage_times(half, TARGET, DRAFTER, fast, ASSUMED) if t.cost.stage == "generate")
+    less = timed({"generate": values, "inference": {"dtype": "bfloat16"}}, fast)["generate"]
     assert 0.5 * found.seconds < less.seconds < 0.6 * found.seconds
     assert found.memory - less.memory == 2 * TARGET.parameters
 
 
 def test_each_process_holds_its_share_of_a_batch() -> None:
-    recipe = resolve({"target": "x", "pretrain": {"batch_size": 32}, "distill": {"micro_batch_size": 2}}, {})
-    shared = for_processes(recipe, 8)
+    values = {"pretrain": {"batch_size": 32}, "distill": {"micro_batch_size": 2}}
+    shared = for_processes(resolve({"target": "x", **values}, {}), 8)
     assert (shared.pretrain.micro_batch_size, shared.distill.micro_batch_size) == (4, 2)
-    one = {
-        time.cost.stage: time
-        for time in stage_times(recipe, TARGET, DRAFTER, replace(ROUND, count=1), ASSUMED)
-    }
-    many = {
-        time.cost.stage: time
-        for time in stage_times(recipe, TARGET, DRAFTER, replace(ROUND, count=8), ASSUMED)
-    }
+    one, many = (timed(values, replace(ROUND, count=count)) for count in (1, 8))
     assert many["pretrain"].memory < one["pretrain"].memory
     assert many["pretrain"].cost.flops == one["pretrain"].cost.flops
-    small = replace(ROUND, memory=20 * GIB)
-    assert not {t.cost.stage: t for t in stage_times(recipe, TARGET, DRAFTER, small, ASSUMED)}[
-        "generate"
-    ].fits
+    assert not timed(values, replace(ROUND, memory=20 * GIB))["generate"].fits
 
 
 def test_how_many_devices_can_share_the_batches() -> None:
@@ -79,9 +72,7 @@ def test_how_many_devices_can_share_the_batches() -> None:
 
 def test_what_the_rooms_do_is_what_is_timed() -> None:
     from edgespec.recipe import schema as knobs
-    from edgespec.recipe.sampling import SAMPLINGS as measured_ways
 
-    assert len(measured_ways) == SAMPLINGS
     building = REPOSITORY / "edgespec" / "building"
     pipeline = "".join(path.read_text(encoding="utf-8") for path in sorted(building.glob("pipeline*.py")))
     together = [
@@ -93,7 +84,7 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
 
 
 def test_storage_adds_up() -> None:
-    times = stage_times(resolve({"target": "x"}, {}), TARGET, DRAFTER, ROUND, ASSUMED)
+    times = [*timed({}).values()]
     there, here = storage(times, TARGET, hub=True), storage(times, TARGET, hub=False)
     assert there.total - here.total == 2 * TARGET.parameters
     assert here.total == sum(time.cost.disk for time in times)

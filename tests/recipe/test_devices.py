@@ -14,7 +14,7 @@ from edgespec.cli import main
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.options import to_mapping
-from edgespec.planning import devices_fit
+from edgespec.planning import costs, devices_fit
 from edgespec.recipe.devices import STATIC, device_of, profile, profiles
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
@@ -99,10 +99,10 @@ def test_weights_are_as_large_as_the_files_of_published_shapes() -> None:
         shape = TARGETS[name].shape
         assert shape is not None
         for precision in ("f16", "q8_0"):
-            said = devices_fit.weight_bytes(shape, "llama.cpp", precision)
+            said = costs.file_bytes(shape, "llama.cpp", precision)
             assert said == pytest.approx(synthetic_gguf.planned_bytes(shape, precision), rel=1e-3)
         for precision in ("fp32", "int4"):
-            said = devices_fit.weight_bytes(shape, "onnxruntime", precision)
+            said = costs.file_bytes(shape, "onnxruntime", precision)
             assert said == pytest.approx(synthetic_onnx.planned_bytes(shape, precision)[0], rel=1e-3)
 
 
@@ -122,7 +122,7 @@ def test_the_arithmetic_of_llama_on_a_raspberry_pi() -> None:
 
 def test_what_does_not_fit_is_refused_with_every_number() -> None:
     x86 = profile("laptop-cpu-x86")
-    long = devices_fit.fit(x86, LLAMA, DRAFTER, 4096)
+    long = devices_fit.fit(dataclasses.replace(x86, context=4096), LLAMA, DRAFTER)
     with pytest.raises(InputError) as refused:
         devices_fit.check_fit(long, "llama-2-7b-chat")
     text = str(refused.value)
@@ -130,8 +130,8 @@ def test_what_does_not_fit_is_refused_with_every_number() -> None:
         assert part.how in text
     room = long.longest_context
     assert f"give --context {room}" in text
-    assert devices_fit.fit(x86, LLAMA, DRAFTER, room).fits
-    assert not devices_fit.fit(x86, LLAMA, DRAFTER, room + 1).fits
+    assert devices_fit.fit(dataclasses.replace(x86, context=room), LLAMA, DRAFTER).fits
+    assert not devices_fit.fit(dataclasses.replace(x86, context=room + 1), LLAMA, DRAFTER).fits
     small = dataclasses.replace(x86, memory_gib=2)
     with pytest.raises(InputError, match="weights alone are too large"):
         devices_fit.check_fit(devices_fit.fit(small, LLAMA, DRAFTER), "llama-2-7b-chat")

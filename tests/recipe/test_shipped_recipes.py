@@ -13,7 +13,7 @@ import yaml
 
 from edgespec.cli import VERBS
 from edgespec.core.options import add_flags, given
-from edgespec.planning.estimate import estimate, summary
+from edgespec.planning.estimate import estimate, size
 from edgespec.recipe.check import problems
 from edgespec.recipe.data_sources import parse_hub
 from edgespec.recipe.drafter import derive
@@ -83,7 +83,11 @@ def test_its_command_is_one(file: Path) -> None:
 def test_its_cost_is_the_estimate(file: Path) -> None:
     found = recipe(file.stem)
     target = shape_of_target(found.target)
-    assert summary(estimate(found, target, derive(target, found.drafter))) in header(file)["cost"]
+    stages = estimate(found, target, derive(target, found.drafter))
+    flops, disk = sum(stage.flops for stage in stages), sum(stage.disk for stage in stages)
+    memory = max(stage.memory for stage in stages)
+    said = f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"
+    assert said in header(file)["cost"]
     assert "estimated" in header(file)["cost"]
 
 

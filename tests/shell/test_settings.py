@@ -202,7 +202,7 @@ def test_every_variable_that_is_read_is_in_the_table() -> None:
     folders = ("edgespec", "runtime", "recipes", "export")
     files = [file for folder in folders for file in (REPOSITORY / folder).rglob("*.py")]
     read = set().union(*map(read_variables, files))
-    assert {"RANK", "HF_HOME", "NO_COLOR"} <= read
+    assert {"RANK", "LOCAL_RANK", "NO_COLOR"} <= read
     assert read <= set(VARIABLES)
     page = (REPOSITORY / "docs" / "shell.md").read_text(encoding="utf-8")
     assert "EDGESPEC_VERB_OPTION" in page

@@ -17,8 +17,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
+from edgespec.planning.costs import file_bytes
 from edgespec.planning.devices_fit import fit
-from edgespec.planning.file_sizes import weight_bytes
 from edgespec.recipe import devices
 from edgespec.recipe.devices import profile
 from edgespec.recipe.schema import ExportOptions, Recipe
@@ -148,7 +148,7 @@ def test_too_little_room_on_the_disk(
     models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = ModelShape.from_config(json.loads((models[0] / "config.json").read_text()))
-    needed = 2 * (weight_bytes(shape, "onnxruntime", "fp32") + weight_bytes(shape, "llama.cpp", "q8_0"))
+    needed = 2 * (file_bytes(shape, "onnxruntime", "fp32") + file_bytes(shape, "llama.cpp", "q8_0"))
     options = ExportOptions(onnx=("fp32",), gguf=("q8_0",))
     for shared, copies in ((True, 0), (False, needed + 1000)):
         monkeypatch.setattr(export_verb, "shares_blocks", lambda place, shared=shared: shared)
