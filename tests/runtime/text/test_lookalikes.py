@@ -87,7 +87,7 @@ def test_a_role_is_a_text_too(tokenizer: ChatTokenizer) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_ordinary_text_is_encoded_as_before(tokenizer: ChatTokenizer, text: str) -> None:
     messages = user(text)
-    assert tokenizer.hide(messages) == (messages, {})
+    assert tokenizer.lookalikes.hide(messages) == (messages, {})
     assert tokenizer.encode_chat(messages) == tokenizer.encode(tokenizer.render(messages))
 
 
