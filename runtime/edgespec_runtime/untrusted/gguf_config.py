@@ -7,8 +7,8 @@ is refused by name: a key that is not known here may change what the model compu
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_float
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +108,8 @@ def read_model(file: Path) -> tuple[Header, dict[str, Any]]:
 
 def shortest(value: float) -> float:
     """The shortest decimal that is this float32: files hold 1e-5 as 9.999999747378752e-06."""
-    packed = struct.pack("<f", value)
-    for digits in range(1, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == packed:
-            return short
-    return value
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((short for short in decimals if c_float(short).value == c_float(value).value), value)
 
 
 def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path) -> None:
