@@ -78,7 +78,7 @@ def listening(
     try:
         yield server
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
         pair.close()
 

@@ -177,7 +177,7 @@ def test_a_client_that_takes_nothing_is_hung_up_on(
         monkeypatch.setattr(server.service, "_parts", heavy)
         with connected(server, {**LONG, "stream": True}) as client:
             until(lambda: len(server.line) == 0)
-            until(lambda: not server._uvicorn.server_state.connections)
+            until(lambda: not server.server_state.connections)
             assert client.recv(10).startswith(b"HTTP/1.1 2")
         monkeypatch.undo()
         assert ask(server.url, "/v1/completions", SHORT)[0] == 200
