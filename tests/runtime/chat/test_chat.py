@@ -46,13 +46,13 @@ def test_a_second_turn_computes_only_what_is_new(pair: Pair, capsys: pytest.Capt
     chat = new_chat(pair)
     chat.reply("Hello there")
     first = len(chat.conversation.ids)
-    assert chat.computed == first - 12 - 1  # all but the prompt's last token, which the first block reads
+    assert chat.last.computed == first - 12 - 1  # all but the prompt's last token: the first block reads it
     kept = list(chat.conversation.ids)
     chat.reply("And now?")
     assert chat.conversation.ids[:first] == kept
     new = len(chat.conversation.ids) - 12 - first
-    assert chat.computed == new  # the reply's last token and the new message, less the one the block reads
-    assert chat.computed < 30 < first
+    assert chat.last.computed == new  # the reply's last token and the message, less the one the block reads
+    assert chat.last.computed < 30 < first
     assert f"({new} of {first + new} prompt tokens computed)" in capsys.readouterr().err
 
 
@@ -68,7 +68,7 @@ def test_a_turn_answered_from_the_cache_is_answered_as_from_scratch(
     prompt = ids[:-12]
     fresh.conversation.prompt = lambda text: prompt  # type: ignore[method-assign]
     fresh.reply("Why?")
-    assert fresh.computed == len(prompt) - 1
+    assert fresh.last.computed == len(prompt) - 1
     assert fresh.conversation.ids == ids
 
 
@@ -182,7 +182,7 @@ def test_a_reply_says_why_there_are_no_drafts(
         shown,
     ).groups()
     assert float(needed) > float(has) == UNKNOWN
-    assert chat.off in shown
+    assert chat.last.off in shown
     assert "x plain" not in shown
 
 

@@ -136,7 +136,7 @@ def test_regenerate_takes_the_last_turn_back(pair: Pair, capsys: pytest.CaptureF
     assert "greedy, so the same words come again" in capsys.readouterr().err
     assert said(chat) == before
     assert chat.conversation.ids == ids
-    assert chat.computed == 0  # the cache holds all of the prompt
+    assert chat.last.computed == 0  # the cache holds all of the prompt
     chat.change(temperature="1.0", seed="3")
     handle(chat, "/regenerate")
     drawn = said(chat)
