@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from prompt_toolkit.history import History
@@ -36,14 +37,8 @@ class ChatHistory(History):
         if len(string) > MAX_ENTRY:
             return
         line = json.dumps(string) + "\n"  # escapes: also what UTF-8 cannot write is kept as it was typed
-        try:
-            file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(file, line.encode())
-            finally:
-                os.close(file)
-        except OSError:
-            pass
+        with suppress(OSError), open(self._path, "ab", buffering=0, opener=_owners) as stream:
+            stream.write(line.encode())
 
     def _read(self) -> tuple[list[str], bool]:
         """(the lines that are texts, whether that is all there was)."""
@@ -58,19 +53,21 @@ class ChatHistory(History):
             return [], True
         lines = []
         for line in data.splitlines():
-            try:
+            with suppress(ValueError, RecursionError):  # cut off, or not ours
                 text = json.loads(line)
-            except (ValueError, RecursionError):  # cut off, or not ours
-                continue
-            if isinstance(text, str) and len(text) <= MAX_ENTRY:
-                lines.append(text)
+                if isinstance(text, str) and len(text) <= MAX_ENTRY:
+                    lines.append(text)
         return lines, size <= MAX_BYTES
 
     def _rewrite(self, lines: list[str]) -> None:
-        try:
-            with whole_file(self._path) as temporary:
-                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(file, "w", encoding="utf-8") as stream:
-                    stream.writelines(json.dumps(line) + "\n" for line in lines)
-        except (InputError, OSError):  # a full disk, a forbidden folder
-            pass
+        with (
+            suppress(InputError, OSError),  # a full disk, a forbidden folder
+            whole_file(self._path) as temporary,
+            open(temporary, "x", encoding="utf-8", opener=_owners) as stream,
+        ):
+            stream.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def _owners(path: str, flags: int) -> int:
+    """Opens a file that is its owner's alone where it is new."""
+    return os.open(path, flags, 0o600)
