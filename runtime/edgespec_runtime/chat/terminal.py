@@ -58,9 +58,8 @@ class Pipe:
         text = self._line()
         if text is None or not is_open(text):
             return text
-        size = len(text)
-        lines = [text]
-        while is_open("\n".join([lines[0], lines[-1]] if len(lines) > 1 else lines)):
+        lines, size = [text], len(text)
+        while len(lines) == 1 or not lines[-1].rstrip().endswith(QUOTES):
             line = self._line()
             if line is None:
                 raise InputError(f'{_LINE} opens a message with """ that does not end; close it with """')

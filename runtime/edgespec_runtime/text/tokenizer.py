@@ -17,13 +17,12 @@ from tokenizers.decoders import DecodeStream
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_bounded, read_json
-from edgespec.core.manifest import AGAIN
+from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
 from edgespec_runtime.untrusted.template import SafeTemplate
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
-MAX_VOCAB_SIZE = 2**24
 MAX_SPECIAL = 1024
 LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
 PIECE = 16 * 1024  # characters

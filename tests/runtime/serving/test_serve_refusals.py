@@ -32,6 +32,7 @@ def url(bundle: Path) -> Iterator[str]:
     ("path", "body", "status", "words"),
     [
         ("/v1/nothing", {}, 404, "there is no POST"),
+        (f"{TEXT}%0a", b"{", 400, "not valid JSON"),
         (TEXT, b"[]", 400, "no JSON object"),
         (TEXT, b"{", 400, "not valid JSON"),
         (TEXT, b"[" * 100_000, 400, "nests deeper than 64 levels"),
