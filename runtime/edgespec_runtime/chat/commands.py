@@ -168,11 +168,7 @@ def _compare(chat: Chat, text: str) -> None:
     prompt, _ = chat.fitting(conversation, text)
     runs = []
     for name, draft in (("plain", False), ("speculative", True)):
-        run = Run(name)
-        for piece, tally in chat.run(prompt, draft, name):
-            run.pieces.append((piece.text, piece.accepted))
-            run.tokens += piece.tokens
-            run.counts = tally.counts
+        run = chat.run(prompt, draft, name)
         if chat.stopped or not run.tokens:
             chat.view.say("the comparison was stopped")
             return

@@ -15,8 +15,8 @@ from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import Piece, pieces
 from edgespec_runtime.chat.settings import Options, changed, shown
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.terminal import Interrupt
-from edgespec_runtime.chat.view import Show, View
+from edgespec_runtime.chat.terminal import interruptible
+from edgespec_runtime.chat.view import Run, Show, View
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
@@ -91,9 +91,9 @@ class Chat:
             self.view.note(f"(the context of {self.context} tokens is full: the oldest {turns} dropped)")
         tally = self._tally(prompt)
         reply: list[int] = []
-        with Interrupt(self.interactive) as interrupt:
+        with interruptible(self.interactive) as interrupted:
             with self.view.reply(tally, self.options) as show:
-                for piece in self._pieces(prompt, options, schedule, tally, show, interrupt):
+                for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
                     reply += piece.tokens
                     show(piece.text, piece.accepted)
             self.last, self.stopped = tally, tally.finish == "stopped"
@@ -107,15 +107,18 @@ class Chat:
                 tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
             self.view.status(tally.line())
 
-    def run(self, prompt: list[int], draft: bool, title: str) -> Iterator[tuple[Piece, Tally]]:
-        """The reply to a prompt that is no turn of the conversation, piece by piece with the figures so far."""
+    def run(self, prompt: list[int], draft: bool, name: str) -> Run:
+        """The reply to a prompt that is no turn of the conversation."""
         options, schedule = self._ready(draft)
-        tally = self._tally(prompt, title)
-        with Interrupt(self.interactive) as interrupt, self.view.working(tally) as show:
-            for piece in self._pieces(prompt, options, schedule, tally, show, interrupt):
+        tally = self._tally(prompt, name)
+        run = Run(name, counts=tally.counts)
+        with interruptible(self.interactive) as interrupted, self.view.working(tally) as show:
+            for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
                 show("", piece.accepted)
-                yield piece, tally
+                run.pieces.append((piece.text, piece.accepted))
+                run.tokens += piece.tokens
         self.stopped = tally.finish == "stopped"
+        return run
 
     def _ready(self, draft: bool) -> tuple[Options, Schedule]:
         """What the next reply is decoded with. Raises InputError for a drafter of another vocabulary."""
@@ -134,7 +137,7 @@ class Chat:
         schedule: Schedule,
         tally: Tally,
         show: Show,
-        interrupt: Interrupt,
+        interrupted: Callable[[], bool],
     ) -> Iterator[Piece]:
         """The pieces of a reply until it ends or Ctrl-C was pressed; `tally` is true before each.
 
@@ -145,13 +148,13 @@ class Chat:
         for count in self.pair.target.prefill_steps(prompt[:-1]):
             tally.computed += count
             show("", False)
-            if interrupt.requested:
+            if interrupted():
                 return
         drafter = drafter_of(options, self.pair.draft)
         for _ in drafter.prefill_steps(prompt) if drafter is not None else ():
-            if interrupt.requested:
+            if interrupted():
                 return
-        if interrupt.requested:
+        if interrupted():
             return
         tally.counts.prefill_seconds = perf_counter() - start
         with closing(pieces(self.pair, prompt, options, tally.counts, schedule)) as said:
@@ -163,7 +166,7 @@ class Chat:
                 yield piece
                 if piece.finish:
                     tally.finish = piece.finish
-                elif interrupt.requested:
+                elif interrupted():
                     return
 
     def state(self) -> str:
