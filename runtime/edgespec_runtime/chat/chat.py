@@ -67,12 +67,9 @@ def _view() -> View:
 def _source(interactive: bool, folder: Path | None) -> Source:
     if not interactive:
         return Pipe()
-    from prompt_toolkit.history import InMemoryHistory
-
-    from edgespec_runtime.chat.history import ChatHistory
     from edgespec_runtime.chat.keyboard import Keyboard
 
-    return Keyboard(InMemoryHistory() if folder is None else ChatHistory(folder / "history.jsonl"))
+    return Keyboard(None if folder is None else folder / "history.jsonl")
 
 
 def _remember(chat: Chat) -> Path | None:
