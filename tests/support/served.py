@@ -78,13 +78,13 @@ def listening(
     try:
         yield server
     finally:
-        server.shutdown()
+        server.should_exit = True
         thread.join()
         pair.close()
 
 
-def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """(status, JSON) of one request; `body` may be bytes, sent as they are."""
+def send(url: str, path: str, body: Any = None, **headers: str) -> tuple[http.client.HTTPResponse, str]:
+    """The answer to one request, and its text; `body` may be bytes, sent as they are."""
     parts = urlsplit(url)
     assert parts.hostname
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
@@ -96,25 +96,22 @@ def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any
     try:
         connection.request("GET" if body is None else "POST", path, data, names)
         answer = connection.getresponse()
-        text = answer.read()
-        return answer.status, json.loads(text) if text else None
+        return answer, answer.read().decode()
     finally:
         connection.close()
+
+
+def ask(url: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    """(status, JSON) of one request."""
+    answer, text = send(url, path, body, **headers)
+    return answer.status, json.loads(text) if text else None
 
 
 def stream(url: str, path: str, body: dict[str, Any]) -> list[Any]:
     """The events of a streamed answer, the mark of its end left out."""
-    parts = urlsplit(url)
-    assert parts.hostname
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=30)
-    try:
-        data = json.dumps({**body, "stream": True})
-        connection.request("POST", path, data, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert answer.headers["Content-Type"].startswith("text/event-stream")
-        events = [line.removeprefix("data: ") for line in answer.read().decode().split("\n\n") if line]
-    finally:
-        connection.close()
+    answer, text = send(url, path, {**body, "stream": True})
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert events.pop() == "[DONE]"
     return [json.loads(event) for event in events]
 

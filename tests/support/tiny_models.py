@@ -61,6 +61,18 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
+def tokenizer_folder(
+    folder: Path, tokenizer: Tokenizer, template: str | None = TEMPLATE, **config: object
+) -> Path:
+    """What a chat needs of a tokenizer, and no more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **config}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
 def make_model_folder(
     folder: Path,
     family: str = "llama",

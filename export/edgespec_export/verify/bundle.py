@@ -196,7 +196,7 @@ def replies_in(manifest: Manifest) -> list[Any]:
 
 def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
     """(files that can be checked, names of those that this edgespec knows no bounds for), after a look for harm in each."""
-    from edgespec_runtime.untrusted.gguf_file import check_gguf
+    from edgespec_runtime.untrusted.gguf_file import read_header
     from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
     from edgespec_export.formats.export import HEAD_PRECISION, ExportedFile
@@ -221,7 +221,7 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
                     skipped.append(f"{role} {engine} {precision}")
                     continue
                 if path.is_file():
-                    check_gguf(path)
+                    read_header(path)
                 for graph in sorted(path.glob("*.onnx")):
                     check_onnx(graph)
                 files.append(ExportedFile(role, engine, precision, path, _held(role, path)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec_runtime.engines.llamacpp import load_library
 from edgespec_runtime.text.tokenizer import MAX_TOKENIZER_BYTES
-from edgespec_runtime.untrusted.gguf_file import check_gguf
+from edgespec_runtime.untrusted.gguf_file import read_header
 from tokenizers import Tokenizer
 
 from edgespec.core.errors import BundleError, InputError
@@ -119,7 +119,7 @@ class GgufTokenizer:
 
     def __init__(self, file: Path) -> None:
         self._lib: Any = load_library()
-        check_gguf(file)
+        read_header(file)
         params = self._lib.llama_model_default_params()
         params.vocab_only = True
         self._model = self._lib.llama_model_load_from_file(os.fsencode(file), params)

@@ -14,7 +14,7 @@ from edgespec_runtime.chat.saved import LastChat, state_folder
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.terminal import Pipe, Source
-from edgespec_runtime.chat.view import Plain, View
+from edgespec_runtime.chat.view import View
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair
 from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
@@ -56,7 +56,7 @@ def talk(chat: Chat, source: Source) -> int:
 def _view() -> View:
     """The one for standard output."""
     if not draws(sys.stdout):
-        return Plain()
+        return View()
     from rich.console import Console
 
     from edgespec_runtime.chat.screen import Screen
@@ -67,12 +67,9 @@ def _view() -> View:
 def _source(interactive: bool, folder: Path | None) -> Source:
     if not interactive:
         return Pipe()
-    from prompt_toolkit.history import InMemoryHistory
-
-    from edgespec_runtime.chat.history import ChatHistory
     from edgespec_runtime.chat.keyboard import Keyboard
 
-    return Keyboard(InMemoryHistory() if folder is None else ChatHistory(folder / "history.jsonl"))
+    return Keyboard(None if folder is None else folder / "history.jsonl")
 
 
 def _remember(chat: Chat) -> Path | None:

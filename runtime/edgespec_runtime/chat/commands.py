@@ -92,14 +92,10 @@ def _set(chat: Chat, argument: str) -> None:
 
 
 def _draft(chat: Chat, argument: str) -> None:
-    if argument in (MODEL, LOOKUP, HYBRID):
-        chat.change(drafter=argument, draft="on")
-    elif argument == "on":
-        chat.change(drafter="auto", draft="on")
-    elif argument == "off":
-        chat.change(draft="off")
-    elif argument:
-        raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
+    if argument:
+        if argument not in DRAFTS:
+            raise InputError(f"/draft is {argument!r}{did_you_mean(argument, DRAFTS)}")
+        chat.change(**DRAFTS[argument])
     _tell_state(chat, argument)
 
 
@@ -172,11 +168,7 @@ def _compare(chat: Chat, text: str) -> None:
     prompt, _ = chat.fitting(conversation, text)
     runs = []
     for name, draft in (("plain", False), ("speculative", True)):
-        run = Run(name)
-        for piece, tally in chat.run(prompt, draft, name):
-            run.pieces.append((piece.text, piece.accepted))
-            run.tokens += piece.tokens
-            run.counts = tally.counts
+        run = chat.run(prompt, draft, name)
         if chat.stopped or not run.tokens:
             chat.view.say("the comparison was stopped")
             return
@@ -197,31 +189,27 @@ def _verdict(plain: Run, speculative: Run, *, seeded: bool) -> str:
 
 
 def _save(chat: Chat, file: str) -> None:
-    with _usable(file):
-        saved.save(chat.conversation, chat.pair.manifest.target.name, _path(file, "/save"))
+    with _path("/save", file) as path:
+        saved.save(chat.conversation, chat.pair.manifest.target.name, path)
     chat.view.note(f"{len(chat.conversation.messages) // 2} turns are in {file}")
 
 
 def _load(chat: Chat, file: str) -> None:
-    with _usable(file):
-        saved.load(chat.conversation, _path(file, "/load"))
+    with _path("/load", file) as path:
+        saved.load(chat.conversation, path)
     chat.kept()
     chat.view.note(saved.told(chat.conversation.messages))
 
 
 @contextmanager
-def _usable(file: str) -> Iterator[None]:
-    """A name that no file can have, or one below a file, is the user's mistake and ends no chat."""
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{file[:200]!r} cannot be used: {error}; give the name of a .json file") from error
-
-
-def _path(file: str, command: str) -> Path:
+def _path(command: str, file: str) -> Iterator[Path]:
+    """The file of a command. A name that no file can have, or one below a file, is the user's mistake and ends no chat."""
     if not file:
         raise InputError(f"{command} takes a file: {command} chat.json")
-    return Path(file).expanduser()
+    try:
+        yield Path(file).expanduser()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{file[:200]!r} cannot be used: {error}; give the name of a .json file") from error
 
 
 def _clear(chat: Chat, _: str) -> None:
@@ -245,7 +233,7 @@ def _stats(chat: Chat, _: str) -> None:
         f"replies {chat.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
         f"time    {shares}",
         f"context {min(len(chat.conversation.ids), chat.context)} of {chat.context} tokens",
-        f"now     {chat.state()}{'; ' * bool(chat.off)}{chat.off}",
+        f"now     {chat.state()}{'; ' * bool(chat.last.off)}{chat.last.off}",
     ]
     if totals.drafted:
         tests = zip(totals.accepted, totals.tested, strict=True)
@@ -268,7 +256,12 @@ def _knobs(argument: str) -> list[str]:
     return [f"{name} {choice}" for choice in choices_of(name)]
 
 
-DRAFTS = ("on", "off", MODEL, LOOKUP, HYBRID)
+DRAFTS = {
+    "on": {"drafter": "auto", "draft": "on"},
+    "off": {"draft": "off"},
+    **{name: {"drafter": name, "draft": "on"} for name in (MODEL, LOOKUP, HYBRID)},
+}
+"""What /draft sets."""
 COMMANDS = (
     Command(("/help", "/?"), "", "this list", _help),
     Command(("/system",), "TEXT", "set the system prompt; without TEXT remove it", _system),

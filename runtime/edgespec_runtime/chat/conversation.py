@@ -109,7 +109,7 @@ class Conversation:
 
     def _continue(self, text: str) -> list[int] | None:
         """The ids kept, then what the template writes after the last reply; None for a template that rewrites earlier turns."""
-        safe, hidden = self._tokenizer.hide(self._with(self.messages, text))
+        safe, hidden = self._tokenizer.lookalikes.hide(self._with(self.messages, text))
         *before, asked, answered, said = safe
         start = self._tokenizer.render([*before, asked])
         place = {"role": "assistant", "content": _PLACE}
@@ -119,7 +119,7 @@ class Conversation:
         kept = kept and real.startswith(head) and real.endswith(tail)
         if not kept or real[len(head) : len(real) - len(tail)].strip() != answered["content"].strip():
             return None
-        after = self._tokenizer.encode_hidden(tail, hidden)
+        after = self._tokenizer.lookalikes.encode(tail, hidden)
         if self.ids[-1] not in self._tokenizer.stop_ids:  # the reply was cut off: the template closes it
             return self.ids + after
         if self.ids[-1] in after[:2]:  # the model closed the turn itself, perhaps behind a space

@@ -60,19 +60,20 @@ def restored(value: Any, where: Path) -> tuple[str, list[Message]]:
     messages = value.get("messages")
     if not isinstance(messages, list):
         raise InputError(f"{where} has no list of messages; give a file that /save wrote")
-    turns: list[Message] = []
+    system, turns = "", list[Message]()
     for number, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
         wanted = ("user", "assistant")[len(turns) % 2]
-        if not isinstance(content, str) or not (role == wanted or (role == "system" and number == 0)):
-            raise InputError(
-                f"{where}: message {number + 1} is {repr(message)[:80]}; a {wanted}'s with its content as text is wanted"
-            )
-        turns += [{"role": role, "content": content}] if number or role == wanted else []
+        match message:
+            case {"role": "system", "content": str(content)} if number == 0:
+                system = content
+            case {"role": role, "content": str(content)} if role == wanted:
+                turns.append({"role": wanted, "content": content})
+            case _:
+                raise InputError(
+                    f"{where}: message {number + 1} is {repr(message)[:80]}; a {wanted}'s with its content as text is wanted"
+                )
     if len(turns) % 2:
         raise InputError(f"{where} ends with a user's message; the assistant's answer is missing")
-    system = messages[0]["content"] if messages and messages[0]["role"] == "system" else ""
     return system, turns
 
 
@@ -85,8 +86,7 @@ def save(conversation: Conversation, bundle: str, path: Path) -> None:
 
 def load(conversation: Conversation, path: Path) -> None:
     """Have the conversation of a file instead. Raises InputError, and changes nothing, for a file that is none."""
-    system, turns = restored(read_json(path, limit=MAX_BYTES, strict=True), path)
-    conversation.system = system
+    conversation.system, turns = restored(read_json(path, limit=MAX_BYTES, strict=True), path)
     conversation.reset(turns)
 
 

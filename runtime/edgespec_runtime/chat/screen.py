@@ -24,7 +24,7 @@ from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import unseen_keys
-from edgespec_runtime.chat.view import Run, Show
+from edgespec_runtime.chat.view import Run, Show, View
 
 FRAMES = 15  # a second
 DRAFTED, OWN, QUIET = "green", "default", "dim"
@@ -39,16 +39,13 @@ _WORDS = re.compile(r"\s*\S+\s*|\s+")
 TAB = "    "
 
 
-class Screen:
-    """Args:
-    console: of the terminal; it must not read markup in what it prints.
-    """
+class Screen(View):
+    """`console`: of the terminal; it must not read markup in what it prints."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     def legend(self) -> None:
-        """What the colours mean."""
         if is_quiet():
             return
         self._console.print(
@@ -62,10 +59,6 @@ class Screen:
 
     def say(self, text: str) -> None:
         self._console.print(Text(harmless(text), QUIET))
-
-    def note(self, text: str) -> None:
-        if not is_quiet():
-            self.say(text)
 
     def status(self, line: str) -> None:
         self.note(f"{line}\n")

@@ -15,8 +15,8 @@ from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import Piece, pieces
 from edgespec_runtime.chat.settings import Options, changed, shown
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.terminal import Interrupt
-from edgespec_runtime.chat.view import Plain, Show, View
+from edgespec_runtime.chat.terminal import interruptible
+from edgespec_runtime.chat.view import Run, Show, View
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
@@ -33,9 +33,8 @@ class Chat:
     Attributes:
         options: the knobs now; `change` checks new ones.
         totals: raw counts of all replies; `replies`: how many there were.
-        computed: prompt tokens the target computed for the last reply; the others were in its cache.
+        last: the figures of the last one.
         stopped: whether Ctrl-C ended the last reply.
-        off: why there are no drafts now, '' where there are.
         prefill: what the next message is edited from; None where it is a new one.
         leaving: whether the chat is over.
         kept: called where the conversation has changed.
@@ -45,13 +44,12 @@ class Chat:
         self.pair = pair
         self.options = options
         self.interactive = interactive
-        self.view: View = view or Plain()
+        self.view = view or View()
         self.conversation = Conversation(pair.tokenizer, options.system)
         self.totals = RawCounts()
         self.replies = 0
-        self.computed = 0
+        self.last = Tally(self.context, options.max_new_tokens)
         self.stopped = False
-        self.off = ""
         self.prefill: str | None = None
         self.leaving = False
         self.kept: Callable[[], None] = lambda: None
@@ -79,11 +77,6 @@ class Chat:
         if "seed" in values:
             self._draws = 0
 
-    def decoding(self, draft: bool) -> Options:
-        """The options that a reply is decoded with."""
-        options = self.options if draft else plain(self.options)
-        return keeping_system(options, self.pair.tokenizer, self.conversation.system, self.pair.target)
-
     def fitting(self, conversation: Conversation, text: str) -> tuple[list[int], int]:
         """(the prompt of `text` as the next message, turns dropped for it), with room for a reply behind it."""
         limit = self.context
@@ -91,21 +84,19 @@ class Chat:
 
     def reply(self, text: str) -> None:
         """Answer one message: stream the reply, remember it as far as it came, show its figures."""
-        options = self.decoding(self.options.draft)
-        schedule = self._ready(options)
+        options, schedule = self._ready(self.options.draft)
         prompt, dropped = self.fitting(self.conversation, text)
         if dropped:
             turns = "turn was" if dropped == 1 else f"{dropped} turns were"
             self.view.note(f"(the context of {self.context} tokens is full: the oldest {turns} dropped)")
         tally = self._tally(prompt)
         reply: list[int] = []
-        with Interrupt(self.interactive) as interrupt:
+        with interruptible(self.interactive) as interrupted:
             with self.view.reply(tally, self.options) as show:
-                numbered_options = numbered(options, self._draws)
-                for piece in self._pieces(prompt, numbered_options, schedule, tally, show, interrupt):
+                for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
                     reply += piece.tokens
                     show(piece.text, piece.accepted)
-            self.computed, self.stopped = tally.computed, tally.finish == "stopped"
+            self.last, self.stopped = tally, tally.finish == "stopped"
             if reply:
                 self.conversation.add(text, prompt, reply)
                 self.totals.add(tally.counts)
@@ -114,29 +105,30 @@ class Chat:
                 self.kept()
             if tally.counts.drafted:
                 tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
-            self.off = tally.off
             self.view.status(tally.line())
 
-    def run(self, prompt: list[int], draft: bool, title: str) -> Iterator[tuple[Piece, Tally]]:
-        """The reply to a prompt that is no turn of the conversation, piece by piece with the figures so far."""
-        options = self.decoding(draft)
-        schedule = self._ready(options)
-        tally = self._tally(prompt)
-        tally.title = title
-        with Interrupt(self.interactive) as interrupt, self.view.working(tally) as show:
-            number = numbered(options, self._draws)
-            for piece in self._pieces(prompt, number, schedule, tally, show, interrupt):
+    def run(self, prompt: list[int], draft: bool, name: str) -> Run:
+        """The reply to a prompt that is no turn of the conversation."""
+        options, schedule = self._ready(draft)
+        tally = self._tally(prompt, name)
+        run = Run(name, counts=tally.counts)
+        with interruptible(self.interactive) as interrupted, self.view.working(tally) as show:
+            for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
                 show("", piece.accepted)
-                yield piece, tally
+                run.pieces.append((piece.text, piece.accepted))
+                run.tokens += piece.tokens
         self.stopped = tally.finish == "stopped"
+        return run
 
-    def _ready(self, options: Options) -> Schedule:
-        """The schedule of a reply under these options. Raises InputError for a drafter of another vocabulary."""
+    def _ready(self, draft: bool) -> tuple[Options, Schedule]:
+        """What the next reply is decoded with. Raises InputError for a drafter of another vocabulary."""
+        options = numbered(self.options if draft else plain(self.options), self._draws)
+        options = keeping_system(options, self.pair.tokenizer, self.conversation.system, self.pair.target)
         check_vocabulary(self.pair.target, self.pair.draft if options.needs_model else None)
-        return self._schedules.of(options)
+        return options, self._schedules.of(options)
 
-    def _tally(self, prompt: list[int]) -> Tally:
-        return Tally(self.context, self.options.max_new_tokens, len(prompt), step=self._step)
+    def _tally(self, prompt: list[int], title: str = "") -> Tally:
+        return Tally(self.context, self.options.max_new_tokens, len(prompt), step=self._step, title=title)
 
     def _pieces(
         self,
@@ -145,12 +137,24 @@ class Chat:
         schedule: Schedule,
         tally: Tally,
         show: Show,
-        interrupt: Interrupt,
+        interrupted: Callable[[], bool],
     ) -> Iterator[Piece]:
-        """The pieces of a reply until it ends or Ctrl-C was pressed; `tally` is true before each."""
+        """The pieces of a reply until it ends or Ctrl-C was pressed; `tally` is true before each.
+
+        The prompt is read into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one.
+        """
         start = perf_counter()
         tally.finish = "stopped"
-        if not self._prefill(prompt, options, tally, show, interrupt):
+        for count in self.pair.target.prefill_steps(prompt[:-1]):
+            tally.computed += count
+            show("", False)
+            if interrupted():
+                return
+        drafter = drafter_of(options, self.pair.draft)
+        for _ in drafter.prefill_steps(prompt) if drafter is not None else ():
+            if interrupted():
+                return
+        if interrupted():
             return
         tally.counts.prefill_seconds = perf_counter() - start
         with closing(pieces(self.pair, prompt, options, tally.counts, schedule)) as said:
@@ -162,26 +166,8 @@ class Chat:
                 yield piece
                 if piece.finish:
                     tally.finish = piece.finish
-                elif interrupt.requested:
+                elif interrupted():
                     return
-
-    def _prefill(
-        self, prompt: list[int], options: Options, tally: Tally, show: Show, interrupt: Interrupt
-    ) -> bool:
-        """Read the prompt into both caches piece by piece, so that Ctrl-C does not wait for the end of a long one.
-
-        Returns whether all of it was read.
-        """
-        for count in self.pair.target.prefill_steps(prompt[:-1]):
-            tally.computed += count
-            show("", False)
-            if interrupt.requested:
-                return False
-        drafter = drafter_of(options, self.pair.draft)
-        for _ in drafter.prefill_steps(prompt) if drafter is not None else ():
-            if interrupt.requested:
-                return False
-        return not interrupt.requested
 
     def state(self) -> str:
         """Who drafts, how much and by which rule, in one line."""

@@ -55,41 +55,42 @@ class Tally:
 
     def live(self) -> str:
         """While the reply comes: the most important figure first, since a narrow terminal cuts the end."""
-        counts = self.counts
-        if not counts.emitted:
-            return self._titled([f"reading the prompt: {self.computed} of {self.prompt} tokens computed"])
+        if not self.counts.emitted:
+            return _joined(
+                self.title, f"reading the prompt: {self.computed} of {self.prompt} tokens computed"
+            )
         rate = self.rate_now()
-        parts = [f"{rate:.1f} tok/s"]
-        if counts.drafted and self.step is not None:
-            parts.append(f"{rate * self.step:.2f}x plain")
-        parts += self._drafts(f"{sum(counts.accepted)}/{counts.drafted} drafted accepted")
-        return self._titled([*parts, self._context()])
+        times, drafts = self._drafts(rate)
+        return _joined(self.title, f"{rate:.1f} tok/s", times, drafts, self.off, self._context())
 
     def line(self) -> str:
         """Once it is complete; the speed-up is an estimate from a few plain steps timed where the reply ended."""
         counts = self.counts
         if not counts.emitted:
             return "stopped before the reply began"
-        parts = [f"{counts.emitted} tokens", f"{counts.token_rate:.1f} tok/s"]
-        if counts.drafted and self.step is not None:
-            parts.append(f"est. {counts.token_rate * self.step:.2f}x plain")
-        parts += self._drafts(
-            f"{sum(counts.accepted)}/{counts.drafted} drafted accepted "
-            f"(τ {counts.block_efficiency:.2f}, α {counts.acceptance_rate:.2f})"
+        times, drafts = self._drafts(counts.token_rate)
+        return _joined(
+            f"{counts.emitted} tokens",
+            f"{counts.token_rate:.1f} tok/s",
+            times and f"est. {times}",
+            drafts and f"{drafts} (τ {counts.block_efficiency:.2f}, α {counts.acceptance_rate:.2f})",
+            self.off,
+            self._context(),
+            f"first token after {self.first_token:.2f} s ({self.computed} of {self.prompt} prompt tokens computed)",
+            NOTES.get(self.finish, "").format(max_new_tokens=self.max_new_tokens, context=self.context),
         )
-        parts.append(self._context())
-        parts.append(
-            f"first token after {self.first_token:.2f} s ({self.computed} of {self.prompt} prompt tokens computed)"
-        )
-        if self.finish in NOTES:
-            parts.append(NOTES[self.finish].format(max_new_tokens=self.max_new_tokens, context=self.context))
-        return " · ".join(parts)
 
-    def _drafts(self, words: str) -> list[str]:
-        return [*([words] if self.counts.drafted else []), *([self.off] if self.off else [])]
+    def _drafts(self, rate: float) -> tuple[str, str]:
+        """(the speed-up at `rate` tokens a second, how many drafted tokens were accepted), '' for what is not known."""
+        counts = self.counts
+        if not counts.drafted:
+            return "", ""
+        times = "" if self.step is None else f"{rate * self.step:.2f}x plain"
+        return times, f"{sum(counts.accepted)}/{counts.drafted} drafted accepted"
 
     def _context(self) -> str:
         return f"context {min(self.context, self.prompt + self.counts.emitted)}/{self.context}"
 
-    def _titled(self, parts: list[str]) -> str:
-        return " · ".join([self.title, *parts] if self.title else parts)
+
+def _joined(*parts: str) -> str:
+    return " · ".join(filter(None, parts))

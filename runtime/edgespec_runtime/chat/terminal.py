@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from edgespec.core.errors import InputError
 
@@ -58,9 +58,8 @@ class Pipe:
         text = self._line()
         if text is None or not is_open(text):
             return text
-        size = len(text)
-        lines = [text]
-        while is_open("\n".join([lines[0], lines[-1]] if len(lines) > 1 else lines)):
+        lines, size = [text], len(text)
+        while len(lines) == 1 or not lines[-1].rstrip().endswith(QUOTES):
             line = self._line()
             if line is None:
                 raise InputError(f'{_LINE} opens a message with """ that does not end; close it with """')
@@ -80,31 +79,23 @@ class Pipe:
         return typed(data, _LINE).rstrip("\r\n") if data else None
 
 
-class Interrupt:
-    """While entered, the first Ctrl-C only sets `requested`, so that no cache is left half-written; the third leaves."""
+@contextmanager
+def interruptible(enabled: bool) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is only noted, so that no cache is left half-written; the third one leaves. Yields whether it was pressed."""
+    pressed = 0
 
-    def __init__(self, enabled: bool) -> None:
-        self._pressed = 0
-        self._enabled = enabled
-        self._before: Any = None
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._pressed += 1
-        if self._pressed == 3:  # the engine hangs, or the user is in earnest
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        if pressed == 3:  # the engine hangs, or the user is in earnest
             raise SystemExit(130)
 
-    @property
-    def requested(self) -> bool:
-        return self._pressed > 0
-
-    def __enter__(self) -> Interrupt:
-        if self._enabled:
-            self._before = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._enabled:
-            signal.signal(signal.SIGINT, self._before)
+    before = signal.signal(signal.SIGINT, note) if enabled else None
+    try:
+        yield lambda: pressed > 0
+    finally:
+        if enabled:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

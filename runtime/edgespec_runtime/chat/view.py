@@ -1,14 +1,11 @@
-"""What shows a chat to a person or a program. `Plain` is for pipes, dumb terminals and NO_COLOR: replies and nothing else go to
-standard output, everything else to standard error, without one escape code. screen.py is the other one.
-"""
+"""What shows a chat to a person or a program, in plain text; screen.py draws it on a terminal."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from edgespec.core.metrics import RawCounts
 from edgespec.core.output import is_quiet
@@ -40,41 +37,23 @@ class Run:
         return words
 
 
-class View(Protocol):
-    """With `--quiet`, only replies, what `say` is given and `side_by_side` show."""
+class View:
+    """For pipes, dumb terminals and NO_COLOR: replies and nothing else go to standard output, everything else to standard error,
+    without one escape code. With `--quiet`, only replies, what `say` is given and `side_by_side` show.
+    """
 
     def say(self, text: str) -> None:
         """What somebody asked for beside a reply, or what went wrong."""
-
-    def note(self, text: str) -> None:
-        """What nobody asked for."""
-
-    def reply(self, tally: Tally, options: Options) -> AbstractContextManager[Show]:
-        """A reply comes, whose figures are in `tally`; leaving it ends the reply's text."""
-
-    def working(self, tally: Tally) -> AbstractContextManager[Show]:
-        """Something is decoded of which only the figures show."""
-
-    def status(self, line: str) -> None:
-        """The figures of a reply that is complete."""
-
-    def side_by_side(self, runs: list[Run], colour: bool) -> None:
-        """The same prompt answered in several ways."""
-
-    def legend(self) -> None:
-        """What the colours mean, where there are some."""
-
-
-class Plain:
-    def say(self, text: str) -> None:
         print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
+        """What nobody asked for."""
         if not is_quiet():
             self.say(text)
 
     @contextmanager
     def reply(self, tally: Tally, options: Options) -> Iterator[Show]:
+        """A reply comes, whose figures are in `tally`; leaving it ends the reply's text."""
         begun = False
 
         def show(text: str, drafted: bool) -> None:
@@ -90,18 +69,21 @@ class Plain:
 
     @contextmanager
     def working(self, tally: Tally) -> Iterator[Show]:
+        """Something is decoded of which only the figures show."""
         yield lambda text, drafted: None
 
     def status(self, line: str) -> None:
+        """The figures of a reply that is complete."""
         self.note(f"[{line}]")
 
     def side_by_side(self, runs: list[Run], colour: bool) -> None:
+        """The same prompt answered in several ways."""
         for run in runs:
             self.say(run.heading())
             self._write(run.text + "\n")
 
     def legend(self) -> None:
-        pass
+        """What the colours mean, where there are some."""
 
     @staticmethod
     def _write(text: str) -> None:

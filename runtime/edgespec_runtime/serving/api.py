@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -54,23 +54,19 @@ class Work:
 
 @dataclass(frozen=True)
 class _Asked:
+    """A request that was checked. `head`: the answer's id, when it was made, and the model."""
+
     request: Request
     prompt: list[int]
     how: DecodingOptions
-    reply: Reply = field(default_factory=lambda: Reply(0))
+    head: Json
+    reply: Reply
 
-
-class _Envelope:
-    """What every piece of one answer begins with: its id, when it was made, the seed of its sampling (None: greedy)."""
-
-    def __init__(self, prefix: str, model: str, asked: _Asked) -> None:
-        drawn = asked.request.seed is not None or asked.how.temperature > 0
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._seed = {"seed": asked.how.seed if drawn else None}
-
-    def around(self, kind: str, *choices: Json, usage: Json | None = None) -> Json:
-        """An answer or a piece of one."""
-        made = {**self._head, "object": kind, **self._seed, "choices": list(choices)}
+    def answer(self, kind: str, *choices: Json, usage: Json | None = None) -> Json:
+        """The answer or a piece of it. `seed`: that of its sampling, None where it is greedy."""
+        drawn = self.request.seed is not None or self.how.temperature > 0
+        seed = self.how.seed if drawn else None
+        made = {**self.head, "object": kind, "seed": seed, "choices": list(choices)}
         return made if usage is None else {**made, "usage": usage}
 
 
@@ -114,20 +110,19 @@ class Service:
         prompt = read_prompt(body, self.pair.target.engine.vocab_size)
         if isinstance(prompt, str):
             self._check_size("prompt", prompt)
-        ids = self.pair.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        asked = self._asked(request, "prompt", ids, DEFAULT_TOKENS)
-        envelope = _Envelope("cmpl", self.name, asked)
+            prompt = self.pair.tokenizer.encode(prompt)
+        asked = self._asked(request, "cmpl", "prompt", prompt, DEFAULT_TOKENS)
         kind = "text_completion"
 
         def whole(watch: Watch) -> Iterator[Json]:
             text, reply, finish, scores = self._answer(asked, watch)
             choice = {"index": 0, "text": text, "finish_reason": finish, "logprobs": scores}
             if request.ids:
-                choice |= {"token_ids": reply, "prompt_token_ids": ids}
-            yield envelope.around(kind, choice, usage=self._usage(asked))
+                choice |= {"token_ids": reply, "prompt_token_ids": asked.prompt}
+            yield asked.answer(kind, choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
-            return self._parts(asked, watch, envelope, kind, lambda text: {"text": text})
+            return self._parts(asked, watch, kind, lambda text: {"text": text})
 
         return Work(request.stream, parts if request.stream else whole)
 
@@ -137,19 +132,18 @@ class Service:
         messages = read_messages(body)
         self._check_size("messages", *(message["content"] for message in messages))
         ids = self.pair.tokenizer.encode_chat(messages)
-        asked = self._asked(request, "messages", ids, self.context_length)
-        envelope = _Envelope("chatcmpl", self.name, asked)
+        asked = self._asked(request, "chatcmpl", "messages", ids, self.context_length)
 
         def whole(watch: Watch) -> Iterator[Json]:
             text, _, finish, _ = self._answer(asked, watch)
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "message": message, "finish_reason": finish}
-            yield envelope.around("chat.completion", choice, usage=self._usage(asked))
+            yield asked.answer("chat.completion", choice, usage=self._usage(asked))
 
         def parts(watch: Watch) -> Iterator[Json]:
             first = {"delta": {"role": "assistant", "content": ""}}
             kind = "chat.completion.chunk"
-            return self._parts(asked, watch, envelope, kind, lambda text: {"delta": {"content": text}}, first)
+            return self._parts(asked, watch, kind, lambda text: {"delta": {"content": text}}, first)
 
         return Work(request.stream, parts if request.stream else whole)
 
@@ -160,8 +154,11 @@ class Service:
             words = f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
             raise Refused(400, words, field, "context_length_exceeded")
 
-    def _asked(self, request: Request, field: str, prompt: list[int], usual: int) -> _Asked:
-        """`field`: what the prompt is called. Raises InputError or Refused for a prompt that cannot be answered."""
+    def _asked(self, request: Request, prefix: str, field: str, prompt: list[int], usual: int) -> _Asked:
+        """`prefix`: of the answer's id; `field`: what the prompt is called; `usual`: longest reply where none is named.
+
+        Raises InputError or Refused for a prompt that cannot be answered.
+        """
         if request.speculative and self.pair.draft is None:
             words = "speculative is true; this server runs without a drafter: leave it out or give false"
             raise Refused(400, words, "speculative")
@@ -173,7 +170,8 @@ class Service:
             if len(prompt) < self.context_length:
                 raise
             raise Refused(400, str(error), field, "context_length_exceeded") from error
-        return _Asked(request, prompt, how, Reply(len(prompt)))
+        head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
+        return _Asked(request, prompt, how, head, Reply(len(prompt)))
 
     @contextmanager
     def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
@@ -213,7 +211,6 @@ class Service:
         self,
         asked: _Asked,
         watch: Watch,
-        envelope: _Envelope,
         kind: str,
         words: Callable[[str], Json],
         opening: Json | None = None,
@@ -226,7 +223,7 @@ class Service:
 
         def part(inside: Json, finish: str | None = None) -> Json:
             usage = self._usage(asked) if request.running_usage else None
-            return envelope.around(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
+            return asked.answer(kind, {"index": 0, **inside, "finish_reason": finish}, usage=usage)
 
         with self._turn(asked, watch) as said:
             for piece in said:
@@ -240,7 +237,7 @@ class Service:
                     yield part({**words(piece.text), "speculation": mark}, finish)
                     tokens = 0
         if request.usage:
-            yield envelope.around(kind, usage=self._usage(asked))
+            yield asked.answer(kind, usage=self._usage(asked))
 
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
@@ -97,17 +98,14 @@ class _Answers:
         self._service, self._line = service, line
         self._reading = 0  # bytes of bodies
 
-    def post(self, path: str) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            async with self._body(request) as data:
-                self._check_line()
-                if len(data) <= SMALL:
-                    asked = self._read(path, data)
-                else:
-                    asked = await asyncio.to_thread(self._read, path, data)
-            return await self._reply(request, asked) if isinstance(asked, Work) else JsonAnswer(asked)
-
-        return answer
+    async def post(self, path: str, request: Request) -> Response:
+        async with self._body(request) as data:
+            self._check_line()
+            if len(data) <= SMALL:
+                asked = self._read(path, data)
+            else:
+                asked = await asyncio.to_thread(self._read, path, data)
+        return await self._reply(request, asked) if isinstance(asked, Work) else JsonAnswer(asked)
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -239,7 +237,7 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
         Route("/health", health),
         Route("/metrics", numbers),
         Route("/v1/models", models),
-        *(Route(path, answers.post(path), methods=["POST"]) for path in POSTS),
+        *(Route(path, partial(answers.post, path), methods=["POST"]) for path in POSTS),
     ]
     cors = Middleware(
         CORSMiddleware,

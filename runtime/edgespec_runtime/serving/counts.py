@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
@@ -53,6 +54,7 @@ class Reply:
         }
 
 
+@dataclass
 class Sums:
     """All replies and requests since the start. Threads may add and read at once.
 
@@ -63,11 +65,12 @@ class Sums:
         waits, answers: number and seconds: waiting in line, whole requests.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.counts, self.computed = RawCounts(), 0
-        self.requests: Counter[tuple[str, str]] = Counter()
-        self.waits, self.answers = (0, 0.0), (0, 0.0)
+    counts: RawCounts = field(default_factory=RawCounts)
+    computed: int = 0
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    waits: tuple[int, float] = (0, 0.0)
+    answers: tuple[int, float] = (0, 0.0)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def replied(self, reply: Reply) -> None:
         with self._lock:
@@ -91,9 +94,5 @@ class Sums:
 
     def read(self) -> Sums:
         """A copy that nobody changes."""
-        copy = Sums()
         with self._lock:
-            copy.counts.add(self.counts)
-            copy.computed, copy.requests = self.computed, Counter(self.requests)
-            copy.waits, copy.answers = self.waits, self.answers
-        return copy
+            return replace(self, counts=deepcopy(self.counts), requests=self.requests.copy())

@@ -143,8 +143,8 @@ class Patient(H11Protocol):
             self._late = None
 
 
-class Server:
-    """A service behind a listener.
+class Server(Uvicorn):
+    """A service behind a listener. Where it is stopped, replies end first: their clients need not wait for the last token.
 
     Args:
         waiting: most requests that wait while one is answered.
@@ -152,7 +152,7 @@ class Server:
 
     def __init__(self, listener: Listener, service: Service, waiting: int, access: Access) -> None:
         self.listener, self.service, self.line = listener, service, Line(waiting)
-        self._uvicorn = _Uvicorn(
+        super().__init__(
             Config(
                 application(service, self.line, access),
                 http=Patient,
@@ -169,8 +169,7 @@ class Server:
                 h11_max_incomplete_event_size=MAX_HEAD,
                 timeout_keep_alive=SECONDS_KEPT,
                 timeout_graceful_shutdown=SECONDS_TO_END,
-            ),
-            self.line,
+            )
         )
 
     @property
@@ -178,25 +177,13 @@ class Server:
         return self.listener.url
 
     def serve_forever(self) -> None:
-        """Until `shutdown` or a signal."""
+        """Until a signal, or until `should_exit` is set."""
         try:
-            self._uvicorn.run(sockets=[self.listener.socket])
+            self.run(sockets=[self.listener.socket])
         finally:
             self.line.close()
             self.listener.socket.close()
 
-    def shutdown(self) -> None:
-        """Have `serve_forever` return, from another thread."""
-        self._uvicorn.should_exit = True
-
-
-class _Uvicorn(Uvicorn):
-    """Where it is stopped, replies end first: their clients need not wait for the last token."""
-
-    def __init__(self, config: Config, line: Line) -> None:
-        super().__init__(config)
-        self._line = line
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._line.close)
+        await asyncio.to_thread(self.line.close)
         await super().shutdown(sockets)

@@ -26,28 +26,23 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         sums, inside = self._sums.read(), len(self._line)
         counts = sums.counts
-        decoding = counts.total_seconds
-        for name, help, value in (
-            ("prompt_tokens_total", "Number of prompt tokens processed.", sums.computed),
-            ("prompt_seconds_total", "Prompt process time", counts.prefill_seconds),
-            ("tokens_predicted_total", "Number of generation tokens processed.", counts.emitted),
-            ("tokens_predicted_seconds_total", "Predict process time", decoding),
+        prefill, emitted, decoding = counts.prefill_seconds, counts.emitted, counts.total_seconds
+        reading, writing = _rate(sums.computed, prefill), _rate(emitted, decoding)
+        total, now = CounterMetricFamily, GaugeMetricFamily
+        for family, name, help, value in (
+            (total, "llamacpp:prompt_tokens_total", "Number of prompt tokens processed.", sums.computed),
+            (total, "llamacpp:prompt_seconds_total", "Prompt process time", prefill),
+            (total, "llamacpp:tokens_predicted_total", "Number of generation tokens processed.", emitted),
+            (total, "llamacpp:tokens_predicted_seconds_total", "Predict process time", decoding),
+            (now, "llamacpp:prompt_tokens_seconds", "Average prompt throughput in tokens/s.", reading),
+            (now, "llamacpp:predicted_tokens_seconds", "Average generation throughput in tokens/s.", writing),
+            (now, "llamacpp:requests_processing", "Number of requests processing.", min(1, inside)),
+            (now, "llamacpp:requests_deferred", "Number of requests deferred.", max(0, inside - 1)),
+            (total, "edgespec_draft_tokens", "Tokens that the drafter proposed.", counts.drafted),
+            (total, "edgespec_accepted_tokens", "Drafted tokens that were accepted.", sum(counts.accepted)),
+            (total, "edgespec_blocks", "Passes of the target that emitted tokens.", counts.blocks),
         ):
-            yield CounterMetricFamily(f"llamacpp:{name}", help, value)
-        reading, writing = _rate(sums.computed, counts.prefill_seconds), _rate(counts.emitted, decoding)
-        for name, help, value in (
-            ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", reading),
-            ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", writing),
-            ("requests_processing", "Number of requests processing.", min(1, inside)),
-            ("requests_deferred", "Number of requests deferred.", max(0, inside - 1)),
-        ):
-            yield GaugeMetricFamily(f"llamacpp:{name}", help, value)
-        for name, help, value in (
-            ("draft_tokens", "Tokens that the drafter proposed.", counts.drafted),
-            ("accepted_tokens", "Drafted tokens that were accepted.", sum(counts.accepted)),
-            ("blocks", "Passes of the target that emitted tokens.", counts.blocks),
-        ):
-            yield CounterMetricFamily(f"edgespec_{name}", help, value)
+            yield family(name, help, value)
         for name, help, values in (
             ("tested", "Draft tokens at this position of a block that were tested.", counts.tested),
             ("accepted", "Of them, those that were accepted.", counts.accepted),

@@ -51,6 +51,7 @@ COMPLETIONS_ONLY: dict[str, tuple[Any, ...]] = dict.fromkeys(
 NOT_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
+@dataclass(eq=False)
 class Refused(Exception):
     """A request that is not answered.
 
@@ -61,16 +62,14 @@ class Refused(Exception):
         retry_after: whole seconds after which to try again, None where that would not help.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True)

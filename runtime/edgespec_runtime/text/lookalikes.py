@@ -92,7 +92,7 @@ class Lookalikes:
         return safe, {character: text for text, character in hidden.items()}
 
     def encode(self, text: str, hidden: Mapping[str, str]) -> list[int]:
-        """Ids of what the template wrote for messages from `hide`; no special tokens are added."""
+        """Ids of what the template wrote for messages from `hide`, or of a part of it; no special tokens are added."""
         if not hidden:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         tokenizer, names, ids = self._renamed

@@ -5,7 +5,7 @@ The folder may come from a stranger: every file is read with a bound, and the te
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +17,15 @@ from tokenizers.decoders import DecodeStream
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_bounded, read_json
+from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
-from edgespec_runtime.untrusted.template import MAX_TEMPLATE_CHARACTERS, SafeTemplate
+from edgespec_runtime.untrusted.template import SafeTemplate
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
-MAX_VOCAB_SIZE = 2**24
 MAX_SPECIAL = 1024
 LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
 PIECE = 16 * 1024  # characters
-AGAIN = "fetch or build the bundle again"
 Message = dict[str, str]
 
 
@@ -52,10 +51,6 @@ class ChatTokenizer:
         if not template:
             raise InputError(
                 f"{folder} has no chat template; a chat target needs chat_template.jinja beside tokenizer.json"
-            )
-        if len(template) > MAX_TEMPLATE_CHARACTERS:
-            raise InputError(
-                f"the chat template has {len(template)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run"
             )
         self._special = {
             name: _text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -114,19 +109,12 @@ class ChatTokenizer:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Prompt ids of a chat; the template writes the special tokens, none are added twice, and none come from a message."""
-        safe, hidden = self.hide(messages)
-        return self.encode_hidden(self.render(safe), hidden)
-
-    def hide(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Messages in which special tokens that are spelt out are private-use characters, and what those stand for."""
-        return self._lookalikes.hide(messages)
-
-    def encode_hidden(self, rendered: str, hidden: Mapping[str, str]) -> list[int]:
-        """Ids of a rendering of messages from `hide`, or of a part of it: what was hidden is encoded as plain text."""
-        return self._lookalikes.encode(rendered, hidden)
+        safe, hidden = self.lookalikes.hide(messages)
+        return self.lookalikes.encode(self.render(safe), hidden)
 
     @cached_property
-    def _lookalikes(self) -> Lookalikes:
+    def lookalikes(self) -> Lookalikes:
+        """Keeps special tokens that are spelt out in a message from becoming theirs."""
         rendered = []
         for chat in PLAIN_CHATS:
             with suppress(InputError):  # a template may refuse a role

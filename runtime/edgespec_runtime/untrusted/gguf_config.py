@@ -7,8 +7,8 @@ is refused by name: a key that is not known here may change what the model compu
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_float
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,10 @@ _USUAL: Mapping[str, Any] = {"attention.causal": True}  # values that change not
 def read_model(file: Path) -> tuple[Header, dict[str, Any]]:
     """The header of a GGUF file, and the config.json of its model without RoPE factors of its own (`rope_of_factors`).
 
-    Raises BundleError where it is no whole GGUF file, InputError for a model that is not read; each names what was seen.
+    RoPE is in both spellings, of transformers 4 and of 5. Raises BundleError where it is no whole GGUF file, InputError for a
+    model that is not read; each names what was seen.
     """
     header = read_header(file, AGAIN)
-    return header, config_of(header, file)
-
-
-def config_of(header: Header, file: Path | str) -> dict[str, Any]:
-    """See `read_model`. In both spellings of RoPE, of transformers 4 and of 5."""
     architecture = str(header.values.get("general.architecture"))
     family = READABLE.get(architecture)
     if family is None:
@@ -79,7 +75,6 @@ def config_of(header: Header, file: Path | str) -> dict[str, Any]:
     context, theta = number("context_length"), number("rope.freq_base", 10000.0, float)
     layers = number("block_count")
     rope = _rope(keys, number, context, file)
-    biased = any(name.endswith("attn_q.bias") for name in header.tensors)
     config: dict[str, Any] = {
         "architectures": [family.read_as_target],
         "model_type": family.model_type,
@@ -94,7 +89,7 @@ def config_of(header: Header, file: Path | str) -> dict[str, Any]:
         "max_position_embeddings": context,
         "rms_norm_eps": shortest(number("attention.layer_norm_rms_epsilon", kind=float)),
         "tie_word_embeddings": "output.weight" not in header.tensors,
-        "attention_bias": biased,
+        "attention_bias": any(name.endswith("attn_q.bias") for name in header.tensors),
         "rope_theta": theta,
         "rope_parameters": {**rope, "rope_theta": theta},
     }
@@ -108,20 +103,16 @@ def config_of(header: Header, file: Path | str) -> dict[str, Any]:
         seen = header.values.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(seen, int) and seen < len(tokens):
             config[f"{role}_token_id"] = seen
-    return config
+    return header, config
 
 
 def shortest(value: float) -> float:
     """The shortest decimal that is this float32: files hold 1e-5 as 9.999999747378752e-06."""
-    packed = struct.pack("<f", value)
-    for digits in range(1, 10):
-        short = float(f"{value:.{digits}g}")
-        if struct.pack("<f", short) == packed:
-            return short
-    return value
+    decimals = (float(f"{value:.{digits}g}") for digits in range(1, 10))
+    return next((short for short in decimals if c_float(short).value == c_float(value).value), value)
 
 
-def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path | str) -> None:
+def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path) -> None:
     for name, value in keys.items():
         if name in _READ or name in _SAYS_NOTHING or value == _USUAL.get(name, 0):
             continue
@@ -131,7 +122,7 @@ def _refuse_unknown(keys: Mapping[str, Any], architecture: str, file: Path | str
         )
 
 
-def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path | str) -> dict[str, Any]:
+def _rope(keys: Mapping[str, Any], number: Any, context: int, file: Path) -> dict[str, Any]:
     """RoPE scaling as transformers names it. YaRN's factor on cos and sin is 1 + 0.1 ln(factor) times what the file says."""
     kind = keys.get("rope.scaling.type", "none")
     if kind == "none":

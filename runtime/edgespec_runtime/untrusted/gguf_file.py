@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import kind_of
+from edgespec.core.manifest import AGAIN
 
 MAX_TENSORS = 65_536
 MAX_PAIRS = 4_096
@@ -24,7 +25,6 @@ MAX_STRING = 4 * 1024 * 1024  # a chat template; tokens are far shorter
 MAX_ITEMS = 2**24
 MAX_DIMENSION = 2**40
 MAX_NAME = 63  # GGML_MAX_NAME less its final zero
-AGAIN = "fetch or build the bundle again"
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -97,17 +97,10 @@ class Header(NamedTuple):
         return found if isinstance(found, int) else None
 
 
-def check_gguf(path: Path) -> dict[str, Any]:
-    """Refuse a GGUF file whose header cannot be true.
-
-    Returns its scalar and string metadata; of an array its length. Raises BundleError naming the file, the value seen, the
-    value wanted and the next step.
-    """
-    return read_header(path).values
-
-
 def read_header(path: Path, again: str = AGAIN) -> Header:
-    """The checked header; `again`: the next step that a message ends with. Raises what `check_gguf` raises."""
+    """The checked header. Raises BundleError, for one that cannot be true, with the file, the value seen, the value wanted and
+    the next step, `again`.
+    """
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):

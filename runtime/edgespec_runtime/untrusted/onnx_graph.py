@@ -14,11 +14,11 @@ from pathlib import Path
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import kind_of
+from edgespec.core.manifest import AGAIN
 
 MAX_FIELDS = 2_000_000
 MAX_DEPTH = 32
 MAX_NAME = 255
-AGAIN = "fetch or build the bundle again"
 
 # Which fields of a message are messages that can hold tensors, by kind (numbers of onnx.proto).
 _CHILDREN = {

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import wraps
 from threading import Lock
 from typing import Any, cast
 
@@ -29,7 +30,8 @@ from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from edgespec.core.errors import BundleError
+from edgespec.core.errors import BundleError, InputError
+from edgespec.core.manifest import AGAIN
 from edgespec_runtime.untrusted.template_limits import (
     ITEM,
     MAX_OUTPUT,
@@ -42,7 +44,6 @@ from edgespec_runtime.untrusted.template_limits import (
 )
 
 MAX_TEMPLATE_CHARACTERS = 64 * 1024
-AGAIN = "fetch or build the bundle again"
 
 # Methods a template may call; none of these makes more than it is given, but for those which `_check_method` asks first.
 _METHODS: dict[type, frozenset[str]] = {
@@ -239,6 +240,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def _filter(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
         first = int(hasattr(inner, "jinja_pass_arg"))  # the context or environment comes before the value
 
+        @wraps(inner)  # with jinja's mark of what comes before the value
         def metered(*args: Any, **kwargs: Any) -> Any:
             values = [self._plain(value) for value in args[first:]]
             others = [*values[1:], *kwargs.values()]
@@ -261,15 +263,14 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
                 raise TemplateLimit("it sums what are no numbers; use join for text")
             return self.metered_value(self._plain(inner(*args[:first], *values, **kwargs)))
 
-        vars(metered).update(getattr(inner, "__dict__", {}))  # jinja's mark of what comes before the value
         return metered
 
     def _test(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(inner)
         def metered(*args: Any, **kwargs: Any) -> Any:
             self.meter.spend(0)
             return inner(*args, **kwargs)
 
-        vars(metered).update(getattr(inner, "__dict__", {}))
         return metered
 
 
@@ -285,13 +286,14 @@ _PARAMETERS = {
 class SafeTemplate:
     """A compiled chat template.
 
-    Raises BundleError for one that is too long or too deep to compile, jinja2.TemplateError for one that is not Jinja.
+    Raises InputError for one that is too long, BundleError for one too deep to compile, jinja2.TemplateError for one that is not
+    Jinja.
     """
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARACTERS:
-            raise BundleError(
-                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run: {AGAIN}"
+            raise InputError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are run"
             )
         self._lock, self._environment = Lock(), MeteredEnvironment()
         environment = self._environment

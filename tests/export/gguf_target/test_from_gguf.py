@@ -188,9 +188,7 @@ def test_merges_of_a_strangers_vocabulary_are_bounded(monkeypatch: pytest.Monkey
 
 
 def read_json_flag(file: Path) -> bool:
-    from edgespec_runtime.untrusted.gguf_file import check_gguf
-
-    return bool(check_gguf(file)["tokenizer.ggml.add_bos_token"])
+    return bool(read_header(file).values["tokenizer.ggml.add_bos_token"])
 
 
 def test_bos_and_the_end_of_a_turn(tiny: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from edgespec_recipes.data.token_shards import STATE, TokenShards, shard_file
 from edgespec_recipes.generating import stored
 from edgespec_recipes.generating.stored import StoredTargets
 from edgespec_recipes.kept.top_k import record_type
-from edgespec_runtime.untrusted.gguf_file import check_gguf
+from edgespec_runtime.untrusted.gguf_file import read_header
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind
 from onnx import TensorProto, helper
@@ -73,13 +73,13 @@ def test_gguf_tensors_far_inside_a_file(tmp_path: Path, far: int) -> None:
     head = gguf_bytes(far)
     parts = {0: head, len(head): VALUES.tobytes(), len(head) + far: (2 * VALUES).tobytes()}
     file = sparse(tmp_path / "far.gguf", parts)
-    check_gguf(file)
+    read_header(file)
     weights = dict(gguf_weights(file, SHAPE))
     np.testing.assert_array_equal(weights["model.norm.weight"], VALUES)
     np.testing.assert_array_equal(weights["model.embed_tokens.weight"], 2 * VALUES[None])
     short = sparse(tmp_path / "short.gguf", parts, len(head) + far + VALUES.nbytes - 1)
     with pytest.raises(BundleError, match=rf"has 'token_embd.weight' of 256 bytes at {len(head) + far}"):
-        check_gguf(short)
+        read_header(short)
 
 
 def test_gguf_places_that_would_wrap_are_refused(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_gguf_places_that_would_wrap_are_refused(tmp_path: Path) -> None:
     head = gguf_bytes(2**64 - 32)
     file = sparse(tmp_path / "wraps.gguf", {0: head, len(head): VALUES.tobytes()}, 4096)
     with pytest.raises(BundleError, match="token_embd"):
-        check_gguf(file)
+        read_header(file)
 
 
 def test_gguf_sizes_of_large_matrices_are_counted_in_full() -> None:

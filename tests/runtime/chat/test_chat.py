@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from chats import new_chat, piped, said
 from edgespec_runtime.chat.commands import handle
-from edgespec_runtime.chat.session import Chat
-from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.decoding.speed import plain_step_seconds
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from repository import PYTHONPATH, REPOSITORY
 from simulated_machine import STEEP, costs_of
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-
-
-def new_chat(pair: Pair, **options: Any) -> Chat:
-    for model in pair.models:
-        model.rewind(0)
-    return Chat(
-        pair, Options(**{"bundle": "", "max_new_tokens": 12, "draft_length": 3, **options}), interactive=False
-    )
-
-
-def chat_process(bundle: Path, text: bytes, *flags: str) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "edgespec", "chat", str(bundle), "--draft-length", "3", *flags]
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    return subprocess.run(command, input=text, capture_output=True, cwd=REPOSITORY, env=env, check=False)
-
 
 # Turns and the cache
 
@@ -46,13 +25,13 @@ def test_a_second_turn_computes_only_what_is_new(pair: Pair, capsys: pytest.Capt
     chat = new_chat(pair)
     chat.reply("Hello there")
     first = len(chat.conversation.ids)
-    assert chat.computed == first - 12 - 1  # all but the prompt's last token, which the first block reads
+    assert chat.last.computed == first - 12 - 1  # all but the prompt's last token: the first block reads it
     kept = list(chat.conversation.ids)
     chat.reply("And now?")
     assert chat.conversation.ids[:first] == kept
     new = len(chat.conversation.ids) - 12 - first
-    assert chat.computed == new  # the reply's last token and the new message, less the one the block reads
-    assert chat.computed < 30 < first
+    assert chat.last.computed == new  # the reply's last token and the message, less the one the block reads
+    assert chat.last.computed < 30 < first
     assert f"({new} of {first + new} prompt tokens computed)" in capsys.readouterr().err
 
 
@@ -68,7 +47,7 @@ def test_a_turn_answered_from_the_cache_is_answered_as_from_scratch(
     prompt = ids[:-12]
     fresh.conversation.prompt = lambda text: prompt  # type: ignore[method-assign]
     fresh.reply("Why?")
-    assert fresh.computed == len(prompt) - 1
+    assert fresh.last.computed == len(prompt) - 1
     assert fresh.conversation.ids == ids
 
 
@@ -133,7 +112,7 @@ def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
 ) -> None:
     opened = open_pair(bundle, LoadOptions(), with_draft=False)
     try:
-        chat = Chat(opened, Options(bundle="", draft=False, max_new_tokens=8), interactive=False)
+        chat = new_chat(opened, draft=False, max_new_tokens=8)
         with pytest.raises(InputError, match=r"draft is on.*start the chat without --no-draft"):
             handle(chat, "/set draft on")
         assert not chat.options.draft
@@ -148,14 +127,14 @@ def test_a_drafter_that_was_not_loaded_cannot_be_switched_on(
 
 
 def test_every_drafter_gives_the_plain_reply(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    said = []
+    replies = []
     for drafter in ("model", "lookup", "hybrid"):
         chat = new_chat(pair, drafter=drafter, max_new_tokens=40)
         for text in ("Hello there", "And now?", "Hello there"):
             chat.reply(text)
-        said.append([message["content"] for message in chat.conversation.messages])
+        replies.append(said(chat))
         assert chat.totals.drafted > 0
-    assert said[0] == said[1] == said[2]
+    assert replies[0] == replies[1] == replies[2]
 
 
 def test_a_rule_that_needs_the_drafters_distribution_is_refused_beside_lookup(pair: Pair) -> None:
@@ -182,7 +161,7 @@ def test_a_reply_says_why_there_are_no_drafts(
         shown,
     ).groups()
     assert float(needed) > float(has) == UNKNOWN
-    assert chat.off in shown
+    assert chat.last.off in shown
     assert "x plain" not in shown
 
 
@@ -196,7 +175,7 @@ def test_a_pipe_gets_replies_and_nothing_else(
     chat.reply("Hello there")
     chat.reply("And now?")
     wanted = capsys.readouterr().out
-    done = chat_process(bundle, b"Hello there\n\n/set seed 3\nAnd now?\n", "--max-new-tokens", "12")
+    done = piped("chat", bundle, b"Hello there\n\n/set seed 3\nAnd now?\n", "--max-new-tokens", "12")
     assert done.returncode == 0, done.stderr
     assert done.stdout.decode() == wanted
     assert b"\x1b" not in done.stderr
@@ -208,7 +187,7 @@ def test_quiet_leaves_the_replies_and_what_was_asked_for(bundle: Path) -> None:
     """Errors stay too; confirmations and the figures of a reply do not."""
     lines = b"\n".join([b"Hello", b"/gamma 2", b"/set temperature -1", b"/gamma", b"/stats"])
     loud, quiet = (
-        chat_process(bundle, lines, "--max-new-tokens", "12", *flags) for flags in ((), ("--quiet",))
+        piped("chat", bundle, lines, "--max-new-tokens", "12", *flags) for flags in ((), ("--quiet",))
     )
     assert loud.returncode == quiet.returncode == 2
     assert quiet.stdout == loud.stdout != b""
@@ -223,7 +202,7 @@ def test_what_a_pipe_cannot_answer_is_said_and_the_rest_is_answered(bundle: Path
     """A message beyond the context, a wrong knob, bytes that are no text: each one line, and exit code 2 at the end."""
     long = b"word " * 400 + b"\n" + b"word " * 10**6 + b"\n"
     rest = b"/set temperature -1\ncaf\xe9\nHello\n/quit\nnever"
-    done = chat_process(bundle, long + rest, "--max-new-tokens", "4", "--no-draft")
+    done = piped("chat", bundle, long + rest, "--max-new-tokens", "4", "--no-draft")
     assert done.returncode == 2
     errors = done.stderr.decode().splitlines()
     assert len(errors) == 5

@@ -58,8 +58,21 @@ class Terminal:
         os.close(slave)
         self.text = ""
 
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
     def send(self, text: str) -> None:
         os.write(self.master, text.encode())
+
+    def type(self, text: str) -> None:
+        """What a person types once the prompt shows."""
+        self.wait_for(PROMPT)
+        self.send(text)
 
     def wait_for(self, pattern: str, seconds: float = 60) -> str:
         """Read until the pattern shows; returns what came up to its end and forgets it."""
@@ -88,11 +101,6 @@ class Terminal:
             self.text += data.decode("utf-8", "replace")
         return self.process.wait(60)
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
 
 def opened(bundle: Path, *flags: str, **environment: str) -> Terminal:
     pytest.importorskip("termios")
@@ -111,52 +119,40 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def terminal(bundle: Path, home: Path) -> Iterator[Terminal]:
     """As plain text: without colours nothing is drawn twice, so that what is written can be read."""
-    one = opened(bundle, NO_COLOR="1")
-    yield one
-    one.close()
+    with opened(bundle, NO_COLOR="1") as one:
+        yield one
 
 
 @pytest.mark.parametrize("colour", ["", "1"])
 def test_ctrl_c_stops_the_reply_and_not_the_chat(bundle: Path, home: Path, colour: str) -> None:
-    terminal = opened(bundle, NO_COLOR=colour)
-    try:
-        terminal.wait_for(PROMPT)
-        terminal.send("Hello there\r")
+    with opened(bundle, NO_COLOR=colour) as terminal:
+        terminal.type("Hello there\r")
         terminal.wait_for("tok/s" if not colour else BEGUN)  # the reply has begun
         terminal.send("\x03")
         stats = terminal.wait_for(r"stopped by Ctrl-C; once more leaves")
         emitted = int(re.findall(r"(\d+) tokens ·", stats)[-1])
         assert 0 < emitted < 200
-        terminal.wait_for(PROMPT)
-        terminal.send("/set max_new_tokens 5\r")
+        terminal.type("/set max_new_tokens 5\r")
         terminal.wait_for("max_new_tokens = 5")
-        terminal.wait_for(PROMPT)
-        terminal.send("And now?\r")
+        terminal.type("And now?\r")
         stats = " ".join(terminal.wait_for(r"prompt\s+tokens\s+computed").split())
         computed, of = map(int, re.search(r"\((\d+) of (\d+) prompt tokens", stats).groups())  # type: ignore[union-attr]
         assert computed < 40 < of  # the cache survived the interruption
-        terminal.wait_for(PROMPT)
-        terminal.send("/exit\r")
+        terminal.type("/exit\r")
         assert terminal.end() == 0
         assert "Traceback" not in terminal.text
-    finally:
-        terminal.close()
 
 
 def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
-    terminal.wait_for(PROMPT)
-    terminal.send("\x03")
+    terminal.type("\x03")
     terminal.wait_for("Ctrl-C again, Ctrl-D or /exit leaves")
-    terminal.wait_for(PROMPT)
-    terminal.send("/clear\r")  # something else in between: not twice
+    terminal.type("/clear\r")  # something else in between: not twice
     terminal.wait_for("is empty")
-    terminal.wait_for(PROMPT)
-    terminal.send("thrown away\x03")
+    terminal.type("thrown away\x03")
     terminal.wait_for(f"2004l.*{PROMPT}")
     terminal.send("\x03")
     terminal.wait_for("Ctrl-C again")
-    terminal.wait_for(PROMPT)
-    terminal.send("\x03")
+    terminal.type("\x03")
     assert terminal.end() == 0
     assert "Traceback" not in terminal.text
 
@@ -164,75 +160,53 @@ def test_ctrl_c_twice_at_the_prompt_leaves(terminal: Terminal) -> None:
 def test_ctrl_d_leaves_and_a_reply_that_was_stopped_is_the_first_ctrl_c(
     terminal: Terminal, bundle: Path
 ) -> None:
-    terminal.wait_for(PROMPT)
-    terminal.send("Hello\r")
+    terminal.type("Hello\r")
     terminal.wait_for(BEGUN)
     terminal.send("\x03")
     terminal.wait_for("once more leaves")
-    terminal.wait_for(PROMPT)
-    terminal.send("\x03")
+    terminal.type("\x03")
     assert terminal.end() == 0
-    other = opened(bundle)
-    try:
-        other.wait_for(PROMPT)
-        other.send("\x04")
+    with opened(bundle) as other:
+        other.type("\x04")
         assert other.end() == 0
-    finally:
-        other.close()
 
 
 def test_several_lines_and_what_a_new_start_remembers(bundle: Path, home: Path, terminal: Terminal) -> None:
-    terminal.wait_for(PROMPT)
-    terminal.send("/set max_new_tokens 4\r")
+    terminal.type("/set max_new_tokens 4\r")
     terminal.wait_for("max_new_tokens = 4")
-    terminal.wait_for(PROMPT)
-    terminal.send('"""\rone\r/two\r"""\r')
+    terminal.type('"""\rone\r/two\r"""\r')
     terminal.wait_for("tok/s")
-    terminal.wait_for(PROMPT)
-    terminal.send("\x1b[200~pasted\ntext\x1b[201~\r")
+    terminal.type("\x1b[200~pasted\ntext\x1b[201~\r")
     terminal.wait_for("tok/s")
-    terminal.wait_for(PROMPT)
-    terminal.send("/edit\r")
+    terminal.type("/edit\r")
     terminal.wait_for("text")
     terminal.send(" changed\r")
     terminal.wait_for("tok/s")
-    terminal.wait_for(PROMPT)
-    terminal.send("\x04")
+    terminal.type("\x04")
     assert terminal.end() == 0
     (file,) = (home / "chat" / "last").glob("*.json")
     messages = json.loads(file.read_text())["messages"]
     assert [one["content"] for one in messages[::2]] == ["one\n/two", "pasted\ntext changed"]
-    again = opened(bundle, "--continue", NO_COLOR="1")
-    try:
+    with opened(bundle, "--continue", NO_COLOR="1") as again:
         again.wait_for("going on behind 2 turns; the last message was: pasted text changed")
-        again.wait_for(PROMPT)
-        again.send("\x1b[A\r")  # the newest line of the history
+        again.type("\x1b[A\r")  # the newest line of the history
         stats = again.wait_for("prompt tokens computed")
         assert int(re.search(r"of (\d+) prompt", stats).group(1)) > 30  # type: ignore[union-attr]
-        again.wait_for(PROMPT)
-        again.send("/regenerate\r")
+        again.type("/regenerate\r")
         again.wait_for("tok/s")
-        again.wait_for(PROMPT)
-        again.send("\x04")
+        again.type("\x04")
         assert again.end() == 0
-    finally:
-        again.close()
     messages = json.loads(file.read_text())["messages"]
     assert [one["content"] for one in messages[4::2]] == ["pasted\ntext changed"]
 
 
 def test_colours_only_where_they_are_wanted(bundle: Path, home: Path) -> None:
     for environment, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
-        terminal = opened(bundle, "--max-new-tokens", "20", **environment)
-        try:
-            terminal.wait_for(PROMPT)
-            terminal.send("Hello\r")
+        with opened(bundle, "--max-new-tokens", "20", **environment) as terminal:
+            terminal.type("Hello\r")
             seen = terminal.wait_for("first token after")
-            terminal.wait_for(PROMPT)
-            terminal.send("/exit\r")
+            terminal.type("/exit\r")
             assert terminal.end() == 0
-        finally:
-            terminal.close()
         assert ("\x1b[32m" in seen) is coloured
         assert ("drafted accepted" in seen.partition("Hello")[2].partition("20 tokens ·")[0]) is coloured
 
@@ -241,17 +215,8 @@ def test_ctrl_c_ends_a_piped_chat_that_waits(bundle: Path) -> None:
     """As any program in a pipe ends by it: with the code of a signal."""
     program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     program += "from edgespec.cli import main; sys.exit(main(sys.argv[1:]))"
-    words = [
-        sys.executable,
-        "-c",
-        program,
-        "chat",
-        str(bundle),
-        "--max-new-tokens",
-        "2",
-        "--draft-length",
-        "1",
-    ]
+    flags = ("--max-new-tokens", "2", "--draft-length", "1")
+    words = [sys.executable, "-c", program, "chat", str(bundle), *flags]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(words, **pipes, cwd=REPOSITORY, env=environment, text=True) as process:

@@ -8,22 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import new_chat, said
 from edgespec_runtime.chat.commands import BY_NAME, COMMANDS, handle
-from edgespec_runtime.chat.session import Chat
-from edgespec_runtime.chat.settings import SETTABLE, Options
+from edgespec_runtime.chat.settings import SETTABLE
 from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.core.errors import EdgespecError, InputError
-
-
-def new_chat(pair: Pair, **options: Any) -> Chat:
-    for model in pair.models:
-        model.rewind(0)
-    return Chat(pair, Options(**{"max_new_tokens": 12, "draft_length": 3, **options}), interactive=False)
-
-
-def said(chat: Chat) -> list[str]:
-    return [message["content"] for message in chat.conversation.messages]
 
 
 def test_every_command_and_every_knob_is_in_the_help(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,7 +126,7 @@ def test_regenerate_takes_the_last_turn_back(pair: Pair, capsys: pytest.CaptureF
     assert "greedy, so the same words come again" in capsys.readouterr().err
     assert said(chat) == before
     assert chat.conversation.ids == ids
-    assert chat.computed == 0  # the cache holds all of the prompt
+    assert chat.last.computed == 0  # the cache holds all of the prompt
     chat.change(temperature="1.0", seed="3")
     handle(chat, "/regenerate")
     drawn = said(chat)

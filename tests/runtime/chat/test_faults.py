@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from chats import new_chat, piped
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.chat.chat import talk
 from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.session import Chat
-from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.terminal import Pipe, Source
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from loop_setup import Setup
-from repository import REPOSITORY
 from tiny_bundle import make_bundle
 from tiny_models import SPECIALS, make_model_folder
 from toy_engine import ToyEngine, random_model
@@ -169,9 +166,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
     """The turn that failed is not part of the conversation; the next message is answered as if it had not been asked."""
 
     def talked(texts: list[str], failing: bool) -> tuple[int, Chat, str, str]:
-        for model in pair.models:
-            model.rewind(0)
-        chat = Chat(pair, Options(bundle="", max_new_tokens=16, draft_length=3), interactive=False)
+        chat = new_chat(pair, max_new_tokens=16)
         chat.reply("Hello")
         engine: Any = getattr(pair, role).engine
         if failing:
@@ -194,7 +189,7 @@ def test_a_chat_goes_on_after_an_engine_failed(
 def test_an_error_in_mid_reply_stands_on_a_line_of_its_own(
     pair: Pair, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = Chat(pair, Options(bundle="", max_new_tokens=40, draft_length=3), interactive=False)
+    chat = new_chat(pair, max_new_tokens=40)
     chat.reply("Hello")
     whole = capsys.readouterr().out
     pair.target.rewind(0)
@@ -234,7 +229,7 @@ def test_a_drafter_of_another_vocabulary(strange: Path, capfd: pytest.CaptureFix
     opened = open_pair(strange, LoadOptions(threads=1))
     try:
         with pytest.raises(InputError, match="vocabulary has 400 tokens and the target's 512"):
-            Chat(opened, Options(bundle="", draft_length=3), interactive=False).reply("Hello")
+            new_chat(opened).reply("Hello")
     finally:
         opened.close()
     for flags in (["--no-draft"], ["--drafter", "lookup"]):  # without it the target can be used
@@ -283,7 +278,7 @@ def test_a_prompt_of_special_tokens_alone(
 
 
 def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
-    chat = Chat(pair, Options(bundle="", max_new_tokens=6, draft_length=3), interactive=False)
+    chat = new_chat(pair, max_new_tokens=6)
     for text in (SPECIALS[2], "", "   ", "".join(SPECIALS)):
         handle(chat, text)
     assert chat.replies == 2
@@ -291,10 +286,7 @@ def test_a_chat_of_special_tokens_and_empty_lines(pair: Pair, capsys: pytest.Cap
 
 
 def test_bytes_that_are_no_text_are_refused_and_the_lines_after_them_answered(bundle: Path) -> None:
-    command = [sys.executable, "-m", "edgespec", "chat", str(bundle)]
-    command += ["--draft-length", "3", "--max-new-tokens", "4"]
-    sent = b"\xff\xfe\nHello\n"
-    done = subprocess.run(command, input=sent, capture_output=True, cwd=REPOSITORY, check=False)
+    done = piped("chat", bundle, b"\xff\xfe\nHello\n", "--max-new-tokens", "4")
     errors = done.stderr.decode().splitlines()
     assert done.returncode == 2
     assert "a line of standard input is not UTF-8" in errors[0]

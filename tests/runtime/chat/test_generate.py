@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from repository import REPOSITORY
+from chats import piped
 
 from edgespec.cli import main
 from edgespec.core.metrics import RawCounts
-
-FIXED = ("--draft-length", "3")  # no time goes into measuring the pair
 
 
 def test_generate_streams_the_reply(bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -38,18 +34,12 @@ def test_generate_reports_raw_counts(bundle: Path, capfd: pytest.CaptureFixture[
 
 
 def test_generate_reads_standard_input(bundle: Path) -> None:
-    command = [sys.executable, "-m", "edgespec", "generate", str(bundle)]
-    command += ["--max-new-tokens", "8", "--raw", *FIXED]
-
-    def run(data: bytes) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=False)
-
-    raw = run(b"def f(x):\n")
+    flags = ("--max-new-tokens", "8", "--raw")
+    raw = piped("generate", bundle, b"def f(x):\n", *flags)
     assert raw.returncode == 0, raw.stderr
-    argument = subprocess.run([*command, "def f(x):"], capture_output=True, cwd=REPOSITORY, check=True)
-    assert raw.stdout == argument.stdout
+    assert raw.stdout == piped("generate", bundle, b"", *flags, "def f(x):").stdout
     for data, words in ((b"", "the prompt is empty"), (b"\xff\xfe", "not UTF-8")):
-        done = run(data)
+        done = piped("generate", bundle, data, *flags)
         assert done.returncode == 2
         assert words in done.stderr.decode()
         assert len(done.stderr.splitlines()) == 1
@@ -59,12 +49,9 @@ def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(bundle: Path
     """In a pipe to generate, as in one to chat."""
     forms = (b"hi\nthere\n", b"hi\r\nthere\r\n", b"\xef\xbb\xbfhi\nthere\n", b"\xef\xbb\xbfhi\r\nthere")
     for verb in ("generate", "chat"):
-        command = [sys.executable, "-m", "edgespec", verb, str(bundle), "--max-new-tokens", "12", *FIXED]
-        replies = {
-            subprocess.run(command, input=data, capture_output=True, cwd=REPOSITORY, check=True).stdout
-            for data in forms
-        }
-        assert len(replies) == 1, verb
+        done = [piped(verb, bundle, data, "--max-new-tokens", "12") for data in forms]
+        assert [one.returncode for one in done] == [0] * len(forms)
+        assert len({one.stdout for one in done}) == 1, verb
 
 
 @pytest.mark.parametrize(

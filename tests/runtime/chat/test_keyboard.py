@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.chat import history as history_module
+from edgespec_runtime.chat import keyboard as keyboard_module
 from edgespec_runtime.chat import terminal
 from edgespec_runtime.chat.commands import COMMANDS
-from edgespec_runtime.chat.history import ChatHistory
-from edgespec_runtime.chat.keyboard import Commands, Keyboard
+from edgespec_runtime.chat.keyboard import ChatHistory, Commands, Keyboard
 from edgespec_runtime.chat.terminal import Pipe
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
@@ -35,7 +34,7 @@ def keys() -> Iterator[PipeInput]:
 @pytest.fixture
 def keyboard(keys: PipeInput, tmp_path: Path) -> Callable[[], Keyboard]:
     """A keyboard as a new start of the chat has it."""
-    return lambda: Keyboard(ChatHistory(tmp_path / "history.jsonl"), input=keys, output=DummyOutput())
+    return lambda: Keyboard(tmp_path / "history.jsonl", input=keys, output=DummyOutput())
 
 
 @pytest.mark.parametrize(
@@ -93,14 +92,14 @@ def test_what_was_typed_comes_back_after_a_new_start(
 def test_the_history_is_bounded_and_forgives_a_damaged_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history_module, "MOST_LINES", 3)
-    monkeypatch.setattr(history_module, "MAX_BYTES", 200)
+    monkeypatch.setattr(keyboard_module, "MOST_LINES", 3)
+    monkeypatch.setattr(keyboard_module, "MAX_BYTES", 200)
     file = tmp_path / "history.jsonl"
     file.write_bytes(b'{"a": 1}\n\xff\xfe\n"cut\n' + b'"old"\n' * 40 + b'"one"\n"two"\n"three"\n')
     assert list(ChatHistory(file).load_history_strings()) == ["three", "two", "one"]
     assert file.read_text() == '"one"\n"two"\n"three"\n'
     history = ChatHistory(file)
-    history.store_string("x" * (history_module.MAX_ENTRY + 1))
+    history.store_string("x" * (keyboard_module.MAX_ENTRY + 1))
     assert file.read_text() == '"one"\n"two"\n"three"\n'
     nowhere = ChatHistory(tmp_path / "none" / "history.jsonl")
     nowhere.store_string("lost with the chat")

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
+from chats import new_chat
 from edgespec_runtime.chat import screen as screen_module
 from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.screen import DRAFTED, Rows, Screen
-from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.view import Run
@@ -156,9 +156,7 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal() -> None:
 @pytest.mark.parametrize("width", [1, 20, 200])
 def test_terminals_of_any_width(pair: Pair, width: int) -> None:
     terminal = Terminal(width, 5)
-    for model in pair.models:
-        model.rewind(0)
-    chat = Chat(pair, Options(max_new_tokens=20, draft_length=3), False, terminal.screen)
+    chat = new_chat(pair, terminal.screen, max_new_tokens=20)
     for text in ("Hello", "/help", "/set", "/compare", "/stats", "/draft off", "And?"):
         handle(chat, text)
     assert all(cell_len(row) <= width for row in terminal.seen())

@@ -51,6 +51,13 @@ def short(tab: Tab, tokens: int) -> None:
     tab.see(f"document.getElementById('longest').value = {tokens}")
 
 
+def say(tab: Tab, text: str, over: str = FINISHED) -> None:
+    """Type a message and send it; return once `over` is true."""
+    tab.type(text)
+    tab.press("Enter")
+    tab.until(over)
+
+
 def test_a_chat_with_the_keyboard_alone(bundle: Path, tab: Tab) -> None:
     with listening(bundle) as server:
         opened(tab, server.url)
@@ -58,9 +65,7 @@ def test_a_chat_with_the_keyboard_alone(bundle: Path, tab: Tab) -> None:
         assert tab.see("document.activeElement.id") == "prompt"
         tab.type("Hello")
         tab.press("Enter", shift=True)
-        tab.type("there")
-        tab.press("Enter")
-        tab.until(FINISHED)
+        say(tab, "there")
         assert texts(tab, ".user .said") == ["Hello\nthere"]
         body = {"messages": [{"role": "user", "content": "Hello\nthere"}], "temperature": 0, "max_tokens": 40}
         answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body).json()
@@ -78,9 +83,7 @@ def test_a_chat_with_the_keyboard_alone(bundle: Path, tab: Tab) -> None:
         assert 98 <= sum(shares) <= 102
         # the second turn goes on from the first; the keyboard has stayed where it was
         assert tab.see("document.activeElement.id") == "prompt"
-        tab.type("And?")
-        tab.press("Enter")
-        tab.until(f"messages.length === 4 && {OVER}")
+        say(tab, "And?", f"messages.length === 4 && {OVER}")
         assert tab.see("messages.map(one => one.role).join(' ')") == "user assistant user assistant"
         # every control can be reached
         reached = set()
@@ -99,9 +102,7 @@ def test_a_switch_for_speculation_and_one_for_the_rule(bundle: Path, tab: Tab) -
         tab.see("document.getElementById('speculative').focus()")
         tab.press("Space")
         tab.see("document.getElementById('prompt').focus()")
-        tab.type("Hello")
-        tab.press("Enter")
-        tab.until(FINISHED)
+        say(tab, "Hello")
         assert texts(tab, ".accepted") == []
         assert texts(tab, "#positions") == ["no drafts"]
         assert texts(tab, "#off:not([hidden])") == ["Drafts are off."]
@@ -111,9 +112,7 @@ def test_a_switch_for_speculation_and_one_for_the_rule(bundle: Path, tab: Tab) -
             "const rule = document.getElementById('rule'); rule.value = 'opt'; rule.dispatchEvent(new Event('change'))"
         )
         assert "TV(p, q)" in texts(tab, "#rule-help")[0]
-        tab.type("Hello")
-        tab.press("Enter")
-        tab.until(f"messages.length === 4 && {OVER}")
+        say(tab, "Hello", f"messages.length === 4 && {OVER}")
         assert server.service.sums.counts.drafted > 0
         assert texts(tab, "#off:not([hidden])") == []
 
@@ -197,9 +196,7 @@ def test_what_a_model_writes_is_text(bundle: Path, tab: Tab, monkeypatch: pytest
         monkeypatch.setattr(server.service, "name", evil)
         opened(tab, server.url)
         short(tab, 3)
-        tab.type(evil)
-        tab.press("Enter")
-        tab.until("running === null && messages.length === 2")
+        say(tab, evil, "running === null && messages.length === 2")
         assert texts(tab, ".user .said") == [evil]
         assert evil in tab.see(f"{REPLY}.textContent")
         assert tab.see("document.querySelectorAll('#chat img, #chat script, header img').length") == 0
@@ -210,17 +207,13 @@ def test_errors_are_said_in_plain_words(bundle: Path, tab: Tab) -> None:
     with listening(bundle, key="k1") as server:
         tab.open(server.url)
         tab.until("document.getElementById('model').textContent.includes('API key')")
-        tab.type("Hello")
-        tab.press("Enter")
-        tab.until("document.querySelector('.wrong') !== null")
+        say(tab, "Hello", "document.querySelector('.wrong') !== null")
         assert texts(tab, ".wrong") == [
             "This server wants an API key. Write it under Settings and try again."
         ]
         assert tab.see("document.getElementById('prompt').value") == "Hello"
         tab.see("document.getElementById('key').focus()")
-        tab.type("k1")
-        tab.press("Enter")
-        tab.until("model !== null")
+        say(tab, "k1", "model !== null")
         short(tab, 3)
         tab.see("document.getElementById('prompt').focus()")
         tab.press("Enter")
@@ -242,9 +235,7 @@ def test_a_server_without_a_drafter_says_so(bundle: Path, tab: Tab) -> None:
         assert texts(tab, "#speculative-help") == ["This server runs without a drafter."]
         assert tab.see("['speculative', 'rule', 'compare'].every(id => document.getElementById(id).disabled)")
         short(tab, 3)
-        tab.type("Hello")
-        tab.press("Enter")
-        tab.until(FINISHED)
+        say(tab, "Hello")
 
 
 @pytest.mark.parametrize("width", [400, 1200])
@@ -270,9 +261,7 @@ def test_nothing_is_cut_off(bundle: Path, tab: Tab, width: int) -> None:
             tab.size(width, 800, dark=dark)
             opened(tab, server.url)
             short(tab, 60)
-            tab.type("Hello")
-            tab.press("Enter")
-            tab.until(FINISHED)
+            say(tab, "Hello")
             assert tab.see("document.documentElement.scrollWidth") <= width
             assert tab.see("document.getElementById('chat').clientHeight") >= 300
             worst, text = tab.see(contrast)

@@ -18,17 +18,12 @@ from edgespec_runtime.serving import app
 from edgespec_runtime.serving import listening as sockets
 from gate import HEAD, LONG, SHORT, connected, gated, until
 from prometheus_client.parser import text_string_to_metric_families
-from served import CHAT, ask, listening, started, stream
+from served import CHAT, ask, listening, send, started, stream
 
 
 def metrics(url: str) -> dict[str, float]:
     """The samples of `/metrics`, those with labels as name{a,b}."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
-    connection.request("GET", "/metrics")
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
+    answer, text = send(url, "/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     found = {}
     for family in text_string_to_metric_families(text):
@@ -177,7 +172,7 @@ def test_a_client_that_takes_nothing_is_hung_up_on(
         monkeypatch.setattr(server.service, "_parts", heavy)
         with connected(server, {**LONG, "stream": True}) as client:
             until(lambda: len(server.line) == 0)
-            until(lambda: not server._uvicorn.server_state.connections)
+            until(lambda: not server.server_state.connections)
             assert client.recv(10).startswith(b"HTTP/1.1 2")
         monkeypatch.undo()
         assert ask(server.url, "/v1/completions", SHORT)[0] == 200

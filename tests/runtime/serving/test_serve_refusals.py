@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import pytest
 from edgespec_runtime.serving import serve
 from edgespec_runtime.serving.app import MAX_BODY
-from served import CHAT, ask, listening, served
+from served import CHAT, ask, listening, send, served
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
+
+TEXT, CHATS = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -30,55 +32,26 @@ def url(bundle: Path) -> Iterator[str]:
     ("path", "body", "status", "words"),
     [
         ("/v1/nothing", {}, 404, "there is no POST"),
-        ("/v1/completions", b"[]", 400, "no JSON object"),
-        ("/v1/completions", b"{", 400, "not valid JSON"),
-        ("/v1/completions", b"[" * 100_000, 400, "nests deeper than 64 levels"),
-        ("/v1/completions", b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, "value has 5000 digits"),
-        ("/v1/completions", b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
-        ("/v1/completions", b'{"temperature": NaN}', 400, "NaN"),
-        (
-            "/v1/completions",
-            {"prompt": 5},
-            400,
-            "prompt is 5; it must be a text or a list of token ids below 512",
-        ),
-        ("/v1/completions", {"prompt": [512]}, 400, "token ids below 512"),
-        ("/v1/completions", {"prompt": [True]}, 400, "token ids"),
-        ("/v1/completions", {"prompt": []}, 400, "the prompt is empty"),
-        ("/v1/completions", {"prompt": [5] * 300}, 400, "the context holds 256"),
-        (
-            "/v1/completions",
-            {"prompt": "a", "temperature": -1},
-            400,
-            "temperature is -1; a number from 0 to 100",
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "max_tokens": "many"},
-            400,
-            'max_tokens is "many"; a whole number',
-        ),
-        (
-            "/v1/completions",
-            {"prompt": "a", "logprobs": 10**6},
-            400,
-            "logprobs is 1000000; a whole number from 0 to 256",
-        ),
-        ("/v1/completions", {"prompt": "a", "n": 2}, 400, "n is 2; it is not supported"),
-        ("/v1/completions", {"prompt": "a", "stop": ["x"]}, 400, 'stop is ["x"]; it is not supported'),
-        (
-            "/v1/completions",
-            {"prompt": "a", "model": "other"},
-            404,
-            'there is no model "other"; this is "target"',
-        ),
-        ("/v1/chat/completions", {"messages": []}, 400, "messages is []; it must be a list of 1 to 4096"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user"}]},
-            400,
-            "messages[0].content is missing; it must be a text",
-        ),
+        (f"{TEXT}%0a", b"{", 400, "not valid JSON"),
+        (TEXT, b"[]", 400, "no JSON object"),
+        (TEXT, b"{", 400, "not valid JSON"),
+        (TEXT, b"[" * 100_000, 400, "nests deeper than 64 levels"),
+        (TEXT, b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, "value has 5000 digits"),
+        (TEXT, b'{"prompt": "a", "prompt": "b"}', 400, "twice"),
+        (TEXT, b'{"temperature": NaN}', 400, "NaN"),
+        (TEXT, {"prompt": 5}, 400, "prompt is 5; it must be a text or a list of token ids below 512"),
+        (TEXT, {"prompt": [512]}, 400, "token ids below 512"),
+        (TEXT, {"prompt": [True]}, 400, "token ids"),
+        (TEXT, {"prompt": []}, 400, "the prompt is empty"),
+        (TEXT, {"prompt": [5] * 300}, 400, "the context holds 256"),
+        (TEXT, {"prompt": "a", "temperature": -1}, 400, "temperature is -1; a number from 0 to 100"),
+        (TEXT, {"prompt": "a", "max_tokens": "many"}, 400, 'max_tokens is "many"; a whole number'),
+        (TEXT, {"prompt": "a", "logprobs": 10**6}, 400, "logprobs is 1000000; a whole number from 0 to 256"),
+        (TEXT, {"prompt": "a", "n": 2}, 400, "n is 2; it is not supported"),
+        (TEXT, {"prompt": "a", "stop": ["x"]}, 400, 'stop is ["x"]; it is not supported'),
+        (TEXT, {"prompt": "a", "model": "other"}, 404, 'there is no model "other"; this is "target"'),
+        (CHATS, {"messages": []}, 400, "messages is []; it must be a list of 1 to 4096"),
+        (CHATS, {"messages": [{"role": "user"}]}, 400, "messages[0].content is missing; it must be a text"),
     ],
 )
 def test_bad_requests_get_words(url: str, path: str, body: object, status: int, words: str) -> None:
@@ -94,23 +67,23 @@ def test_bad_requests_get_words(url: str, path: str, body: object, status: int, 
 
 def test_errors_name_the_field_and_the_code(url: str) -> None:
     body = {**CHAT, "messages": [{"role": "user", "content": "a" * 2000}]}
-    error = ask(url, "/v1/chat/completions", body)[1]["error"]
+    error = ask(url, CHATS, body)[1]["error"]
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    error = ask(url, "/v1/chat/completions", {**CHAT, "model": "other"})[1]["error"]
+    error = ask(url, CHATS, {**CHAT, "model": "other"})[1]["error"]
     assert (error["param"], error["code"]) == ("model", "model_not_found")
-    error = ask(url, "/v1/chat/completions", {**CHAT, "n": 2})[1]["error"]
+    error = ask(url, CHATS, {**CHAT, "n": 2})[1]["error"]
     assert (error["param"], error["code"]) == ("n", None)
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", rb'{"messages": [{"role": "user", "content": "cut \ud83d"}]}'),
-        ("/v1/chat/completions", rb'{"messages": [{"role": "\ud83d", "content": "a"}]}'),
-        ("/v1/completions", rb'{"prompt": "cut \ud83d"}'),
-        ("/v1/completions", rb'{"prompt": "a", "model": "\udfff"}'),
-        ("/v1/completions", rb'{"prompt": "a", "temperature": "\ud83d"}'),
-        ("/v1/completions", rb'{"prompt": "a", "\ud83d": 1}'),
+        (CHATS, rb'{"messages": [{"role": "user", "content": "cut \ud83d"}]}'),
+        (CHATS, rb'{"messages": [{"role": "\ud83d", "content": "a"}]}'),
+        (TEXT, rb'{"prompt": "cut \ud83d"}'),
+        (TEXT, rb'{"prompt": "a", "model": "\udfff"}'),
+        (TEXT, rb'{"prompt": "a", "temperature": "\ud83d"}'),
+        (TEXT, rb'{"prompt": "a", "\ud83d": 1}'),
         ("/tokenize", rb'{"prompt": "cut \ud83d"}'),
     ],
 )
@@ -128,14 +101,14 @@ def test_a_whole_character_of_two_halves_is_fine(url: str) -> None:
 
 def test_strangers_are_turned_away(url: str) -> None:
     body = {"prompt": "a", "max_tokens": 1}
-    assert ask(url, "/v1/completions", body, Host="evil.example")[0] == 403
+    assert ask(url, TEXT, body, Host="evil.example")[0] == 403
     assert ask(url, "/v1/models", None, Host="evil.example:80")[0] == 403
     # what a page may send without asking
-    assert ask(url, "/v1/completions", body, Content_Type="text/plain")[0] == 415
+    assert ask(url, TEXT, body, Content_Type="text/plain")[0] == 415
     for host in ("localhost", "LOCALHOST:80", "127.0.0.1:80", "127.0.0.2", "[::1]", "[::1]:80"):
-        assert ask(url, "/v1/completions", body, Host=host)[0] == 200
+        assert ask(url, TEXT, body, Host=host)[0] == 200
     for host in ("", "[::1", "[::2]", "::1.evil.example", "127.0.0.1.evil.example", "10.0.0.1"):
-        assert ask(url, "/v1/completions", body, Host=host)[0] == 403
+        assert ask(url, TEXT, body, Host=host)[0] == 403
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::", "localhost", "127.0.0.1", ""])
@@ -146,7 +119,7 @@ def test_addresses_of_both_kinds(bundle: Path, host: str) -> None:
     with listening(bundle, host) as server:
         assert server.url.startswith("http://[" if ":" in host else "http://")
         address = server.url.replace("[::]", "[::1]").replace("0.0.0.0", "127.0.0.1")
-        assert ask(address, "/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+        assert ask(address, TEXT, {"prompt": "a", "max_tokens": 1})[0] == 200
         stranger = ask(address, "/v1/models", None, Host="evil.example")[0]
         assert stranger == (200 if host in ("::", "") else 403)
         if host == "::":
@@ -203,8 +176,8 @@ def test_a_prompt_of_ten_megabytes(url: str) -> None:
         ("a " * 2**21, 400, "the context holds 256"),
     ):
         for path, field in (
-            ("/v1/completions", {"prompt": text}),
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            (TEXT, {"prompt": text}),
+            (CHATS, {"messages": [{"role": "user", "content": text}]}),
             ("/tokenize", {"prompt": text}),
         ):
             connection.request("POST", path, json.dumps(field), {"Content-Type": "application/json"})
@@ -219,14 +192,13 @@ def test_a_prompt_of_ten_megabytes(url: str) -> None:
 def test_a_client_that_leaves_frees_the_next(url: str) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 200, "temperature": 1, "stream": True}).encode()
     parts = urlsplit(url)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += f"Content-Length: {len(body)}\r\n\r\n"
+    head = HEAD + b"Content-Length: %d\r\n\r\n" % len(body)
     for _ in range(4):
         with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=30) as connection:
-            connection.sendall(head.encode() + body)
+            connection.sendall(head + body)
             connection.recv(64)
     for _ in range(100):
-        status, _ = ask(url, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        status, _ = ask(url, TEXT, {"prompt": "a", "max_tokens": 1})
         if status == 200:
             break
     assert status == 200
@@ -248,31 +220,16 @@ def test_an_engine_that_fails_is_said(
             return forward(tokens)
 
         monkeypatch.setattr(engine, "forward", failing)
-        status, text = _text(
-            server.url, {**CHAT, "stream": True, "max_tokens": 60, "seed": 1, "temperature": 9}
-        )
-        assert status == (200 if good_passes else 500)
+        body = {**CHAT, "stream": True, "max_tokens": 60, "seed": 1, "temperature": 9}
+        answer, text = send(server.url, CHATS, body)
+        assert answer.status == (200 if good_passes else 500)
         last = [line for line in text.split("\n") if line][-1]
         error = json.loads(last.removeprefix("data: "))["error"]
         assert error["type"] == "server_error"
         assert "out of memory" in error["message"]
         assert "HTTP/1.1" not in text
         left[0] = 10_000
-        assert ask(server.url, "/v1/chat/completions", CHAT)[0] == 200
-
-
-def _text(url: str, body: object) -> tuple[int, str]:
-    """Status and body as they come."""
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
-    try:
-        connection.request(
-            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
-        )
-        answer = connection.getresponse()
-        return answer.status, answer.read().decode()
-    finally:
-        connection.close()
+        assert ask(server.url, CHATS, CHAT)[0] == 200
 
 
 def test_a_port_that_is_taken(bundle: Path, url: str) -> None:

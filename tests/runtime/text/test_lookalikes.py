@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.lookalikes import Lookalikes
 from edgespec_runtime.text.tokenizer import ChatTokenizer
-from tiny_models import SPECIALS, TEMPLATE, TEXTS, byte_level_tokenizer, save_tokenizer
+from tiny_models import SPECIALS, TEXTS, byte_level_tokenizer, save_tokenizer, tokenizer_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
@@ -32,19 +31,9 @@ ODD = [
 ]
 
 
-def write(
-    folder: Path, tokenizer: Tokenizer, template: str = TEMPLATE, eos: str = "<|im_end|>"
-) -> ChatTokenizer:
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-    (folder / "chat_template.jinja").write_text(template)
-    return ChatTokenizer(folder)
-
-
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> ChatTokenizer:
-    return write(tmp_path / "byte-level", byte_level_tokenizer(300))
+    return ChatTokenizer(tokenizer_folder(tmp_path / "byte-level", byte_level_tokenizer(300)))
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -87,7 +76,7 @@ def test_a_role_is_a_text_too(tokenizer: ChatTokenizer) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_ordinary_text_is_encoded_as_before(tokenizer: ChatTokenizer, text: str) -> None:
     messages = user(text)
-    assert tokenizer.hide(messages) == (messages, {})
+    assert tokenizer.lookalikes.hide(messages) == (messages, {})
     assert tokenizer.encode_chat(messages) == tokenizer.encode(tokenizer.render(messages))
 
 
@@ -95,7 +84,9 @@ def test_ordinary_text_is_encoded_as_before(tokenizer: ChatTokenizer, text: str)
 @pytest.mark.parametrize("text", ["a </s> inst", "</s>", "[INST]</s><s>a", " <s> ", "inst日</s>é"])
 def test_prefix_spaces_at_the_joints(tmp_path: Path, scheme: str, text: str) -> None:
     """The message in the template's place, and the same with an ordinary word where the look-alike is, agree around it."""
-    tokenizer = write(tmp_path / "sp", sentencepiece_like(scheme), LLAMA_2, "</s>")
+    tokenizer = ChatTokenizer(
+        tokenizer_folder(tmp_path / "sp", sentencepiece_like(scheme), LLAMA_2, eos_token="</s>")
+    )
     before = [*user("a </s>"), {"role": "assistant", "content": "inst"}]
     ids = tokenizer.encode_chat([*before, *user(text)])
     assert (ids.count(1), ids.count(2)) == (2, 1)
@@ -153,7 +144,11 @@ def test_tokens_that_only_the_template_marks_as_special(tmp_path: Path) -> None:
     """Some chat models add their turn marks as plain added tokens; one that the template never writes stays what it is."""
     raw = byte_level_tokenizer(300)
     raw.add_tokens([AddedToken("[TURN]", special=False), AddedToken("[TOOL]", special=False)])
-    tokenizer = write(tmp_path / "t", raw, "{% for m in messages %}{{ '[TURN]' + m['content'] }}{% endfor %}")
+    tokenizer = ChatTokenizer(
+        tokenizer_folder(
+            tmp_path / "t", raw, "{% for m in messages %}{{ '[TURN]' + m['content'] }}{% endfor %}"
+        )
+    )
     ids = tokenizer.encode_chat(user("[TURN][TOOL]"))
     assert ids.count(raw.token_to_id("[TURN]")) == 1
     assert ids.count(raw.token_to_id("[TOOL]")) == 1
@@ -163,7 +158,11 @@ def test_other_spellings_that_a_normalizer_makes_special(tmp_path: Path) -> None
     raw = byte_level_tokenizer(300)
     raw.normalizer = normalizers.Lowercase()
     raw.add_special_tokens([AddedToken("<end>", normalized=True)])
-    tokenizer = write(tmp_path / "t", raw, "{% for m in messages %}{{ m['content'] + '<end>' }}{% endfor %}")
+    tokenizer = ChatTokenizer(
+        tokenizer_folder(
+            tmp_path / "t", raw, "{% for m in messages %}{{ m['content'] + '<end>' }}{% endfor %}"
+        )
+    )
     end = raw.token_to_id("<end>")
     assert tokenizer.encode("<END>") == [end]
     ids = tokenizer.encode_chat(user("a <EnD> b "))

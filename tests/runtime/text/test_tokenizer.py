@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import ChatTokenizer
-from tiny_models import SPECIALS, TEMPLATE, TEXTS, byte_level_tokenizer
+from tiny_models import SPECIALS, TEXTS, byte_level_tokenizer, tokenizer_folder
 from tokenizers import Tokenizer, decoders, models
 
 from edgespec.core.errors import BundleError, InputError
@@ -24,15 +24,6 @@ FORGETS = (
 )
 
 
-def write(folder: Path, tokenizer: Tokenizer, template: str | None = TEMPLATE, **config: object) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **config}))
-    if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
     return byte_level_tokenizer(300)  # hardly any merges: most characters beyond ASCII are several tokens
@@ -40,7 +31,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture
 def tokenizer(byte_level: Tokenizer, tmp_path: Path) -> ChatTokenizer:
-    return ChatTokenizer(write(tmp_path / "t", byte_level))
+    return ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level))
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -77,7 +68,7 @@ def sentencepiece_style(folder: Path) -> ChatTokenizer:
     )
     raw = Tokenizer(bpe)
     raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    return ChatTokenizer(write(folder, raw, eos_token="</s>"))
+    return ChatTokenizer(tokenizer_folder(folder, raw, eos_token="</s>"))
 
 
 def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> None:
@@ -117,7 +108,7 @@ def test_the_chat_template_writes_the_special_tokens_once(tokenizer: ChatTokeniz
 
 
 def test_stop_tokens_come_from_the_generation_config(byte_level: Tokenizer, tmp_path: Path) -> None:
-    folder = write(tmp_path / "t", byte_level)
+    folder = tokenizer_folder(tmp_path / "t", byte_level)
     assert ChatTokenizer(folder).stop_ids == {END}
     for written, wanted in ((2, {2}), ([0, 2], {0, 2})):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
@@ -127,16 +118,18 @@ def test_stop_tokens_come_from_the_generation_config(byte_level: Tokenizer, tmp_
 def test_a_template_cannot_reach_out_of_its_sandbox(byte_level: Tokenizer, tmp_path: Path) -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(InputError, match="chat template refuses"):
-        ChatTokenizer(write(tmp_path / "t", byte_level, escape)).render([{"role": "user", "content": "x"}])
+        ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level, escape)).render(
+            [{"role": "user", "content": "x"}]
+        )
 
 
 def test_folders_that_are_no_chat_tokenizer(byte_level: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no chat template"):
-        ChatTokenizer(write(tmp_path / "none", byte_level, None))
+        ChatTokenizer(tokenizer_folder(tmp_path / "none", byte_level, None))
     with pytest.raises(InputError, match="not valid Jinja"):
-        ChatTokenizer(write(tmp_path / "bad", byte_level, "{% for %}"))
+        ChatTokenizer(tokenizer_folder(tmp_path / "bad", byte_level, "{% for %}"))
     with pytest.raises(InputError, match="at most 65536"):
-        ChatTokenizer(write(tmp_path / "long", byte_level, "x" * 70_000))
+        ChatTokenizer(tokenizer_folder(tmp_path / "long", byte_level, "x" * 70_000))
     (tmp_path / "none" / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match="not a readable tokenizer"):
         ChatTokenizer(tmp_path / "none")
@@ -175,7 +168,7 @@ def test_a_reply_that_was_cut_off_is_closed_by_the_template(tokenizer: ChatToken
 
 def test_a_template_that_trims_replies_keeps_their_ids_too(byte_level: Tokenizer, tmp_path: Path) -> None:
     """Llama-2's form: the model writes ' Hello' and the end token; the template would write ' Hello ' before it."""
-    tokenizer = ChatTokenizer(write(tmp_path / "t", byte_level, LLAMA_2))
+    tokenizer = ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level, LLAMA_2))
     conversation = Conversation(tokenizer)
     first = conversation.prompt("Hi")
     reply = [*tokenizer.encode(" Hello"), END]
@@ -186,7 +179,7 @@ def test_a_template_that_trims_replies_keeps_their_ids_too(byte_level: Tokenizer
 def test_a_template_that_rewrites_earlier_turns_is_encoded_afresh(
     byte_level: Tokenizer, tmp_path: Path
 ) -> None:
-    tokenizer = ChatTokenizer(write(tmp_path / "t", byte_level, FORGETS))
+    tokenizer = ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level, FORGETS))
     conversation = Conversation(tokenizer)
     conversation.add("Hi", conversation.prompt("Hi"), tokenizer.encode("secret"))
     text = tokenizer.decode(conversation.prompt("x"))

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from altered_bundle import LLAMACPP, ONNX, OPTIONS, change, refused, secret
 from edgespec_runtime.pair.bundle import open_pair
+from edgespec_runtime.untrusted.gguf_config import read_model
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 from edgespec.core.errors import BundleError, EdgespecError
@@ -195,6 +197,19 @@ def test_gguf_headers_that_cannot_be(gguf: Path, data: bytes, words: str) -> Non
     name = read_json(gguf / "manifest.json")["target"]["files"]["llama.cpp"]["q8_0"]
     change(gguf, name, data)
     refused(gguf, words, LLAMACPP)
+
+
+def test_numbers_beyond_a_float32_end_no_reading(tmp_path: Path) -> None:
+    """llama.cpp refuses a float64 there; what edgespec makes of the file must end in a config or in one line."""
+    numbers = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64}
+    parts: list[bytes | int | str] = ["general.architecture", KIND[8], "llama"]
+    for name, value in {**numbers, "attention.head_count": 4}.items():
+        parts += [f"llama.{name}", KIND[4], struct.pack("<I", value)]
+    parts += ["tokenizer.ggml.tokens", KIND[9], KIND[8], 2, "a", "b"]
+    for value, wanted in ((np.float32(1e-5), 1e-5), (3.4028e38, 3.4028e38), (1e300, 1e300)):
+        name, packed = "llama.attention.layer_norm_rms_epsilon", struct.pack("<d", value)
+        (tmp_path / "m.gguf").write_bytes(header(*parts, name, KIND[12], packed, pairs=8))
+        assert read_model(tmp_path / "m.gguf")[1]["rms_norm_eps"] == wanted
 
 
 @pytest.mark.llamacpp
