@@ -141,10 +141,11 @@ class Probe:
             for module in self.model.modules()
             if isinstance(module, torch.nn.Linear)
         ]
-        total, positions = np.zeros(0), 0
+        total: Any = 0.0
+        positions = 0
         try:
             for logits in self._logits(self.texts.calibration):
-                total = torch.softmax(logits, -1).sum(0).double().numpy() + (total if len(total) else 0.0)
+                total = total + torch.softmax(logits, -1).sum(0).double().numpy()
                 positions += len(logits)
         finally:
             for hook in hooks:
