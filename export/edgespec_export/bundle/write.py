@@ -37,7 +37,7 @@ from edgespec_export.bundle.default_choice import (
     choose_default,
     first_faithful,
 )
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, as_rows, choose_drafters
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
 from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
@@ -89,9 +89,13 @@ def write_bundle(
         places = {file.path: _size(file.path) for file in exported}  # a head's folder stands for several
         with reading("copy the exported files", sum(places.values())) as bar:
             for path, size in places.items():
-                _place(path, folder / path.relative_to(export_folder))
+                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    copy_file(file, folder / file.relative_to(export_folder))
                 bar.update(size / MIB)
-        _write_tokenizer(folder / "tokenizer", target_folder)
+        (folder / "tokenizer").mkdir()
+        copy_tokenizer(target_folder, folder / "tokenizer")
+        if (target_folder / GENERATION).is_file():
+            write_json(folder / "tokenizer" / GENERATION, read_generation_config(target_folder))
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
@@ -112,16 +116,19 @@ def write_bundle(
             )
             for role, shape in shapes.items()
         }
-        streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
-        pairs = [pair for role, pair in streamed if role == "target"]
+        streamed = {(file.role, file.key): streamed_bytes(file) for file in files}
         ratios: dict[str, Any] = {
             "parameters": parameters["drafter"] / parameters["target"],
-            "bytes": {pair: streamed["drafter", pair] / streamed["target", pair] for pair in pairs},
+            "bytes": {
+                "/".join(key): streamed["drafter", key] / size
+                for (role, key), size in streamed.items()
+                if role == "target"
+            },
         }
         small = FLOAT * parameters["target"] <= FLOAT_LIMIT
         both = _both(files)
         preferred = _preferred(device, own)
-        choice = _untimed(options, small, preferred, files, verification) or choose_default(
+        choice = _untimed(options, small, preferred, files, both, verification) or choose_default(
             [file for file in files if preferred is None or file.engine == preferred.engine],
             subset,
             parameters,
@@ -129,7 +136,7 @@ def write_bundle(
             metrics,
             preferred,
         )
-        default = choice.default
+        default, timed = choice.default, choice.rows()
         onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
         gguf = both.get("llama.cpp", []) if subset is None else []
         elsewhere = write_elsewhere(
@@ -139,19 +146,17 @@ def write_bundle(
             **models,
             files=[
                 CardFile(
-                    path.relative_to(export_folder).as_posix(),
-                    _size(path),
-                    streamed[file.role, f"{file.engine}/{file.precision}"],
+                    path.relative_to(export_folder).as_posix(), places[path], streamed[file.role, file.key]
                 )
                 for path, file in {file.path: file for file in files}.items()
             ],
             cost_ratio=ratios["parameters"],
             default=default,
-            timed=choice.rows(),
+            timed=timed,
             checks=verification.get("files", []),
             elsewhere=elsewhere,
             onnx=onnx,
-            gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
+            gguf=_first_gguf(gguf, default["precision"]),
             evaluation=evaluation,
             acceptance=verification.get("acceptance", []),
             licence=licence,
@@ -166,8 +171,8 @@ def write_bundle(
             default=default,
             cost_ratio=ratios,
             metrics=metrics
-            | ({TIMED_FILES: choice.rows()} if choice.timed else {})
-            | ({DRAFT_SIDE: as_rows(drafters)} if drafters else {}),
+            | ({TIMED_FILES: timed} if timed else {})
+            | ({DRAFT_SIDE: list(map(asdict, drafters))} if drafters else {}),
             provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
@@ -223,22 +228,6 @@ def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     return {**tokenizer["model"]["vocab"], **added}
 
 
-def _place(source: Path, destination: Path) -> None:
-    """Copy a file, or every file of a folder."""
-    if source.is_dir():
-        for child in sorted(source.iterdir()):
-            _place(child, destination / child.name)
-        return
-    copy_file(source, destination)
-
-
-def _write_tokenizer(folder: Path, target_folder: Path) -> None:
-    folder.mkdir()
-    copy_tokenizer(target_folder, folder)
-    if (target_folder / GENERATION).is_file():
-        write_json(folder / GENERATION, read_generation_config(target_folder))
-
-
 def _table(
     files: list[ExportedFile], role: str, root: Path, *, fast: bool = False
 ) -> dict[str, dict[str, str]]:
@@ -253,17 +242,17 @@ def _table(
 
 def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
     """{engine: precisions} that both models have."""
-    of = {role: [(f.engine, f.precision) for f in files if f.role == role] for role in ROLES}
+    drafters = {file.key for file in files if file.role == "drafter"}
     found: dict[str, list[str]] = {}
-    for engine, precision in of["target"]:
-        if (engine, precision) in of["drafter"]:
-            found.setdefault(engine, []).append(precision)
+    for file in files:
+        if file.role == "target" and file.key in drafters:
+            found.setdefault(file.engine, []).append(file.precision)
     return found
 
 
-def _best_gguf(precisions: list[str]) -> str | None:
-    """The one to name first: Q8_0, which changes least, else the last (the exporter lists the smallest there)."""
-    return "q8_0" if "q8_0" in precisions else next(reversed(precisions), None)
+def _first_gguf(precisions: list[str], default: str) -> str | None:
+    """The one to name first: the default, else Q8_0, which changes least, else the last (exporters list the smallest there)."""
+    return next((name for name in (default, "q8_0", *precisions[-1:]) if name in precisions), None)
 
 
 def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
@@ -279,19 +268,19 @@ def _untimed(
     small: bool,
     preferred: Preferred | None,
     files: list[ExportedFile],
+    both: dict[str, list[str]],
     verification: dict[str, Any],
 ) -> Choice | None:
     """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded file of a
     `small` target, a device's own choice for it. None: the files must be timed.
     """
-    both = _both(files)
     static = preferred.engine == "static" if preferred is not None else not options.onnx and not options.gguf
     runs = [file for file in files if preferred is None or file.engine == preferred.engine]
     if not small and not static and any(map(has_engine, runs)):
         return None
     if preferred is not None:
         others = [(preferred.engine, name) for name in both.get(preferred.engine, [])]
-        offered = [preferred.key, *(key for key in others if key != preferred.key)]
+        offered = list(dict.fromkeys([preferred.key, *others]))
         return Choice(first_faithful(offered, verification, preferred.by))
     if static:
         offered = [("static", name) for name in options.npu]

@@ -51,6 +51,10 @@ class ExportedFile:
     is_head: bool = False
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.precision
+
+    @property
     def held(self) -> str:
         """The precision of its weights."""
         return self.stored or self.precision
@@ -77,9 +81,8 @@ def exported_files(
     found: list[ExportedFile] = []
     for role in ROLES:
         if head and role == "drafter":
-            path = folder / role / f"head-{HEAD_PRECISION}"
-            beside = [(file.engine, file.precision) for file in found]
-            found += [ExportedFile(role, *pair, path, HEAD_PRECISION, is_head=True) for pair in beside]
+            path, targets = folder / role / f"head-{HEAD_PRECISION}", list(found)
+            found += [ExportedFile(role, *file.key, path, HEAD_PRECISION, is_head=True) for file in targets]
             break
         place = folder / role
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from edgespec_export.formats.export import ExportedFile
@@ -14,15 +13,6 @@ BY_ROW = frozenset(
     {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "embedding.bytes", "embedding.scales"}
 )
 EMBEDDING = "model.embed_tokens."  # what a model graph's input embedding begins with: one tensor, or those of a mixed file
-
-
-def tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors of a GGUF file or an ONNX folder, tables of RoPE included; no vocabulary and no graph."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.glob("*.data"))
-    from gguf import GGUFReader
-
-    return sum(int(tensor.n_bytes) for tensor in GGUFReader(path).tensors)
 
 
 def streamed_bytes(file: ExportedFile) -> int:
