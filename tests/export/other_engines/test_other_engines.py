@@ -100,7 +100,7 @@ def test_genai_runs_the_bundle_as_it_is(folder: Path) -> None:
     stops = frozenset(pair.tokenizer.stop_ids)
     rates = []
     with GenAi(folder / "bundle", stops) as genai:
-        assert genai.precision == "fp32"
+        assert GenAi.precision_of(folder / "bundle") == "fp32"
         for prompt in prompts_of(pair):
             answer = genai.answer(prompt, "", LIMIT)
             text = greedy_text(pair, prompt)
@@ -227,7 +227,7 @@ def test_transformers_takes_the_checkpoint_as_assistant(folder: Path) -> None:
 def test_llama_cpp_python_runs_both_files(folder: Path) -> None:
     pair = opened(folder, "llama.cpp", "q8_0")
     files = (folder / "bundle" / role / "gguf" / f"{role}-q8_0.gguf" for role in ("target", "drafter"))
-    with LlamaCppPython(*files, "q8_0", frozenset(pair.tokenizer.stop_ids), 192) as other:
+    with LlamaCppPython(*files, frozenset(pair.tokenizer.stop_ids), 192) as other:
         for prompt in prompts_of(pair):
             answer = other.answer(prompt, "", LIMIT)
             assert answer.tokens == greedy_text(pair, prompt)

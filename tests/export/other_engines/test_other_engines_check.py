@@ -43,17 +43,8 @@ def test_three_engines_agree_with_edgespec(
 ) -> None:
     counts = tmp_path / "counts.json"
     target = both.parent / "target"
-    command = [
-        "other-engines",
-        str(both),
-        "--target",
-        str(target),
-        "--max-new-tokens",
-        "12",
-        "--json",
-        str(counts),
-    ]
-    assert main(command) == 0
+    flags = ["--target", str(target), "--max-new-tokens", "12", "--json", str(counts)]
+    assert main(["other-engines", str(both), *flags]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:]] == [
         *("onnxruntime-genai", "llama-cpp-python", "transformers"),
@@ -72,17 +63,8 @@ def test_three_engines_agree_with_edgespec(
 
 def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_model_folder(tmp_path / "other", seed=9, context=128)
-    command = [
-        "other-engines",
-        str(both),
-        "--engines",
-        "transformers",
-        "--target",
-        str(other),
-        "--max-new-tokens",
-        "8",
-    ]
-    assert main(command) == 1
+    flags = ["--engines", "transformers", "--target", str(other), "--max-new-tokens", "8"]
+    assert main(["other-engines", str(both), *flags]) == 1
     assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
 
 
@@ -132,7 +114,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-speculative-simple", SIMPLE)
     target, drafter = tmp_path / "t.gguf", tmp_path / "d.gguf"
     assert program_of(path) == "llama-speculative-simple"
-    with LlamaSpeculativeSimple(path, target, drafter, "q8_0", 256) as engine:
+    with LlamaSpeculativeSimple(path, target, drafter, 256) as engine:
         answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", 24)
     assert answer == Answer(None, "<|im_start|>user\\n\nHello\na reply\n", 4, 12, 5)
     runs = json.loads((tmp_path / "runs.json").read_text())
@@ -160,7 +142,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
 def test_a_program_that_fails(tmp_path: Path, body: str, message: str) -> None:
     path = program(tmp_path, "llama-speculative-simple", body)
     with (
-        LlamaSpeculativeSimple(path, tmp_path, tmp_path, "q8_0", 64) as engine,
+        LlamaSpeculativeSimple(path, tmp_path, tmp_path, 64) as engine,
         pytest.raises(EdgespecError, match=message),
     ):
         engine.answer([1], "Hello", 4)
@@ -192,11 +174,10 @@ SERVER = """
 
 def test_how_llama_server_is_called(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", SERVER)
-    engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", "q8_0", 256, STOPS)
+    engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", 256, STOPS)
     with engine:
         answer = engine.answer([1, 5], "Hello", 24)
         process = engine._process
-        assert process is not None
         assert process.poll() is None
     assert process.poll() is not None  # stopped with the object
     assert answer == Answer((7, 8), None, 2, 6, 1)
@@ -213,7 +194,7 @@ def test_how_llama_server_is_called(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", "import sys; sys.exit('failed to load the model')")
-    engine = LlamaServer(path, tmp_path, tmp_path, "q8_0", 64, STOPS)
+    engine = LlamaServer(path, tmp_path, tmp_path, 64, STOPS)
     with pytest.raises(EdgespecError, match=r"was not ready.*failed to load the model"):
         engine.__enter__()
 
