@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime.decoding.speed import shuffled
-from edgespec_runtime.doctor.quality import common_prefix, rouge_2
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, load_engine, open_pair
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL
+from edgespec_runtime.tradeoff.quality import common_prefix, rouge_2
 from edgespec_runtime.tradeoff.tradeoff import Answers, Options, Prompt, mean_log_probability
 from toy_engine import ToyEngine, random_model
 
