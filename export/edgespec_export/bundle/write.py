@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from edgespec.core.files import (
     write_jsonl,
     write_text,
 )
-from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.manifest import (
+    HEAD,
+    MODEL,
+    BundleFile,
+    BundleModel,
+    Manifest,
+    describe_files,
+    write_manifest,
+)
 from edgespec.core.progress import MIB, reading
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
@@ -40,7 +48,7 @@ from edgespec_export.bundle.default_choice import (
 from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.formats.sizes import streamed_bytes
-from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
+from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
@@ -71,7 +79,7 @@ def write_bundle(
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
     verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
     note that came with the target, for the card. Exported files are copied (their blocks shared where the file system can).
-    Beside them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
+    Beside them lies what other engines need; a bundle for a `device` goes without the drafter's checkpoint. Raises
     InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
@@ -136,47 +144,31 @@ def write_bundle(
             metrics,
             preferred,
         )
-        default, timed = choice.default, choice.rows()
-        onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
-        gguf = both.get("llama.cpp", []) if subset is None else []
-        elsewhere = write_elsewhere(
-            folder, drafter_folder if subset is None and device is None else None, onnx, default["precision"]
-        )
-        card = Card(
-            **models,
-            files=[
-                CardFile(
-                    path.relative_to(export_folder).as_posix(), places[path], streamed[file.role, file.key]
-                )
-                for path, file in {file.path: file for file in files}.items()
-            ],
-            cost_ratio=ratios["parameters"],
-            default=default,
-            timed=timed,
-            checks=verification.get("files", []),
-            elsewhere=elsewhere,
-            onnx=onnx,
-            gguf=_first_gguf(gguf, default["precision"]),
-            evaluation=evaluation,
-            acceptance=verification.get("acceptance", []),
-            licence=licence,
-            subset=subset,
-        )
-        write_text(folder / "README.md", card.text())
+        if subset is None:  # else no other engine can run the pair
+            checkpoint = drafter_folder if device is None else None
+            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), choice.default["precision"])
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
             target=models["target"],
             drafter=models["drafter"],
-            default=default,
+            default=choice.default,
             cost_ratio=ratios,
             metrics=metrics
-            | ({TIMED_FILES: timed} if timed else {})
+            | ({TIMED_FILES: choice.rows()} if choice.timed else {})
             | ({DRAFT_SIDE: list(map(asdict, drafters))} if drafters else {}),
             provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
+        sizes = [
+            CardFile(path.relative_to(export_folder).as_posix(), places[path], streamed[file.role, file.key])
+            for path, file in {file.path: file for file in files}.items()
+        ]
+        card = folder / "README.md"
+        write_text(card, Card(manifest, sizes, evaluation, verification, licence, subset).text())
+        entry = BundleFile(sha256_file(card), card.stat().st_size)
+        manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
 
@@ -250,11 +242,6 @@ def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
     return found
 
 
-def _first_gguf(precisions: list[str], default: str) -> str | None:
-    """The one to name first: the default, else Q8_0, which changes least, else the last (exporters list the smallest there)."""
-    return next((name for name in (default, "q8_0", *precisions[-1:]) if name in precisions), None)
-
-
 def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
     """The precision of a device's profile."""
     if device is None:
@@ -274,24 +261,23 @@ def _untimed(
     """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded file of a
     `small` target, a device's own choice for it. None: the files must be timed.
     """
-    static = preferred.engine == "static" if preferred is not None else not options.onnx and not options.gguf
+    static = preferred.engine == "static" if preferred is not None else not (options.onnx or options.gguf)
     runs = [file for file in files if preferred is None or file.engine == preferred.engine]
     if not small and not static and any(map(has_engine, runs)):
         return None
+    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
     if preferred is not None:
         others = [(preferred.engine, name) for name in both.get(preferred.engine, [])]
-        offered = list(dict.fromkeys([preferred.key, *others]))
-        return Choice(first_faithful(offered, verification, preferred.by))
-    if static:
-        offered = [("static", name) for name in options.npu]
-        return Choice(first_faithful(offered, verification, "the bundle has static graphs only"))
-    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
-    if small and "fp32" in onnx:
+        offered, reason = list(dict.fromkeys([preferred.key, *others])), preferred.by
+    elif static:
+        offered, reason = [("static", name) for name in options.npu], "the bundle has static graphs only"
+    elif small and "fp32" in onnx:
         reason = "the target is small enough to run unrounded"
         return Choice({"engine": "onnxruntime", "precision": "fp32", "reason": reason})
-    offered = [("onnxruntime", name) for name in onnx]
-    offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
-    reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
+    else:
+        offered = [("onnxruntime", name) for name in onnx]
+        offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
+        reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
     return Choice(first_faithful(offered, verification, reason))
 
 

@@ -288,7 +288,7 @@ def test_the_default_precision_goes_first(folder: Path, tmp_path: Path) -> None:
                 place.mkdir(parents=True)
                 source = folder / "bundle" / role / f"onnx-{precision}" / GENAI_SETTINGS
                 (place / GENAI_SETTINGS).write_bytes(source.read_bytes())
-        assert write_elsewhere(bundle, None, ("fp32", "int4"), default).genai == wanted
+        write_elsewhere(bundle, None, ("fp32", "int4"), default)
         assert f"onnx-{wanted}" in (bundle / GENAI_SETTINGS).read_text()
         assert not (bundle / CHECKPOINT).exists()
 
