@@ -258,27 +258,21 @@ def verdict(summaries: Sequence[Summary]) -> str:
             f" At {best.name} it is {interval(*best.speedup)}x. Over all tokens the chosen γ has {interval(*chosen.of_fastest)} "
             f"of the rate of {fastest.name}, the fastest in hindsight."
         )
+    block = (best.block_efficiency[0], best.draft_length, best.draft_cost, best.verify_cost)
+    sums = _block_sums(*block)
     if low > 1.0:
         return f"Speculation pays here: {measured}.{beside}"
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
-        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{beside}"
-    return f"Speculation does not pay here: {measured}. {_cause(best)}{beside}"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({sums}).{beside}"
+    cause = block_cause(best.acceptance_rate, *block)
+    if best.predicted > 1.0:
+        passes = f"The models' passes alone would give {best.predicted:.2f}x"
+        cause = f"{passes}, but sampling and the loop take the rest ({sums})."
+    return f"Speculation does not pay here: {measured}. {cause}{beside}"
 
 
-def _sums(s: Summary) -> str:
-    return block_sums(s.block_efficiency[0], s.draft_length, s.draft_cost, s.verify_cost)
-
-
-def _cause(s: Summary) -> str:
-    """What is most in the way of a measured draft length."""
-    if s.predicted > 1.0:
-        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({_sums(s)})."
-    efficiency = s.block_efficiency[0]
-    return block_cause(s.acceptance_rate, efficiency, s.draft_length, s.draft_cost, s.verify_cost)
-
-
-def block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
+def _block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
     """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
     drafting = draft_length * draft_cost
     steps = f"{drafting:.2f} for {draft_length} drafter step{'s' * (draft_length > 1)}"
@@ -292,7 +286,7 @@ def block_cause(
     acceptance_rate: float, efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
 ) -> str:
     """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
-    sums = block_sums(efficiency, draft_length, draft_cost, verify_cost)
+    sums = _block_sums(efficiency, draft_length, draft_cost, verify_cost)
     drafting, verifying = draft_length * draft_cost, verify_cost - 1.0
     attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, draft_length)
     if acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + verify_cost:
