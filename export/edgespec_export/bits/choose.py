@@ -49,8 +49,8 @@ def budget_of(bits: float | None, size: str, quality: float | None) -> Budget:
         if match is None or unit not in _UNITS:
             raise InputError(f"the size is {size!r}; give a number with a unit, as 90MB or 1.2GB")
         number = int(float(match[1]) * _UNITS[unit])
-    given = {"bits": bits, "bytes": number, "quality": quality}
-    given = {name: value for name, value in given.items() if value is not None}
+    knobs = {"bits": bits, "bytes": number, "quality": quality}
+    given: dict[str, Any] = {name: value for name, value in knobs.items() if value is not None}
     if len(given) > 1:
         raise InputError(f"the budget is given as {' and '.join(given)}; give one of bits, size and quality")
     return Budget(**(given or {"quality": USUAL_QUALITY}))
