@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from edgespec_export.answers.held_out import HeldOut
-from edgespec_export.answers.replies import TEMPERATURES, Questions, Reply, temperature_of
+from edgespec_export.answers.replies import SECONDS, TEMPERATURES, Questions, Reply, temperature_of
 
 BATCH = 8  # prompts that are written together: a step then reads the weights once for all of them
 
@@ -34,9 +34,9 @@ def adopt_from_torch(held: HeldOut, model: Any) -> None:
 def written_in_torch(model: Any, questions: Questions, context: int) -> list[Reply]:
     """One reply to every prompt that leaves room for it, in the prompts' order; a batch is greedy or sampled.
 
-    After `questions.seconds` no further batch is begun: fewer replies, never shorter ones.
+    After SECONDS no further batch is begun: fewer replies, never shorter ones.
     """
-    end = time.monotonic() + questions.seconds
+    end = time.monotonic() + SECONDS
     found: dict[int, Reply] = {}
     for numbers in _batches(questions, context):
         if found and time.monotonic() > end:
@@ -82,10 +82,8 @@ def _batch(
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
         whole = model.generate(ids, attention_mask=mask, generation_config=how)
-    return [_until(row, questions.stop_ids) for row in whole[:, longest:].tolist()]
-
-
-def _until(tokens: list[int], stop: frozenset[int]) -> list[int]:
-    """Up to and with the first token that ends a reply."""
-    end = next((place for place, token in enumerate(tokens) if token in stop), len(tokens) - 1)
-    return tokens[: end + 1]
+    replies = []
+    for row in whole[:, longest:].tolist():
+        end = next((place for place, token in enumerate(row) if token in questions.stop_ids), len(row) - 1)
+        replies.append(row[: end + 1])  # with the token that ends it
+    return replies

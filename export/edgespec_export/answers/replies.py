@@ -21,6 +21,7 @@ from edgespec.core.metrics import RawCounts
 
 REPLY_TOKENS = 64
 TEMPERATURES = (0.0, 1.0)  # in turns
+SECONDS = 60.0  # after which no further reply is begun
 LEAST = 4  # replies that are written however long they take
 MOST_REPLIES, MOST_TOKENS = 1024, 2**15  # of a file that comes from somebody else
 
@@ -42,7 +43,6 @@ class Questions:
         prompts: ids in the target's numbers.
         texts: the user's last words in each, for people.
         written: replies of before; where there are some, no new ones are written.
-        seconds: after so long no further reply is begun, beyond the first `LEAST`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -50,13 +50,11 @@ class Questions:
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     written: Sequence[Reply] = ()
-    max_new_tokens: int = REPLY_TOKENS
-    seconds: float = 60.0
     seed: int = 0
 
     def room(self, prompt: Sequence[int], context: int) -> int:
         """Tokens that a reply may have."""
-        return min(self.max_new_tokens, context - len(prompt))
+        return min(REPLY_TOKENS, context - len(prompt))
 
     def text_of(self, prompt: Sequence[int]) -> str:
         """The user's words in a prompt; the whole prompt where it is not one of these."""
@@ -82,7 +80,7 @@ def temperature_of(number: int) -> float:
 
 def written_by(model: CachedEngine, questions: Questions, context: int) -> list[Reply]:
     """What a file of the target replies. `context`: most tokens of a text. A prompt that leaves no room is left out."""
-    end = time.monotonic() + questions.seconds
+    end = time.monotonic() + SECONDS
     found: list[Reply] = []
     for number, prompt in enumerate(questions.prompts):
         if len(found) >= LEAST and time.monotonic() > end:

@@ -66,11 +66,6 @@ class ExportedFile:
         return graph if self.engine == "onnxruntime" and graph.is_file() else None
 
 
-def drafter_precision(options: ExportOptions) -> str:
-    """Of a drafter beside a target's own file: Q8_0, which changes least at half the size of floats, else the first named."""
-    return "q8_0" if "q8_0" in options.gguf else options.gguf[0]
-
-
 def exported_files(
     folder: Path, options: ExportOptions, own: OwnFile | None = None, *, head: bool = False
 ) -> list[ExportedFile]:
@@ -88,7 +83,9 @@ def exported_files(
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
         if own is not None and options.gguf:
-            names = {own.precision: own.precision if role == "target" else drafter_precision(options)}
+            # Q8_0 changes least at half the size of floats
+            beside = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+            names = {own.precision: own.precision if role == "target" else beside}
         found += [
             ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{held}.gguf", held)
             for name, held in names.items()

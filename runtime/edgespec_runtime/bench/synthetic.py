@@ -82,8 +82,7 @@ OWN = frozenset(one.name for one in fields(Options)) - frozenset(one.name for on
 class SyntheticPair:
     """Files of random weights. `shapes`, `paths`, `streamed_bytes` (read for one token): by role, target and drafter.
 
-    `made`: the roles whose files were written just now. `fast_graphs`: by role, the graph in its folder that rounds activations;
-    empty where the precision has none.
+    `fast_graphs`: by role, the graph in its folder that rounds activations; empty where the precision has none.
     """
 
     name: str
@@ -92,7 +91,6 @@ class SyntheticPair:
     shapes: Mapping[str, ModelShape]
     paths: Mapping[str, Path]
     streamed_bytes: Mapping[str, int]
-    made: tuple[str, ...] = ()
     fast_graphs: Mapping[str, Path] = field(default_factory=dict)
 
     @property
