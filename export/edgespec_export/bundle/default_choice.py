@@ -19,12 +19,11 @@ from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import Manifest
-from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.answers.report import red
 from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, costs_of, draft_table
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, draft_table, speed_of
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.file_check import has_engine
 
@@ -190,13 +189,9 @@ def _timed(
     found = []
     with progress(f"time {target.engine} {target.precision}", len(kept), "modes") as bar:
         for mode, share in kept.items():
-            costs = costs_of(target, drafter, subset, parameters, TIMED, fast=mode == FAST)
-            alpha, passes, step = expected_rate(metrics, 0.0), costs.verify_seconds[0], costs.draft_seconds[0]
-            rates = [
-                predicted_block_efficiency(alpha, length) / (length * step + seconds)
-                for length, seconds in enumerate(passes)
-            ]
-            found.append(Timed(*target.key, mode, share, rates[0], max(rates)))
+            alpha, fast = expected_rate(metrics, 0.0), mode == FAST
+            _, plain, best = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
+            found.append(Timed(*target.key, mode, share, plain, best))
             bar.update(1)
     return found
 

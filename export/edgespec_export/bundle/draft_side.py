@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length
+from edgespec_runtime.chooser.pass_costs import best_draft_length
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
@@ -107,30 +107,31 @@ def _measured(
     parameters: Mapping[str, int],
 ) -> Candidate:
     fast = target.fast_graph is not None  # as it will run, where it is large
-    costs = costs_of(target, drafter, subset, parameters, TIMED, fast=fast)
-    context = costs.contexts[0]
-    _, gain = best_draft_length(costs, alpha, context)
-    rate = gain / costs.verify(1, context)
-    return Candidate(target.engine, target.precision, drafter.held, alpha, costs.draft(context), rate)
+    step, _, rate = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
+    return Candidate(*target.key, drafter.held, alpha, step, rate)
 
 
-def costs_of(
+def speed_of(
     target: ExportedFile,
     drafter: ExportedFile,
     subset: Vocabulary | None,
     parameters: Mapping[str, int],
+    alpha: float,
     how: CalibrateOptions,
     *,
     fast: bool,
-) -> Costs:
-    """Seconds of a pair's passes of up to LONGEST tokens; `fast`: the target in its fast mode."""
+) -> tuple[float, float, float]:
+    """(seconds of a drafter step, tokens a second plainly, and at the best γ as α promises); `fast`: the target's fast mode."""
     opened: list[Engine] = []
     try:
         models = open_models(target, drafter, parameters, subset, opened, fast=fast)
-        return calibrate(*models, how, LONGEST)
+        costs = calibrate(*models, how, LONGEST)
     finally:
         for model in opened:
             model.close()
+    context = costs.contexts[0]
+    plain = 1 / costs.verify(1, context)
+    return costs.draft(context), plain, plain * best_draft_length(costs, alpha, context)[1]
 
 
 def _beside(

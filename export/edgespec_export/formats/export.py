@@ -31,7 +31,6 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
 
 ROLES = ("target", "drafter")
-WHOLE_BLOCKS = frozenset({"int8"})  # ONNX precisions whose rows have to be whole blocks
 HEAD_PRECISION = "int8"  # a head may round as it likes: its target judges every token
 
 
@@ -192,13 +191,12 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
         )
     for name, shape in shapes.items():
         rows = sorted({shape.hidden, shape.intermediate, shape.heads * shape.head_dim})
-        for precision in options.onnx:
-            odd = [size for size in rows if size % BLOCK_SIZE]
-            if odd and precision in WHOLE_BLOCKS:
-                raise InputError(
-                    f"{name} has rows of {odd[0]}, and ONNX {precision} needs multiples of {BLOCK_SIZE}; leave it out of "
-                    "--export.onnx, or choose another width"
-                )
+        odd = [size for size in rows if size % BLOCK_SIZE]
+        if odd and "int8" in options.onnx:
+            raise InputError(
+                f"{name} has rows of {odd[0]}, and ONNX int8 needs multiples of {BLOCK_SIZE}; leave it out of --export.onnx, or "
+                "choose another width"
+            )
         for precision in () if name == "the target" and own_file(target) is not None else options.gguf:
             if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
                 continue
