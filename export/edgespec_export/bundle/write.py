@@ -46,8 +46,7 @@ from edgespec_export.bundle.default_choice import (
     first_faithful,
 )
 from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files, streamed_bytes
 from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
 
@@ -109,12 +108,13 @@ def write_bundle(
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
         write_json(folder / "evaluation.json", evaluation)
         write_json(folder / "verify.json", verification)
-        names = {"target": target_name, "drafter": f"{target_name}-drafter"}
-        sources = {"target": target_source, "drafter": "made by edgespec"}
+        names = {
+            "target": (target_name, target_source),
+            "drafter": (f"{target_name}-drafter", "made by edgespec"),
+        }
         models = {
             role: BundleModel(
-                names[role],
-                sources[role],
+                *names[role],
                 asdict(shape),
                 shape.parameters,
                 _table(files, role, export_folder),

@@ -1,4 +1,6 @@
-"""Both models of a pair in every precision asked for. Knows the folder layout of an export; the formats are others' work.
+"""Both models of a pair in every precision asked for, and how much of each file a token reads.
+
+Knows the folder layout of an export; the formats are others' work.
 
 target/onnx-fp32/  target/onnx-int4/  target/gguf/target-f16.gguf  target/gguf/target-q8_0.gguf
 target/onnx-mixed/  target/gguf/target-q_mixed.gguf   tensors with bits of their own, chosen on text that the target wrote
@@ -12,6 +14,7 @@ notes.json         what a reader should know about single files
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +34,12 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
 
 ROLES = ("target", "drafter")
+WIDENED = ("_F16", "_Q8")  # ends of the names of ONNX weights that are float32 once they are loaded
+# Tables of RoPE and embeddings by row, in static graphs, model graphs and heads.
+BY_ROW = frozenset(
+    {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "embedding.bytes", "embedding.scales"}
+)
+EMBEDDING = "model.embed_tokens."  # what a model graph's input embedding begins with: one tensor, or those of a mixed file
 HEAD_PRECISION = "int8"  # a head may round as it likes: its target judges every token
 
 
@@ -225,3 +234,43 @@ def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
 
         check_gguf_possible(folder, config)
     return shape
+
+
+def streamed_bytes(file: ExportedFile) -> int:
+    """Weights read for one token: all of them, but one row only of an input embedding that is not also the output head.
+
+    RoPE tables, of which a token reads one row too, count as one row. Weights that ONNX Runtime widens when it loads them (fp16,
+    int8 in exact mode) count as the float32 that it reads.
+    """
+    tables = _gguf_tables(file) if file.engine == "llama.cpp" and not file.is_head else _onnx_tables(file)
+    return sum(size // rows for size, rows in tables)
+
+
+def _gguf_tables(file: ExportedFile) -> list[tuple[int, int]]:
+    """(bytes, how many rows share them) of every tensor; 1 where a token reads it whole."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(file.path).tensors
+    untied = any(tensor.name == "output.weight" for tensor in tensors)
+    return [
+        (int(tensor.n_bytes), int(tensor.shape[-1]) if untied and tensor.name == "token_embd.weight" else 1)
+        for tensor in tensors
+    ]
+
+
+def _onnx_tables(file: ExportedFile) -> list[tuple[int, int]]:
+    import onnx
+
+    def size(tensor: Any) -> int:
+        if not static and tensor.name.endswith(WIDENED):
+            return 4 * int(math.prod(tensor.dims))
+        external = {entry.key: entry.value for entry in tensor.external_data}
+        return int(external.get("length", len(tensor.raw_data)))
+
+    def by_row(name: str) -> bool:
+        return name.removesuffix("_F16") in BY_ROW or name.startswith(EMBEDDING)
+
+    static = file.engine == "static" and not file.is_head
+    name = "step.onnx" if static else "model.onnx"
+    graph = onnx.load(file.path / name, load_external_data=False).graph
+    return [(size(tensor), tensor.dims[0] if by_row(tensor.name) else 1) for tensor in graph.initializer]

@@ -151,8 +151,7 @@ def _streamed(file: Path, engine: str, precision: str, paths: dict[str, Path]) -
     """Bytes that a token reads of each file, measured once and kept beside the files."""
     known: dict[str, Any] = read_json(file) if file.exists() else {}
     if any(path.name not in known for path in paths.values()):
-        from edgespec_export.formats.export import ExportedFile
-        from edgespec_export.formats.sizes import streamed_bytes
+        from edgespec_export.formats.export import ExportedFile, streamed_bytes
 
         for role, path in paths.items():
             known[path.name] = streamed_bytes(ExportedFile(role, engine, precision, path))

@@ -175,10 +175,8 @@ class Answers:
     def scored(self, prompt: Prompt, ids: Sequence[int], runs: Sequence[tuple[Arm, Run]]) -> list[Trial]:
         """Score the runs of one prompt; a reply that came out more than once is scored once."""
         own = next(run.reply for arm, run in runs if arm == LARGE)
-        known: dict[tuple[int, ...], dict[str, float]] = {}
-        for _, run in runs:
-            if run.reply not in known:
-                known[run.reply] = self._scores(prompt, ids, run.reply, own)
+        replies = dict.fromkeys(run.reply for _, run in runs)
+        known = {reply: self._scores(prompt, ids, reply, own) for reply in replies}
         return [Trial(arm.name, run, known[run.reply]) for arm, run in runs]
 
     def _scores(

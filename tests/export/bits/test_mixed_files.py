@@ -13,8 +13,7 @@ from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import OnnxRounding
 from edgespec_export.bits.texts import Text
-from edgespec_export.formats.export import ExportedFile
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
 from edgespec_export.onnx.to_mixed import export_mixed

@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
-from edgespec_export.formats.export import ExportedFile, export_pair
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_export.verify.readback import gguf_field
 from edgespec_recipes.models.loading import load_model, save_model
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
