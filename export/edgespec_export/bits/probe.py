@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,16 +128,13 @@ class Probe:
         """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
         sums: dict[str, Any] = {}
 
-        def watch(name: str) -> Callable[..., None]:
-            def add(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-                rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
-                sums[name] = sums.get(name, 0) + rows.square().sum(0)
-
-            return add
+        def add(name: str, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+            sums[name] = sums.get(name, 0) + rows.square().sum(0)
 
         owners = {id(value): name for name, value in self.model.named_parameters()}
         hooks = [
-            module.register_forward_pre_hook(watch(owners[id(module.weight)]))
+            module.register_forward_pre_hook(partial(add, owners[id(module.weight)]))
             for module in self.model.modules()
             if isinstance(module, torch.nn.Linear)
         ]
