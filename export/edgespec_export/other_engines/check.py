@@ -181,7 +181,7 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
     if name == TRANSFORMERS:
         floats, pairs = ("onnxruntime", "fp32"), manifest.pairs()
         engine, precision = floats if floats in pairs else pairs[0]
-    rule = "match-greedy" if engine == "llama.cpp" else "lossless"
+    rule = "match-greedy" if name in (PYTHON, BINARY) else "lossless"
     with closing(open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))) as pair:
         prompts = [
             Prompt(pair.tokenizer.encode_chat(chat), pair.tokenizer.render(chat))
@@ -218,7 +218,7 @@ def open_other(
     )
     if name == PYTHON:
         return LlamaCppPython(target, drafter, stops, context)
-    path = Path(options.llama_binary)
+    path = Path(options.llama_binary).expanduser()
     if program_of(path) == SERVER:
         return LlamaServer(path, target, drafter, context, stops)
     return LlamaSpeculativeSimple(path, target, drafter, context)

@@ -101,9 +101,9 @@ class LlamaServer(OtherEngine):
         self._address = f"http://127.0.0.1:{port}"
         self._command = [str(program), *pair_arguments(target, drafter, context), *where]
         self._stops = stops
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
 
     def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )

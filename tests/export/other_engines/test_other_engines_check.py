@@ -8,10 +8,20 @@ import json
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from edgespec_export.other_engines.check import HEADERS, Ours, same_text
+from edgespec_export.other_engines.check import (
+    BINARY,
+    HEADERS,
+    TRANSFORMERS,
+    Options,
+    Ours,
+    compare,
+    open_other,
+    same_text,
+)
 from edgespec_export.other_engines.engines import Answer, until_stop
 from edgespec_export.other_engines.llamacpp import (
     LlamaServer,
@@ -93,6 +103,29 @@ def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     write_manifest(bare, type(manifest)(**{**manifest.__dict__, "files": files, "folder": None}))
     assert main(["other-engines", str(bare), "--engines", "onnxruntime-genai"]) == 2
     assert "the bundle has no genai_config.json" in capsys.readouterr().err
+
+
+@pytest.mark.llamacpp
+def test_edgespec_runs_the_rule_of_the_engine_whatever_the_files(both: Path) -> None:
+    """transformers samples by min(1, p/q) too where edgespec has GGUF files alone to stand beside it."""
+    manifest = open_manifest(both)
+    target, drafter = (
+        replace(model, files={"llama.cpp": model.files["llama.cpp"]})
+        for model in (manifest.target, manifest.drafter)
+    )
+    folder = str(both.parent / "target")
+    options = Options(bundle=str(both), target=folder, prompts=1, max_new_tokens=4, temperature=1.0)
+    found = compare(TRANSFORMERS, both, replace(manifest, target=target, drafter=drafter), options)
+    assert (found.files, found.rule) == ("llama.cpp q8_0", "lossless")
+
+
+def test_a_program_in_the_home_folder(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program(tmp_path, "llama-server", "")
+    options = Options(bundle=str(both), llama_binary="~/llama-server")
+    engine = open_other(BINARY, both, open_manifest(both), options, STOPS, 64)
+    assert isinstance(engine, LlamaServer)
+    assert engine._command[0] == str(tmp_path / "llama-server")
 
 
 SIMPLE = """
