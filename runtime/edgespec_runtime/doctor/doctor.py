@@ -82,7 +82,7 @@ def examine(options: Options) -> Findings:
     notes: list[str] = []
     pair = open_pair(Path(options.bundle), options)  # before the progress bar: a refusal is one line
     with progress("doctor", 4, "parts") as bar:
-        try:
+        with closing(pair):
             bar.set_postfix_str("passes of each length")
             bandwidth = read_bandwidth(pair.threads)
             how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
@@ -93,8 +93,6 @@ def examine(options: Options) -> Findings:
             notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
-        finally:
-            pair.close()
         bar.set_postfix_str("other engines and precisions")
         others = _others(pair, chosen, options, prompts, notes)
         bar.update(1)
