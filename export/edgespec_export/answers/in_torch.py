@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from edgespec_export.answers.held_out import HeldOut
-from edgespec_export.answers.replies import SECONDS, TEMPERATURES, Questions, Reply, temperature_of
+from edgespec_export.answers.replies import TEMPERATURES, Questions, Reply, temperature_of
 
 BATCH = 8  # prompts that are written together: a step then reads the weights once for all of them
 
@@ -34,9 +34,9 @@ def adopt_from_torch(held: HeldOut, model: Any) -> None:
 def written_in_torch(model: Any, questions: Questions, context: int) -> list[Reply]:
     """One reply to every prompt that leaves room for it, in the prompts' order; a batch is greedy or sampled.
 
-    After SECONDS no further batch is begun: fewer replies, never shorter ones.
+    After `questions.seconds` no further batch is begun: fewer replies, never shorter ones.
     """
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + questions.seconds
     found: dict[int, Reply] = {}
     for numbers in _batches(questions, context):
         if found and time.monotonic() > end:

@@ -21,7 +21,6 @@ from edgespec.core.metrics import RawCounts
 
 REPLY_TOKENS = 64
 TEMPERATURES = (0.0, 1.0)  # in turns
-SECONDS = 60.0  # after which no further reply is begun
 LEAST = 4  # replies that are written however long they take
 MOST_REPLIES, MOST_TOKENS = 1024, 2**15  # of a file that comes from somebody else
 
@@ -43,6 +42,7 @@ class Questions:
         prompts: ids in the target's numbers.
         texts: the user's last words in each, for people.
         written: replies of before; where there are some, no new ones are written.
+        seconds: after so long no further reply is begun, beyond the first `LEAST`.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -50,6 +50,7 @@ class Questions:
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     written: Sequence[Reply] = ()
+    seconds: float = 60.0
     seed: int = 0
 
     def room(self, prompt: Sequence[int], context: int) -> int:
@@ -80,7 +81,7 @@ def temperature_of(number: int) -> float:
 
 def written_by(model: CachedEngine, questions: Questions, context: int) -> list[Reply]:
     """What a file of the target replies. `context`: most tokens of a text. A prompt that leaves no room is left out."""
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + questions.seconds
     found: list[Reply] = []
     for number, prompt in enumerate(questions.prompts):
         if len(found) >= LEAST and time.monotonic() > end:
