@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.session import CachedEngine, common_length
 
 from edgespec.core.shapes import ModelShape
 from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answers_of, count
@@ -75,9 +75,9 @@ class HeldOut:
         return found
 
     def _samples(self, model: CachedEngine) -> list[Sample]:
-        greedy = [reply for reply in self.replies if reply.temperature == 0.0][:SAMPLES]
+        greedy = [reply for reply in self.replies if reply.temperature == 0.0]
         found = []
-        for reply in greedy:
+        for reply in greedy[:SAMPLES]:
             length = len(reply.tokens)
             if reply.tokens[-1] in self.questions.stop_ids:  # else it was cut off, and the file's is too
                 length = self.questions.room(reply.prompt, self._room(model))
@@ -98,10 +98,7 @@ def rows_of(model: CachedEngine, reply: Reply) -> Array:
 def sample_of(questions: Questions, reply: Reply, written: Sequence[int]) -> Sample:
     """Two replies to one prompt, parted where they part."""
     wanted, ends = reply.tokens, questions.stop_ids
-    at = next(
-        (number for number, (a, b) in enumerate(zip(wanted, written, strict=False)) if a != b),
-        min(len(wanted), len(written)),
-    )
+    at = common_length(wanted, written)
     question = questions.text_of(reply.prompt)
     if at == len(wanted) == len(written):
         return Sample(question, questions.decode(wanted), ("", ""), ("", ""), None)

@@ -82,10 +82,8 @@ def _batch(
     with torch.random.fork_rng(devices=[]), torch.inference_mode():
         torch.manual_seed(seed)
         whole = model.generate(ids, attention_mask=mask, generation_config=how)
-    return [_until(row, questions.stop_ids) for row in whole[:, longest:].tolist()]
-
-
-def _until(tokens: list[int], stop: frozenset[int]) -> list[int]:
-    """Up to and with the first token that ends a reply."""
-    end = next((place for place, token in enumerate(tokens) if token in stop), len(tokens) - 1)
-    return tokens[: end + 1]
+    replies = []
+    for row in whole[:, longest:].tolist():
+        end = next((place for place, token in enumerate(row) if token in questions.stop_ids), len(row) - 1)
+        replies.append(row[: end + 1])  # with the token that ends it
+    return replies

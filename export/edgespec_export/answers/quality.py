@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp, sqrt
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,18 +111,14 @@ def count(seen: Array, wanted: Array, tokens: Sequence[int]) -> Counts:
 def answers_of(counts: Sequence[Counts], gaps: Gaps) -> Answers:
     """The measures with their intervals, from the counts of at least one reply."""
     positions = sum(one.positions for one in counts)
-
-    def mean(name: str) -> Interval:
-        return bootstrap(counts, ratio_of_sums(lambda one: getattr(one, name), lambda one: one.positions))
-
-    top1 = share(counts)
-    loss, reference = mean("loss"), sum(one.reference_loss for one in counts) / positions
+    top1, loss = share(counts), _mean(counts, "loss")
+    reference = sum(one.reference_loss for one in counts) / positions
     error, near = gaps.near_ties()
     return Answers(
         verdict=verdict_of(top1[0]),
         top1=top1,
-        kl=mean("kl"),
-        tv=mean("tv"),
+        kl=_mean(counts, "kl"),
+        tv=_mean(counts, "tv"),
         perplexity=(_exp(loss[0]), _exp(loss[1]), _exp(loss[2])),
         reference_perplexity=_exp(reference),
         gap_error=error,
@@ -134,9 +131,14 @@ def answers_of(counts: Sequence[Counts], gaps: Gaps) -> Answers:
 
 def share(counts: Sequence[Counts]) -> Interval:
     """The share of kept argmaxes."""
-    value, low, high = bootstrap(counts, ratio_of_sums(lambda one: one.same, lambda one: one.positions))
+    value, low, high = _mean(counts, "same")
     least, most = wilson(sum(one.same for one in counts), sum(one.positions for one in counts))
     return value, min(low, least), max(high, most)
+
+
+def _mean(counts: Sequence[Counts], name: str) -> Interval:
+    """A sum over positions / positions."""
+    return bootstrap(counts, ratio_of_sums(attrgetter(name), attrgetter("positions")))
 
 
 def wilson(same: int, positions: int) -> tuple[float, float]:

@@ -50,13 +50,12 @@ class Questions:
     stop_ids: frozenset[int]
     decode: Callable[[Sequence[int]], str]
     written: Sequence[Reply] = ()
-    max_new_tokens: int = REPLY_TOKENS
     seconds: float = 60.0
     seed: int = 0
 
     def room(self, prompt: Sequence[int], context: int) -> int:
         """Tokens that a reply may have."""
-        return min(self.max_new_tokens, context - len(prompt))
+        return min(REPLY_TOKENS, context - len(prompt))
 
     def text_of(self, prompt: Sequence[int]) -> str:
         """The user's words in a prompt; the whole prompt where it is not one of these."""

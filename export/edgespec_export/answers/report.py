@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from edgespec_runtime.engines.exactness import FAST
+
 from edgespec.core.table import table
 from edgespec.core.texts import harmless
-from edgespec_export.answers.verdict import CHANGED, CLOSE, FAST, modes_of
+from edgespec_export.answers.verdict import CHANGED, CLOSE, modes_of
 
 HEADERS = (
     *("file", "top-1 [95 %]", "KL [95 %]", "TV [95 %]", "perplexity [95 %] (model)", "near ties"),

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from edgespec_runtime.engines.exactness import EXACT, FAST
+
 SAME = 0.97
 CLOSE = 0.92
 SAME_ANSWERS, CLOSE_ANSWERS, CHANGED = "same answers", "close", "changed"
 BOUNDS = {SAME_ANSWERS: SAME, CLOSE_ANSWERS: CLOSE}
-EXACT, FAST = "exact", "fast"
 
 
 def verdict_of(top1: float) -> str:

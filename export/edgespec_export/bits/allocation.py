@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Point:
     loss: float
 
 
+Upgrade = tuple[str, Option, Option]  # a group, what it has, what it gets
+
+
 def hull(options: Sequence[Option]) -> list[Option]:
     """The options worth having, from the smallest on: each costs more bytes and less loss, at falling returns."""
     kept: list[Option] = []
@@ -48,35 +51,35 @@ def _gain(small: Option, large: Option) -> float:
     return (small.loss - large.loss) / (large.bytes - small.bytes)
 
 
+def _steps(groups: Mapping[str, Sequence[Option]]) -> tuple[Point, list[Upgrade]]:
+    """The smallest allocation, and all upgrades from there, those that buy most for a byte first."""
+    hulls = {name: hull(options) for name, options in groups.items()}
+    upgrades = [(name, *pair) for name, options in hulls.items() for pair in pairwise(options)]
+    first = {name: options[0] for name, options in hulls.items()}
+    kinds = {name: option.kind for name, option in first.items()}
+    size, loss = (sum(getattr(option, of) for option in first.values()) for of in ("bytes", "loss"))
+    return Point(kinds, size, loss), sorted(upgrades, key=lambda upgrade: -_gain(*upgrade[1:]))
+
+
+def _upgraded(point: Point, upgrade: Upgrade) -> Point:
+    name, small, large = upgrade
+    loss = max(point.loss + large.loss - small.loss, 0.0)
+    return Point({**point.kinds, name: large.kind}, point.bytes + large.bytes - small.bytes, loss)
+
+
 def frontier(groups: Mapping[str, Sequence[Option]]) -> list[Point]:
     """All allocations in the order of their upgrades, the smallest file first."""
-    hulls = {name: hull(options) for name, options in groups.items()}
-    upgrades = sorted(
-        ((name, small, large) for name, options in hulls.items() for small, large in pairwise(options)),
-        key=lambda upgrade: -_gain(*upgrade[1:]),
-    )
-    kinds = {name: options[0].kind for name, options in hulls.items()}
-    size = sum(options[0].bytes for options in hulls.values())
-    loss = sum(options[0].loss for options in hulls.values())
-    points = [Point(dict(kinds), size, loss)]
-    for name, small, large in upgrades:
-        kinds[name] = large.kind
-        size, loss = size + large.bytes - small.bytes, loss + large.loss - small.loss
-        points.append(Point(dict(kinds), size, max(loss, 0.0)))
-    return points
+    smallest, upgrades = _steps(groups)
+    return list(accumulate(upgrades, _upgraded, initial=smallest))
 
 
 def within(groups: Mapping[str, Sequence[Option]], most: int) -> Point | None:
     """The best allocation of at most `most` bytes, upgrades that no longer fit passed by; None where the smallest is larger."""
-    points = frontier(groups)
-    if points[0].bytes > most:
+    point, upgrades = _steps(groups)
+    if point.bytes > most:
         return None
-    best = [point for point in points if point.bytes <= most][-1]
-    kinds, size, loss = dict(best.kinds), best.bytes, best.loss
-    for point in points:  # what comes later in the order and is small enough
-        for name, kind in point.kinds.items():
-            now = {option.kind: option for option in groups[name]}
-            old, new = now[kinds[name]], now[kind]
-            if new.loss < old.loss and size + new.bytes - old.bytes <= most:
-                kinds[name], size, loss = kind, size + new.bytes - old.bytes, loss + new.loss - old.loss
-    return Point(kinds, size, max(loss, 0.0))
+    for name, small, large in upgrades:
+        larger = _upgraded(point, (name, small, large))
+        if larger.bytes <= most and point.kinds[name] == small.kind:  # else the step before did not fit
+            point = larger
+    return point

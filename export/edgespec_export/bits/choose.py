@@ -8,8 +8,9 @@ halving the way from the smallest to the best allocation and running each on hel
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,8 @@ from edgespec_export.bits.allocation import Option, Point, frontier, within
 from edgespec_export.bits.probe import Group, Probe, Quality
 from edgespec_export.bits.roundings import Rounding
 
-USUAL_QUALITY = (
-    0.95  # of the argmaxes, where no budget is given: inside "close", with room for the engine's own rounding
-)
+# of the argmaxes, where no budget is given: inside "close", with room for the engine's own rounding
+USUAL_QUALITY = 0.95
 TRIES = 6  # rounded models that a search for a quality runs: it ends within 1/64 of the way from the smallest to the best
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -39,25 +39,21 @@ class Budget:
     bytes: int | None = None
     quality: float | None = None
 
-    def __post_init__(self) -> None:
-        given = [name for name, value in asdict(self).items() if value is not None]
-        if len(given) > 1:
-            raise InputError(
-                f"the budget is given as {' and '.join(given)}; give one of bits, size and quality"
-            )
-
 
 def budget_of(bits: float | None, size: str, quality: float | None) -> Budget:
     """From the knobs of an export. Raises InputError for a size that is none, and where several are given."""
-    number: int | None = None
+    number = None
     if size:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", size, re.IGNORECASE)
         unit = match[2].upper() if match else ""
         if match is None or unit not in _UNITS:
             raise InputError(f"the size is {size!r}; give a number with a unit, as 90MB or 1.2GB")
         number = int(float(match[1]) * _UNITS[unit])
-    found = Budget(bits, number, quality)
-    return Budget(quality=USUAL_QUALITY) if found == Budget() else found
+    knobs = {"bits": bits, "bytes": number, "quality": quality}
+    given: dict[str, Any] = {name: value for name, value in knobs.items() if value is not None}
+    if len(given) > 1:
+        raise InputError(f"the budget is given as {' and '.join(given)}; give one of bits, size and quality")
+    return Budget(**(given or {"quality": USUAL_QUALITY}))
 
 
 @dataclass(frozen=True)
@@ -75,15 +71,10 @@ class Chosen:
     groups: dict[str, dict[str, float]]
     fallbacks: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def text(self) -> str:
         """In one line."""
-        counts: dict[str, int] = {}
-        for kind in self.kinds.values():
-            counts[kind] = counts.get(kind, 0) + 1
-        shares = ", ".join(f"{number} matrices {kind}" for kind, number in sorted(counts.items()))
+        counts = sorted(Counter(self.kinds.values()).items())
+        shares = ", ".join(f"{number} matrices {kind}" for kind, number in counts)
         return (
             f"{self.bits:.2f} bits a weight ({shares}); keeps {self.quality.top1:.1%} of {self.quality.positions} argmaxes of "
             f"held-out replies, KL {self.quality.kl:.3g} (expected {self.expected_loss:.3g})"
@@ -129,15 +120,15 @@ class Chooser:
 
     def _within(self, budget: Budget, rest: int) -> Point:
         if budget.bits is not None:
-            most = int(budget.bits * self.weights / 8) - self.tables
+            most, asked = int(budget.bits * self.weights / 8), f"{budget.bits:g} bits a weight"
         else:
             assert budget.bytes is not None
-            most = budget.bytes - self.tables - rest
-        point = within(self.options, most)
+            most, asked = budget.bytes - rest, f"{budget.bytes / 1e6:.1f} MB"
+        point = within(self.options, most - self.tables)
         if point is None:
             least = frontier(self.options)[0]
             raise InputError(
-                f"no {self.rounding.name} file is as small as {_asked(budget)}: the smallest takes "
+                f"no {self.rounding.name} file is as small as {asked}: the smallest takes "
                 f"{(least.bytes + self.tables + rest) / 1e6:.1f} MB, {self._bits(least):.2f} bits a weight; give at least that"
             )
         return point
@@ -161,9 +152,9 @@ class Chooser:
             return known[name, kind]
 
         shapes = {name: tuple(probe.weights[name].shape) for name in group.tensors}
-        fitting = [set(rounding.kinds(shape)) for shape in shapes.values()]
+        fitting = [rounding.kinds(shape) for shape in shapes.values()]
         found = []
-        for kind in rounding.kinds(next(iter(shapes.values()))):
+        for kind in fitting[0]:
             if not all(kind in kinds for kinds in fitting):
                 continue
             loss = sum(
@@ -180,7 +171,7 @@ class Chooser:
         found = []
         for name, weight in self.probe.weights.items():
             fitting = self.rounding.kinds(tuple(weight.shape))
-            missing = [kind for kind in self.rounding.wanted() if kind not in fitting]
+            missing = [kind for kind in self.rounding.wanted if kind not in fitting]
             if missing:
                 found.append(
                     f"{name} has rows of {weight.shape[1]}, which {', '.join(missing)} do not fit; it can have "
@@ -218,9 +209,3 @@ class Chooser:
                     low = middle + 1
                 bar.update(1)
         return found
-
-
-def _asked(budget: Budget) -> str:
-    return (
-        f"{budget.bits:g} bits a weight" if budget.bits is not None else f"{(budget.bytes or 0) / 1e6:.1f} MB"
-    )

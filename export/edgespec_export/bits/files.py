@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from edgespec_runtime.engines.vocabulary import vocabulary_of
 from gguf.constants import GGMLQuantizationType as Kind
 
@@ -28,8 +28,6 @@ from edgespec_export.onnx.to_onnx import FAST_GRAPH
 CHOICE = "bits.json"
 """What was chosen, inside an ONNX folder; beside a GGUF file with its name in front."""
 FLOAT = 4  # bytes
-
-Array = np.ndarray[Any, Any]
 
 
 class Mixed:
@@ -76,7 +74,7 @@ class Mixed:
                 chosen.kinds,
                 self.probe.importance,
                 hidden_states=hidden_states,
-                about={CHOICE: chosen.as_json()},
+                about={CHOICE: asdict(chosen)},
             )
             return {"bytes": sum(file.stat().st_size for file in out_folder.iterdir())}
 
@@ -91,7 +89,7 @@ class Mixed:
         def write(chosen: Chosen) -> dict[str, Any]:
             kinds = {name: Kind[kind] for name, kind in chosen.kinds.items()}
             made = export_gguf(self.folder, out_file, "q_mixed", Bits(kinds, self.probe.importance))
-            write_json(out_file.with_name(f"{out_file.stem}.{CHOICE}"), chosen.as_json())
+            write_json(out_file.with_name(f"{out_file.stem}.{CHOICE}"), asdict(chosen))
             return made
 
         return self._written(GgufRounding(), 0, write, lambda: out_file.stat().st_size)
@@ -104,9 +102,8 @@ class Mixed:
         size: Callable[[], int],
     ) -> dict[str, Any]:
         checkpoint = Checkpoint(self.folder)
-        vectors = sum(
-            int(np.prod(checkpoint.shape(name))) for name in checkpoint if len(checkpoint.shape(name)) == 1
-        )
+        shapes = map(checkpoint.shape, checkpoint)
+        vectors = sum(shape[0] for shape in shapes if len(shape) == 1)
         chooser = Chooser(
             self.probe,
             self.sensitivities,
@@ -114,13 +111,12 @@ class Mixed:
             weights=self.shape.parameters,
             tables=tables + FLOAT * vectors,
         )
-        chosen, rest = chooser.choose(self.budget), 0
+        chosen = chooser.choose(self.budget)
         self.probe.release()  # a writer takes memory of its own
         made = write(chosen)
         most = self.budget.bytes
         if most is not None and size() > most:  # graphs and vocabulary are known once they are written
-            rest = size() - chosen.bytes
-            chosen = chooser.choose(self.budget, rest)
+            chosen = chooser.choose(self.budget, rest=size() - chosen.bytes)
             made = write(chosen)
         if most is not None and size() > most:
             raise InputError(
@@ -128,14 +124,9 @@ class Mixed:
             )
         print(f"{self.folder.name}, {rounding.name}: {chosen.text()}", flush=True)
         notes = [*made.get("notes", ()), chosen.text(), *_shortened(chosen.fallbacks)]
-        return {"bytes": made["bytes"], "notes": notes, "bits": _summary(chosen)}
-
-
-def _summary(chosen: Chosen) -> dict[str, Any]:
-    """For the manifest: everything but the losses of what was not taken."""
-    found = chosen.as_json()
-    found.pop("groups")
-    return found
+        told = asdict(chosen)
+        del told["groups"]  # the manifest goes without the losses of what was not taken
+        return {"bytes": made["bytes"], "notes": notes, "bits": told}
 
 
 def _shortened(fallbacks: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -128,23 +128,21 @@ class Probe:
         """E[x²] [K] of every matrix's input, each divided by its mean; matrices that only look rows up have none."""
         sums: dict[str, Any] = {}
 
-        def watch(name: str) -> Callable[..., None]:
-            def add(module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-                rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
-                sums[name] = sums.get(name, 0) + rows.square().sum(0)
-
-            return add
+        def add(name: str, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+            rows = inputs[0].reshape(-1, inputs[0].shape[-1]).double()
+            sums[name] = sums.get(name, 0) + rows.square().sum(0)
 
         owners = {id(value): name for name, value in self.model.named_parameters()}
         hooks = [
-            module.register_forward_pre_hook(watch(owners[id(module.weight)]))
+            module.register_forward_pre_hook(partial(add, owners[id(module.weight)]))
             for module in self.model.modules()
             if isinstance(module, torch.nn.Linear)
         ]
-        total, positions = np.zeros(0), 0
+        total: Any = 0.0
+        positions = 0
         try:
             for logits in self._logits(self.texts.calibration):
-                total = torch.softmax(logits, -1).sum(0).double().numpy() + (total if len(total) else 0.0)
+                total = total + torch.softmax(logits, -1).sum(0).double().numpy()
                 positions += len(logits)
         finally:
             for hook in hooks:

@@ -18,20 +18,17 @@ from edgespec_export.onnx import blocks
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 
-
 SPLITS = (16, 8, 4, 2)  # parts of a table's rows that may have eight bits
 
 
 class Rounding(Protocol):
-    """One format's ways to round a matrix [N, K]."""
+    """One format's ways to round a matrix [N, K]. `wanted`: the kinds of one whose rows fit all."""
 
     name: str
+    wanted: Sequence[str]
 
     def kinds(self, shape: Shape) -> Sequence[str]:
         """Those that fit its rows, the smallest first; never empty."""
-
-    def wanted(self) -> Sequence[str]:
-        """Those of a matrix whose rows fit all."""
 
     def parts(self, kind: str) -> Sequence[tuple[slice, str]]:
         """The rows of each part of a matrix, and the kind that they have."""
@@ -55,12 +52,10 @@ class OnnxRounding:
     """
 
     name = "onnx"
+    wanted: Sequence[str] = blocks.KINDS
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-
-    def wanted(self) -> Sequence[str]:
-        return blocks.KINDS
 
     def kinds(self, shape: Shape) -> Sequence[str]:
         found = [kind for kind in blocks.KINDS if blocks.fits(shape[1], kind)]
@@ -88,15 +83,12 @@ class GgufRounding:
     """
 
     name = "gguf"
-    LONG = ("Q4_0", "Q4_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0")
+    wanted: Sequence[str] = ("Q4_0", "Q4_K", "Q4_1", "Q5_K", "Q6_K", "Q8_0")
     SHORT = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-
-    def wanted(self) -> Sequence[str]:
-        return self.LONG
 
     def kinds(self, shape: Shape) -> Sequence[str]:
         if shape[1] % K_BLOCK == 0:
-            return self.LONG
+            return self.wanted
         return self.SHORT if shape[1] % GGML_QUANT_SIZES[Kind.Q8_0][0] == 0 else ("F16",)
 
     def parts(self, kind: str) -> Sequence[tuple[slice, str]]:

@@ -15,17 +15,15 @@ from typing import Any
 import yaml
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
-from edgespec.core.manifest import HEAD, BundleModel
+from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.table import count, interval, table
 from edgespec_export.answers.report import answers_table, warnings
 from edgespec_export.answers.verdict import CLOSE, CLOSE_ANSWERS, SAME, SAME_ANSWERS, modes_of
-from edgespec_export.bundle.card_engines import Commands, Rates, Values, engine_sections, gguf_files
-from edgespec_export.bundle.default_choice import choice_table
-from edgespec_export.other_engines.other_engines import Elsewhere
+from edgespec_export.bundle.card_engines import Rates, Values, commands_of, engine_sections, hub_id
+from edgespec_export.bundle.default_choice import TIMED_FILES, choice_table
 from edgespec_export.verify.exported_pair_report import about, acceptance_table
 
 MAX_TEXT = 200  # characters of a stranger's name, licence or source
-HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#|&~!$:@])")  # what Markdown or a renderer of it would read as markup
 # What the hub calls the licences of edgespec's own table of targets.
 LICENCES = {"apache-2.0": "apache-2.0", "llama 2 community license": "llama2"}
@@ -42,27 +40,18 @@ class CardFile:
 
 @dataclass(frozen=True)
 class Card:
-    """Everything the card says. `evaluation` is evaluation.json's content ({}: nothing was measured).
+    """Everything the card says. `manifest` names all files but the card.
 
-    `acceptance` is verify.json's: what quantising cost the pair. `gguf` is the precision to name in llama.cpp's command (None:
-    the bundle has no pair of GGUF files); `subset` the drafter's own vocabulary; `licence` is the note that came with the target;
-    `timed` are the files among which the default was chosen; `checks` is verify.json's `files`.
+    `evaluation` and `verification` are the contents of evaluation.json and verify.json ({}: nothing was measured); `subset` is
+    the drafter's own vocabulary; `licence` the note that came with the target.
     """
 
-    target: BundleModel
-    drafter: BundleModel
+    manifest: Manifest
     files: Sequence[CardFile]
-    cost_ratio: float
-    default: Mapping[str, str]
-    elsewhere: Elsewhere
-    onnx: Sequence[str]
-    gguf: str | None
     evaluation: Mapping[str, Any]
-    acceptance: Sequence[dict[str, Any]] = ()
+    verification: Mapping[str, Any]
     licence: str = ""
     subset: Vocabulary | None = None
-    timed: Sequence[Mapping[str, Any]] = ()
-    checks: Sequence[Mapping[str, Any]] = ()
 
     def text(self) -> str:
         """The whole file."""
@@ -85,10 +74,10 @@ class Card:
             fields["license"] = name
             if name == "other":
                 fields["license_name"] = note
-        if repo := hub_id(self.target.source):
+        if repo := hub_id(self.manifest.target.source):
             fields["base_model"] = repo
-        tags = ["speculative-decoding", "draft-model"]
-        fields["tags"] = tags + ["onnx"] * bool(self.onnx) + ["gguf"] * bool(self.gguf)
+        tags, commands = ["speculative-decoding", "draft-model"], commands_of(self.manifest)
+        fields["tags"] = tags + ["onnx"] * bool(commands.onnx) + ["gguf"] * bool(commands.gguf)
         return f"---\n{yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=10_000)}---\n\n"
 
     def _head(self) -> str:
@@ -98,13 +87,14 @@ class Card:
             if self.subset is not None
             else ""
         )
+        target, drafter, default = self.manifest.target, self.manifest.drafter, self.manifest.default
         return (
-            f"# {plain(self.target.name)} with a drafter\n\n"
-            f"A chat model of {count(self.target.parameters)} parameters and a drafter of {count(self.drafter.parameters)} "
-            f"({self.cost_ratio:.2%}) that proposes tokens for it. The target decides every token: the text has the "
-            f"distribution of the target alone.{known}\n\n"
+            f"# {plain(target.name)} with a drafter\n\n"
+            f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
+            f"({self.manifest.cost_ratio['parameters']:.2%}) that proposes tokens for it. The target decides every token: the "
+            f"text has the distribution of the target alone.{known}\n\n"
             "    edgespec chat .\n    edgespec bench .\n    edgespec other-engines .    # the pair in the other engines below\n\n"
-            f"Default: {self.default['engine']} {self.default['precision']} ({plain(self.default['reason'])}).\n"
+            f"Default: {default['engine']} {default['precision']} ({plain(default['reason'])}).\n"
         )
 
     def _measured(self) -> str:
@@ -115,7 +105,7 @@ class Card:
         if not rows:
             return "## Measured\n\nNothing: this bundle was made without an evaluation.\n"
         headers = ("sampling", "τ", "α lossless", "α greedy match", "α sampled match")
-        is_head = self.drafter.kind == HEAD
+        is_head = self.manifest.drafter.kind == HEAD
         where = (
             "On the exported files, first precision and fast mode"
             if is_head
@@ -133,7 +123,7 @@ class Card:
 
     def _answers(self) -> str:
         """How far each file keeps the model's answers, and what was timed; '' where neither was measured."""
-        checks = [check for check in self.checks if any(modes_of(check))]
+        checks = [check for check in self.verification.get("files", ()) if any(modes_of(check))]
         parts = []
         if checks:
             parts += [
@@ -143,37 +133,31 @@ class Card:
                 answers_table(checks, markdown=True),
                 *(f"- {line}" for line in warnings(checks)),
             ]
-        if self.timed:
+        if timed := self.manifest.metrics.get(TIMED_FILES):
             parts += [
                 "The default was chosen among these, timed where the bundle was made:",
-                choice_table(self.timed, markdown=True),
+                choice_table(timed, markdown=True),
             ]
         return "## The answers\n\n" + "\n\n".join(parts) + "\n" if parts else ""
 
     def _exported(self) -> str:
-        if not self.acceptance:
+        acceptance = self.verification.get("acceptance")
+        if not acceptance:
             return ""
         return (
             "## The exported files\n\nThe same pair from its files, on edgespec's engines, by what was quantised: "
-            f"{about(self.acceptance)}. Differences are paired, to the float files of that engine.\n\n"
-            f"{acceptance_table(self.acceptance, markdown=True)}\n"
+            f"{about(acceptance)}. Differences are paired, to the float files of that engine.\n\n"
+            f"{acceptance_table(acceptance, markdown=True)}\n"
         )
 
     def _engines(self) -> str:
-        commands = Commands(
-            target=hub_id(self.target.source) or "TARGET",
-            precision=self.elsewhere.genai,
-            others=tuple(name for name in self.onnx if name != self.elsewhere.genai),
-            gguf=gguf_files(self.target, self.drafter, self.gguf),
-            checkpoint=self.elsewhere.checkpoint,
-        )
         if self.subset is not None:
             text = (
                 "The target's files also run elsewhere alone. The drafter's do not pair with them there: it has token numbers "
-                f"of its own, which {self.drafter.vocabulary} maps and edgespec translates.\n"
+                f"of its own, which {self.manifest.drafter.vocabulary} maps and edgespec translates.\n"
             )
         else:
-            text = engine_sections(commands, rates_of(self.evaluation))
+            text = engine_sections(commands_of(self.manifest), rates_of(self.evaluation))
         return f"## In other engines\n\n{text}"
 
     def _files(self) -> str:
@@ -188,7 +172,9 @@ class Card:
         )
 
     def _limits(self) -> str:
-        context = min(int(model.shape["context_length"]) for model in (self.target, self.drafter))
+        context = min(
+            int(model.shape["context_length"]) for model in (self.manifest.target, self.manifest.drafter)
+        )
         return (
             "## Limits\n\n"
             f"- The drafter serves this target and its tokenizer only, up to {context:,} tokens of context.\n"
@@ -199,11 +185,11 @@ class Card:
 
     def _licence(self) -> str:
         _, note = licence_of(self.licence)
-        source = hub_id(self.target.source)
+        source = self.manifest.target.source
         known = f"{plain(note)}. " if note else "not recorded here; look it up where the target comes from. "
         return (
             f"## Licence\n\nThe target's licence covers both models: {known}"
-            f"Target: {plain(source or self.target.source)}. The drafter was trained on the target's own output.\n"
+            f"Target: {plain(hub_id(source) or source)}. The drafter was trained on the target's own output.\n"
         )
 
 
@@ -212,12 +198,6 @@ def plain(text: str) -> str:
     line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
     cut = line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"
     return SPECIAL.sub(r"\\\1", cut)
-
-
-def hub_id(source: str) -> str | None:
-    """ORGANISATION/MODEL of a source like it or with @revision behind it; None of any other (a folder, 'made here')."""
-    repo = source.partition("@")[0]
-    return repo if HUB_ID.fullmatch(repo) else None
 
 
 def licence_of(note: str) -> tuple[str | None, str]:

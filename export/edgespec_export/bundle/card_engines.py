@@ -6,11 +6,12 @@ A table; which rule an engine has was read in its documentation or source (docs/
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from edgespec.core.manifest import BundleModel, Manifest
+from edgespec.core.manifest import Manifest
 from edgespec.core.table import table
 from edgespec_export.other_engines.other_engines import (
     CHECKPOINT,
@@ -18,9 +19,11 @@ from edgespec_export.other_engines.other_engines import (
     GENAI_SETTINGS,
     SGLANG_SETTINGS,
     VLLM_SETTINGS,
+    genai_precisions,
     overlay,
 )
 
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 Values = tuple[float, float, float]
 
 
@@ -58,13 +61,11 @@ class Rates:
 class Commands:
     """What the commands name: the target (a hub id, or TARGET), and which kinds of files the bundle has for a pair.
 
-    `precision` is the ONNX one of the bundle's genai_config.json and `others` those reached by an overlay; `gguf` both
-    GGUF files.
+    `onnx`: the precision of the bundle's genai_config.json, then those reached by an overlay; `gguf`: both GGUF files.
     """
 
     target: str
-    precision: str | None
-    others: Sequence[str]
+    onnx: Sequence[str]
     gguf: tuple[str, str] | None
     checkpoint: bool
 
@@ -109,24 +110,26 @@ def _rate(rates: Rates, name: str) -> str:
 
 
 def commands_of(manifest: Manifest) -> Commands:
-    """What a finished bundle has files for, without the names that only a command needs."""
-    pairs = manifest.pairs()
+    """What a bundle has files for; nothing where the drafter has token numbers of its own, which only edgespec translates."""
+    models, default = (manifest.target, manifest.drafter), manifest.default["precision"]
+    pairs = manifest.pairs() if manifest.drafter.vocabulary is None else []
     onnx = [precision for engine, precision in pairs if engine == "onnxruntime"]
-    gguf = next((precision for engine, precision in pairs if engine == "llama.cpp"), None)
+    gguf = [precision for engine, precision in pairs if engine == "llama.cpp"]
+    # the default, else Q8_0, which changes least, else the last (exporters list the smallest there)
+    named = next((name for name in (default, "q8_0", *gguf[-1:]) if name in gguf), None)
+    target, drafter = (model.files["llama.cpp"][named] if named else "" for model in models)
     return Commands(
-        target="TARGET",
-        precision=onnx[0] if onnx and GENAI_SETTINGS in manifest.files else None,
-        others=tuple(onnx[1:]),
-        gguf=gguf_files(manifest.target, manifest.drafter, gguf),
-        checkpoint=any(name.startswith(f"{CHECKPOINT}/") for name in manifest.files),
+        target=hub_id(manifest.target.source) or "TARGET",
+        onnx=genai_precisions(onnx, default, manifest.lists) if GENAI_SETTINGS in manifest.files else (),
+        gguf=(target, drafter) if named else None,
+        checkpoint=manifest.lists(CHECKPOINT),
     )
 
 
-def gguf_files(target: BundleModel, drafter: BundleModel, precision: str | None) -> tuple[str, str] | None:
-    """The target's and the drafter's file for llama.cpp."""
-    if precision is None:
-        return None
-    return target.files["llama.cpp"][precision], drafter.files["llama.cpp"][precision]
+def hub_id(source: str) -> str | None:
+    """ORGANISATION/MODEL of a source like it or with @revision behind it; None of any other (a folder, 'made here')."""
+    repo = source.partition("@")[0]
+    return repo if HUB_ID.fullmatch(repo) else None
 
 
 def entries(commands: Commands) -> list[EngineEntry]:
@@ -141,7 +144,7 @@ def entries(commands: Commands) -> list[EngineEntry]:
                 "It counts accepted of *drafted* tokens (`timings.draft_n_accepted` of `draft_n`): (τ − 1)/γ, which is below α.",
             )
         )  # fmt: skip
-    if commands.precision:
+    if commands.onnx:
         code = (
             "import onnxruntime_genai as og\n"
             'model = og.Model(".")                    # genai_config.json names both models\n'
@@ -152,7 +155,7 @@ def entries(commands: Commands) -> list[EngineEntry]:
             "    generator.generate_next_token()\n"
             'print(generator.get_speculative_stats()["acceptance_rate"])\n'
         )
-        for other in commands.others:
+        for other in commands.onnx[1:]:
             settings = json.dumps(overlay(other))
             code += (
                 f"\n# {other}: config = og.Config(\".\"); config.overlay('{settings}'); og.Model(config)\n"
@@ -160,7 +163,7 @@ def entries(commands: Commands) -> list[EngineEntry]:
         found.append(
             EngineEntry(
                 "onnxruntime-genai", RATIO, "lossless", code,
-                f"0.18 or newer; the files are the {commands.precision} ones. It counts draft tokens behind an end of turn too.",
+                f"0.18 or newer; the files are the {commands.onnx[0]} ones. It counts draft tokens behind an end of turn too.",
             )
         )  # fmt: skip
     if commands.checkpoint:

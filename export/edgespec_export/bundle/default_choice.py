@@ -9,6 +9,7 @@ bundle has no other, and the reason then says so.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,36 +19,25 @@ from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 from edgespec.core.manifest import Manifest
-from edgespec.core.metrics import predicted_block_efficiency
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec_export.answers.report import red
 from edgespec_export.answers.verdict import CHANGED, CLOSE, kept_of, verdict_of
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, costs_of, draft_table
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, draft_table, speed_of
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.file_check import has_engine
 
-EXACT_SHARE = (
-    0.9  # of the fast mode's plain token rate: with less, exactness costs more than speculation brings
-)
+# of the fast mode's plain token rate: with less, exactness costs more than speculation brings
+EXACT_SHARE = 0.9
 TIMED_FILES = "timed"  # among the manifest's metrics: the files among which the default was chosen
 ANOTHER_MODEL = "changed: another model"
 TIMED = CalibrateOptions(seconds=3.0, contexts=(256,))
 
 
 @dataclass(frozen=True)
-class Timed:
-    """One file of the target with its drafter: tokens a second plainly and with the best draft length, as α promises.
-
-    `kept`: share of the model's most likely tokens, in this mode.
-    """
-
+class _File:
     engine: str
     precision: str
-    mode: str
-    kept: float
-    plain: float
-    best: float
 
     @property
     def key(self) -> tuple[str, str]:
@@ -55,16 +45,23 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Preferred:
+class Timed(_File):
+    """One file of the target with its drafter: tokens a second plainly and with the best draft length, as α promises.
+
+    `kept`: share of the model's most likely tokens, in this mode.
+    """
+
+    mode: str
+    kept: float
+    plain: float
+    best: float
+
+
+@dataclass(frozen=True)
+class Preferred(_File):
     """A file that is to be the default unless it is changed, and whose wish that is, in words."""
 
-    engine: str
-    precision: str
     by: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.engine, self.precision
 
 
 @dataclass(frozen=True)
@@ -87,14 +84,11 @@ def choose_default(
     metrics: Mapping[str, Any],
     preferred: Preferred | None = None,
 ) -> Choice:
-    """The default, from times taken now.
-
-    `metrics`: what was measured of acceptance; `verification`: verify.json's content.
-    """
-    drafters = {(file.engine, file.precision): file for file in files if file.role == "drafter"}
+    """The default, from times taken now. `metrics`: what was measured of acceptance; `verification`: verify.json's content."""
+    drafters = {file.key: file for file in files if file.role == "drafter"}
     timed: list[Timed] = []
     for file in files:
-        drafter = drafters.get((file.engine, file.precision))
+        drafter = drafters.get(file.key)
         if file.role == "target" and drafter is not None and has_engine(file):
             timed += _timed(file, drafter, subset, parameters, verification, metrics)
     return Choice(pick(timed, preferred), tuple(timed))
@@ -125,13 +119,9 @@ def first_faithful(
     """
     kept = {key: _kept(key, verification).get(EXACT) for key in offered}
     known = {key: share for key, share in kept.items() if share is not None}
-    first = offered[0]
-    chosen = first
-    if not known.get(first, 1.0) >= CLOSE:
-        chosen = next(
-            (key for key in offered if known.get(key, 1.0) >= CLOSE), max(known, key=known.__getitem__)
-        )
-    if chosen != first:
+    good = (key for key in offered if known.get(key, 1.0) >= CLOSE)
+    chosen = next(good, None) or max(known, key=known.__getitem__)
+    if chosen != offered[0]:
         reason = f"not the first choice ({reason})"
     if chosen in known:
         reason += f"; {chosen[1]} {keeps(known[chosen])}"
@@ -149,12 +139,10 @@ def choice_table(rows: Sequence[Mapping[str, Any]], *, markdown: bool = False) -
     """`Choice.rows` as a table; '' for none. The rows may be a stranger's: what is no such row is left out."""
     cells = []
     for row in rows:
-        try:
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
             speeds = (f"{float(row['plain']):.1f}", f"{float(row['best']):.1f}")
             names = (f"{row['engine']} {row['precision']}", str(row["mode"]))
             cells.append((*names, *speeds, f"{float(row['kept']):.1%}", str(row["answers"])))
-        except (KeyError, TypeError, ValueError):
-            continue
     headers = ("file", "mode", "plain tok/s", "best γ tok/s", "top-1", "answers")
     return table(headers, cells, markdown=markdown, left=2) if cells else ""
 
@@ -197,17 +185,13 @@ def _timed(
     metrics: Mapping[str, Any],
 ) -> list[Timed]:
     """The file in each of its modes."""
-    kept = _kept((target.engine, target.precision), verification) or {EXACT: 0.0}
+    kept = _kept(target.key, verification) or {EXACT: 0.0}
     found = []
     with progress(f"time {target.engine} {target.precision}", len(kept), "modes") as bar:
         for mode, share in kept.items():
-            costs = costs_of(target, drafter, subset, parameters, TIMED, fast=mode == FAST)
-            alpha, passes, step = expected_rate(metrics, 0.0), costs.verify_seconds[0], costs.draft_seconds[0]
-            rates = [
-                predicted_block_efficiency(alpha, length) / (length * step + seconds)
-                for length, seconds in enumerate(passes)
-            ]
-            found.append(Timed(target.engine, target.precision, mode, share, rates[0], max(rates)))
+            alpha, fast = expected_rate(metrics, 0.0), mode == FAST
+            _, plain, best = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
+            found.append(Timed(*target.key, mode, share, plain, best))
             bar.update(1)
     return found
 

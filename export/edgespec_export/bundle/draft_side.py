@@ -8,11 +8,12 @@ file may win beside a rounded target. α is the mean of Σ min(p, q) over one te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
-from edgespec_runtime.chooser.pass_costs import Costs, best_draft_length
+from edgespec_runtime.chooser.pass_costs import best_draft_length
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
@@ -56,24 +57,20 @@ def choose_drafters(
     at = {(file.engine, file.role, file.precision): file for file in files}
     found: list[Candidate] = []
     chosen: dict[tuple[str, str], str] = {}
-    targets = [file for file in files if file.role == "target" and has_engine(file)]
-    several = {
-        file: [name for engine, target, name in rates if (engine, target) == (file.engine, file.precision)]
-        for file in targets
-    }
-    several = {file: names for file, names in several.items() if len(names) > 1 and file.precision in names}
+    several: dict[ExportedFile, list[str]] = {}
+    for file in files:
+        names = [name for *target, name in rates if tuple(target) == file.key]
+        if file.role == "target" and has_engine(file) and len(names) > 1 and file.precision in names:
+            several[file] = sorted(names, key=lambda name: name != file.precision)  # its own wins a tie
     with progress("time drafters", len(several), "files of the target") as bar:
         for file, names in several.items():
-            own = sorted(names, key=lambda name: name != file.precision)  # its own first: it wins a tie
-            candidates = []
-            for name in own:
-                alpha = rates[file.engine, file.precision, name]
-                candidates.append(
-                    _measured(file, at[file.engine, "drafter", name], alpha, subset, parameters)
-                )
+            candidates = [
+                _measured(file, at[file.engine, "drafter", name], rates[*file.key, name], subset, parameters)
+                for name in names
+            ]
             best = max(candidates, key=lambda one: one.rate)
             found += [replace(one, chosen=one is best) for one in candidates]
-            chosen[file.engine, file.precision] = best.drafter
+            chosen[file.key] = best.drafter
             bar.update(1)
     return [_beside(file, chosen, at) for file in files], found
 
@@ -82,19 +79,13 @@ def draft_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """What was measured; '' for nothing. The rows may be a stranger's: what is no such row is left out."""
     cells = []
     for row in rows:
-        try:
+        with suppress(KeyError, TypeError, ValueError, OverflowError):
             alpha, step, rate = (float(row[name]) for name in ("alpha", "step", "rate"))
             numbers = (f"{alpha:.3f}", f"{1e3 * step:.2f}", f"{rate:.1f}")
             names = (f"{row['engine']} {row['precision']}", str(row["drafter"]))
             cells.append((*names, *numbers, "taken" if row["chosen"] is True else ""))
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
     headers = ("target", "drafter", "α greedy", "ms a step", "best γ tok/s", "")
     return table(headers, cells, left=2) if cells else ""
-
-
-def as_rows(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in candidates]
 
 
 def _overlaps(acceptance: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], float]:
@@ -116,37 +107,38 @@ def _measured(
     parameters: Mapping[str, int],
 ) -> Candidate:
     fast = target.fast_graph is not None  # as it will run, where it is large
-    costs = costs_of(target, drafter, subset, parameters, TIMED, fast=fast)
-    context = costs.contexts[0]
-    _, gain = best_draft_length(costs, alpha, context)
-    rate = gain / costs.verify(1, context)
-    return Candidate(target.engine, target.precision, drafter.held, alpha, costs.draft(context), rate)
+    step, _, rate = speed_of(target, drafter, subset, parameters, alpha, TIMED, fast=fast)
+    return Candidate(*target.key, drafter.held, alpha, step, rate)
 
 
-def costs_of(
+def speed_of(
     target: ExportedFile,
     drafter: ExportedFile,
     subset: Vocabulary | None,
     parameters: Mapping[str, int],
+    alpha: float,
     how: CalibrateOptions,
     *,
     fast: bool,
-) -> Costs:
-    """Seconds of a pair's passes of up to LONGEST tokens; `fast`: the target in its fast mode."""
+) -> tuple[float, float, float]:
+    """(seconds of a drafter step, tokens a second plainly, and at the best γ as α promises); `fast`: the target's fast mode."""
     opened: list[Engine] = []
     try:
         models = open_models(target, drafter, parameters, subset, opened, fast=fast)
-        return calibrate(*models, how, LONGEST)
+        costs = calibrate(*models, how, LONGEST)
     finally:
         for model in opened:
             model.close()
+    context = costs.contexts[0]
+    plain = 1 / costs.verify(1, context)
+    return costs.draft(context), plain, plain * best_draft_length(costs, alpha, context)[1]
 
 
 def _beside(
     file: ExportedFile, chosen: Mapping[tuple[str, str], str], at: Mapping[tuple[str, str, str], ExportedFile]
 ) -> ExportedFile:
     """A drafter's file, or the one that was chosen in its place, under the name of the target's."""
-    name = chosen.get((file.engine, file.precision), file.precision)
+    name = chosen.get(file.key, file.precision)
     if file.role == "target" or name == file.precision:
         return file
     other = at[file.engine, "drafter", name]

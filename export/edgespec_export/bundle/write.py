@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from edgespec.core.files import (
     write_jsonl,
     write_text,
 )
-from edgespec.core.manifest import HEAD, MODEL, BundleModel, Manifest, describe_files, write_manifest
+from edgespec.core.manifest import (
+    HEAD,
+    MODEL,
+    BundleFile,
+    BundleModel,
+    Manifest,
+    describe_files,
+    write_manifest,
+)
 from edgespec.core.progress import MIB, reading
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import GENERATION, read_generation_config
@@ -37,10 +45,9 @@ from edgespec_export.bundle.default_choice import (
     choose_default,
     first_faithful,
 )
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, as_rows, choose_drafters
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
-from edgespec_export.formats.sizes import streamed_bytes
-from edgespec_export.other_engines.other_engines import runnable, write_elsewhere
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
+from edgespec_export.formats.export import ROLES, ExportedFile, exported_files, streamed_bytes
+from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
@@ -71,7 +78,7 @@ def write_bundle(
     `prompts` are held-out chats (messages ending with the user's). `evaluation` and `verification` become evaluation.json and
     verify.json, `metrics` goes into the manifest; versions and edgespec's version are added to `provenance`; `licence` is the
     note that came with the target, for the card. Exported files are copied (their blocks shared where the file system can).
-    Beside them lies what other engines need (elsewhere.py); a bundle for a `device` goes without the drafter's checkpoint. Raises
+    Beside them lies what other engines need; a bundle for a `device` goes without the drafter's checkpoint. Raises
     InputError where the two tokenizers differ or an exported file is missing.
     """
     folders = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
@@ -89,20 +96,25 @@ def write_bundle(
         places = {file.path: _size(file.path) for file in exported}  # a head's folder stands for several
         with reading("copy the exported files", sum(places.values())) as bar:
             for path, size in places.items():
-                _place(path, folder / path.relative_to(export_folder))
+                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                    copy_file(file, folder / file.relative_to(export_folder))
                 bar.update(size / MIB)
-        _write_tokenizer(folder / "tokenizer", target_folder)
+        (folder / "tokenizer").mkdir()
+        copy_tokenizer(target_folder, folder / "tokenizer")
+        if (target_folder / GENERATION).is_file():
+            write_json(folder / "tokenizer" / GENERATION, read_generation_config(target_folder))
         if subset is not None:
             write_vocabulary(folder / DRAFTERS_VOCABULARY, subset)
         write_jsonl(folder / "prompts.jsonl", [{"messages": list(messages)} for messages in prompts])
         write_json(folder / "evaluation.json", evaluation)
         write_json(folder / "verify.json", verification)
-        names = {"target": target_name, "drafter": f"{target_name}-drafter"}
-        sources = {"target": target_source, "drafter": "made by edgespec"}
+        names = {
+            "target": (target_name, target_source),
+            "drafter": (f"{target_name}-drafter", "made by edgespec"),
+        }
         models = {
             role: BundleModel(
-                names[role],
-                sources[role],
+                *names[role],
                 asdict(shape),
                 shape.parameters,
                 _table(files, role, export_folder),
@@ -112,16 +124,19 @@ def write_bundle(
             )
             for role, shape in shapes.items()
         }
-        streamed = {(file.role, f"{file.engine}/{file.precision}"): streamed_bytes(file) for file in files}
-        pairs = [pair for role, pair in streamed if role == "target"]
+        streamed = {(file.role, file.key): streamed_bytes(file) for file in files}
         ratios: dict[str, Any] = {
             "parameters": parameters["drafter"] / parameters["target"],
-            "bytes": {pair: streamed["drafter", pair] / streamed["target", pair] for pair in pairs},
+            "bytes": {
+                "/".join(key): streamed["drafter", key] / size
+                for (role, key), size in streamed.items()
+                if role == "target"
+            },
         }
         small = FLOAT * parameters["target"] <= FLOAT_LIMIT
         both = _both(files)
         preferred = _preferred(device, own)
-        choice = _untimed(options, small, preferred, files, verification) or choose_default(
+        choice = _untimed(options, small, preferred, files, both, verification) or choose_default(
             [file for file in files if preferred is None or file.engine == preferred.engine],
             subset,
             parameters,
@@ -129,49 +144,31 @@ def write_bundle(
             metrics,
             preferred,
         )
-        default = choice.default
-        onnx = runnable(folder, both.get("onnxruntime", [])) if subset is None else ()
-        gguf = both.get("llama.cpp", []) if subset is None else []
-        elsewhere = write_elsewhere(
-            folder, drafter_folder if subset is None and device is None else None, onnx, default["precision"]
-        )
-        card = Card(
-            **models,
-            files=[
-                CardFile(
-                    path.relative_to(export_folder).as_posix(),
-                    _size(path),
-                    streamed[file.role, f"{file.engine}/{file.precision}"],
-                )
-                for path, file in {file.path: file for file in files}.items()
-            ],
-            cost_ratio=ratios["parameters"],
-            default=default,
-            timed=choice.rows(),
-            checks=verification.get("files", []),
-            elsewhere=elsewhere,
-            onnx=onnx,
-            gguf=default["precision"] if default["precision"] in gguf else _best_gguf(gguf),
-            evaluation=evaluation,
-            acceptance=verification.get("acceptance", []),
-            licence=licence,
-            subset=subset,
-        )
-        write_text(folder / "README.md", card.text())
+        if subset is None:  # else no other engine can run the pair
+            checkpoint = drafter_folder if device is None else None
+            write_elsewhere(folder, checkpoint, both.get("onnxruntime", []), choice.default["precision"])
         tokenizer_hash = sha256_file(folder / "tokenizer" / "tokenizer.json")
         manifest = Manifest(
             pair={"tokenizer_sha256": tokenizer_hash, "vocab_size": shapes["target"].vocab_size},
             target=models["target"],
             drafter=models["drafter"],
-            default=default,
+            default=choice.default,
             cost_ratio=ratios,
             metrics=metrics
             | ({TIMED_FILES: choice.rows()} if choice.timed else {})
-            | ({DRAFT_SIDE: as_rows(drafters)} if drafters else {}),
+            | ({DRAFT_SIDE: list(map(asdict, drafters))} if drafters else {}),
             provenance=provenance | _bits(export_folder) | {"versions": versions(), "edgespec": __version__},
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
+        sizes = [
+            CardFile(path.relative_to(export_folder).as_posix(), places[path], streamed[file.role, file.key])
+            for path, file in {file.path: file for file in files}.items()
+        ]
+        card = folder / "README.md"
+        write_text(card, Card(manifest, sizes, evaluation, verification, licence, subset).text())
+        entry = BundleFile(sha256_file(card), card.stat().st_size)
+        manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
 
@@ -223,22 +220,6 @@ def _tokens(tokenizer: dict[str, Any]) -> dict[str, int]:
     return {**tokenizer["model"]["vocab"], **added}
 
 
-def _place(source: Path, destination: Path) -> None:
-    """Copy a file, or every file of a folder."""
-    if source.is_dir():
-        for child in sorted(source.iterdir()):
-            _place(child, destination / child.name)
-        return
-    copy_file(source, destination)
-
-
-def _write_tokenizer(folder: Path, target_folder: Path) -> None:
-    folder.mkdir()
-    copy_tokenizer(target_folder, folder)
-    if (target_folder / GENERATION).is_file():
-        write_json(folder / GENERATION, read_generation_config(target_folder))
-
-
 def _table(
     files: list[ExportedFile], role: str, root: Path, *, fast: bool = False
 ) -> dict[str, dict[str, str]]:
@@ -253,17 +234,12 @@ def _table(
 
 def _both(files: list[ExportedFile]) -> dict[str, list[str]]:
     """{engine: precisions} that both models have."""
-    of = {role: [(f.engine, f.precision) for f in files if f.role == role] for role in ROLES}
+    drafters = {file.key for file in files if file.role == "drafter"}
     found: dict[str, list[str]] = {}
-    for engine, precision in of["target"]:
-        if (engine, precision) in of["drafter"]:
-            found.setdefault(engine, []).append(precision)
+    for file in files:
+        if file.role == "target" and file.key in drafters:
+            found.setdefault(file.engine, []).append(file.precision)
     return found
-
-
-def _best_gguf(precisions: list[str]) -> str | None:
-    """The one to name first: Q8_0, which changes least, else the last (the exporter lists the smallest there)."""
-    return "q8_0" if "q8_0" in precisions else next(reversed(precisions), None)
 
 
 def _preferred(device: Profile | None, own: OwnFile | None) -> Preferred | None:
@@ -279,30 +255,29 @@ def _untimed(
     small: bool,
     preferred: Preferred | None,
     files: list[ExportedFile],
+    both: dict[str, list[str]],
     verification: dict[str, Any],
 ) -> Choice | None:
     """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded file of a
     `small` target, a device's own choice for it. None: the files must be timed.
     """
-    both = _both(files)
-    static = preferred.engine == "static" if preferred is not None else not options.onnx and not options.gguf
+    static = preferred.engine == "static" if preferred is not None else not (options.onnx or options.gguf)
     runs = [file for file in files if preferred is None or file.engine == preferred.engine]
     if not small and not static and any(map(has_engine, runs)):
         return None
+    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
     if preferred is not None:
         others = [(preferred.engine, name) for name in both.get(preferred.engine, [])]
-        offered = [preferred.key, *(key for key in others if key != preferred.key)]
-        return Choice(first_faithful(offered, verification, preferred.by))
-    if static:
-        offered = [("static", name) for name in options.npu]
-        return Choice(first_faithful(offered, verification, "the bundle has static graphs only"))
-    onnx, gguf = both.get("onnxruntime", []), both.get("llama.cpp", [])
-    if small and "fp32" in onnx:
+        offered, reason = list(dict.fromkeys([preferred.key, *others])), preferred.by
+    elif static:
+        offered, reason = [("static", name) for name in options.npu], "the bundle has static graphs only"
+    elif small and "fp32" in onnx:
         reason = "the target is small enough to run unrounded"
         return Choice({"engine": "onnxruntime", "precision": "fp32", "reason": reason})
-    offered = [("onnxruntime", name) for name in onnx]
-    offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
-    reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
+    else:
+        offered = [("onnxruntime", name) for name in onnx]
+        offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
+        reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
     return Choice(first_faithful(offered, verification, reason))
 
 

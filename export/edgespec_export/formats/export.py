@@ -1,4 +1,6 @@
-"""Both models of a pair in every precision asked for. Knows the folder layout of an export; the formats are others' work.
+"""Both models of a pair in every precision asked for, and how much of each file a token reads.
+
+Knows the folder layout of an export; the formats are others' work.
 
 target/onnx-fp32/  target/onnx-int4/  target/gguf/target-f16.gguf  target/gguf/target-q8_0.gguf
 target/onnx-mixed/  target/gguf/target-q_mixed.gguf   tensors with bits of their own, chosen on text that the target wrote
@@ -12,6 +14,7 @@ notes.json         what a reader should know about single files
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +34,12 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
 
 ROLES = ("target", "drafter")
-WHOLE_BLOCKS = frozenset({"int8"})  # ONNX precisions whose rows have to be whole blocks
+WIDENED = ("_F16", "_Q8")  # ends of the names of ONNX weights that are float32 once they are loaded
+# Tables of RoPE and embeddings by row, in static graphs, model graphs and heads.
+BY_ROW = frozenset(
+    {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "embedding.bytes", "embedding.scales"}
+)
+EMBEDDING = "model.embed_tokens."  # what a model graph's input embedding begins with: one tensor, or those of a mixed file
 HEAD_PRECISION = "int8"  # a head may round as it likes: its target judges every token
 
 
@@ -51,6 +59,10 @@ class ExportedFile:
     is_head: bool = False
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.engine, self.precision
+
+    @property
     def held(self) -> str:
         """The precision of its weights."""
         return self.stored or self.precision
@@ -60,11 +72,6 @@ class ExportedFile:
         """Its graph for the fast mode, where the export wrote one (ONNX int4)."""
         graph = self.path / FAST_GRAPH
         return graph if self.engine == "onnxruntime" and graph.is_file() else None
-
-
-def drafter_precision(options: ExportOptions) -> str:
-    """Of a drafter beside a target's own file: Q8_0, which changes least at half the size of floats, else the first named."""
-    return "q8_0" if "q8_0" in options.gguf else options.gguf[0]
 
 
 def exported_files(
@@ -77,15 +84,16 @@ def exported_files(
     found: list[ExportedFile] = []
     for role in ROLES:
         if head and role == "drafter":
-            path = folder / role / f"head-{HEAD_PRECISION}"
-            beside = [(file.engine, file.precision) for file in found]
-            found += [ExportedFile(role, *pair, path, HEAD_PRECISION, is_head=True) for pair in beside]
+            path, targets = folder / role / f"head-{HEAD_PRECISION}", list(found)
+            found += [ExportedFile(role, *file.key, path, HEAD_PRECISION, is_head=True) for file in targets]
             break
         place = folder / role
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
         if own is not None and options.gguf:
-            names = {own.precision: own.precision if role == "target" else drafter_precision(options)}
+            # Q8_0 changes least at half the size of floats
+            beside = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
+            names = {own.precision: own.precision if role == "target" else beside}
         found += [
             ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{held}.gguf", held)
             for name, held in names.items()
@@ -192,13 +200,12 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
         )
     for name, shape in shapes.items():
         rows = sorted({shape.hidden, shape.intermediate, shape.heads * shape.head_dim})
-        for precision in options.onnx:
-            odd = [size for size in rows if size % BLOCK_SIZE]
-            if odd and precision in WHOLE_BLOCKS:
-                raise InputError(
-                    f"{name} has rows of {odd[0]}, and ONNX {precision} needs multiples of {BLOCK_SIZE}; leave it out of "
-                    "--export.onnx, or choose another width"
-                )
+        odd = [size for size in rows if size % BLOCK_SIZE]
+        if odd and "int8" in options.onnx:
+            raise InputError(
+                f"{name} has rows of {odd[0]}, and ONNX int8 needs multiples of {BLOCK_SIZE}; leave it out of --export.onnx, or "
+                "choose another width"
+            )
         for precision in () if name == "the target" and own_file(target) is not None else options.gguf:
             if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
                 continue
@@ -227,3 +234,43 @@ def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
 
         check_gguf_possible(folder, config)
     return shape
+
+
+def streamed_bytes(file: ExportedFile) -> int:
+    """Weights read for one token: all of them, but one row only of an input embedding that is not also the output head.
+
+    RoPE tables, of which a token reads one row too, count as one row. Weights that ONNX Runtime widens when it loads them (fp16,
+    int8 in exact mode) count as the float32 that it reads.
+    """
+    tables = _gguf_tables(file) if file.engine == "llama.cpp" and not file.is_head else _onnx_tables(file)
+    return sum(size // rows for size, rows in tables)
+
+
+def _gguf_tables(file: ExportedFile) -> list[tuple[int, int]]:
+    """(bytes, how many rows share them) of every tensor; 1 where a token reads it whole."""
+    from gguf import GGUFReader
+
+    tensors = GGUFReader(file.path).tensors
+    untied = any(tensor.name == "output.weight" for tensor in tensors)
+    return [
+        (int(tensor.n_bytes), int(tensor.shape[-1]) if untied and tensor.name == "token_embd.weight" else 1)
+        for tensor in tensors
+    ]
+
+
+def _onnx_tables(file: ExportedFile) -> list[tuple[int, int]]:
+    import onnx
+
+    def size(tensor: Any) -> int:
+        if not static and tensor.name.endswith(WIDENED):
+            return 4 * int(math.prod(tensor.dims))
+        external = {entry.key: entry.value for entry in tensor.external_data}
+        return int(external.get("length", len(tensor.raw_data)))
+
+    def by_row(name: str) -> bool:
+        return name.removesuffix("_F16") in BY_ROW or name.startswith(EMBEDDING)
+
+    static = file.engine == "static" and not file.is_head
+    name = "step.onnx" if static else "model.onnx"
+    graph = onnx.load(file.path / name, load_external_data=False).graph
+    return [(size(tensor), tensor.dims[0] if by_row(tensor.name) else 1) for tensor in graph.initializer]

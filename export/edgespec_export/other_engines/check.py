@@ -7,7 +7,7 @@ should be the same but for the last block of a reply. Above 0 edgespec runs the 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from edgespec_export.other_engines.engines import (
 from edgespec_export.other_engines.llamacpp import SERVER, LlamaServer, LlamaSpeculativeSimple, program_of
 from edgespec_export.other_engines.other_engines import DRAFT_LENGTH, GENAI_SETTINGS
 
-GENAI, PYTHON, TRANSFORMERS, BINARY = "onnxruntime-genai", "llama-cpp-python", "transformers", "llama.cpp"
+GENAI, PYTHON, TRANSFORMERS, BINARY = GenAi.name, LlamaCppPython.name, Transformers.name, "llama.cpp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,23 +181,22 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
     if name == TRANSFORMERS:
         floats, pairs = ("onnxruntime", "fp32"), manifest.pairs()
         engine, precision = floats if floats in pairs else pairs[0]
-    pair = open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))
-    try:
+    rule = "match-greedy" if name in (PYTHON, BINARY) else "lossless"
+    with closing(open_pair(bundle, LoadOptions(engine=engine, precision=precision, threads=1))) as pair:
         prompts = [
             Prompt(pair.tokenizer.encode_chat(chat), pair.tokenizer.render(chat))
             for chat in pair.prompts()[: options.prompts]
         ]
-        rule = "match-greedy" if engine == "llama.cpp" else "lossless"
         ours = [
             reply_of(pair, prompt, options.max_new_tokens, rule, Draw(options.temperature, seed))
             for seed, prompt in enumerate(prompts)
         ]
         stops, context = frozenset(pair.tokenizer.stop_ids), pair.target.engine.context_length
-    finally:
-        pair.close()
     answers = []
-    opened = open_other(name, bundle, manifest, options, stops, context)
-    with opened as other, progress(other.name, len(prompts), "prompts") as bar:
+    with (
+        open_other(name, bundle, manifest, options, stops, context) as other,
+        progress(other.name, len(prompts), "prompts") as bar,
+    ):
         for seed, prompt in enumerate(prompts):
             draw = Draw(options.temperature, seed)
             answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
@@ -207,7 +206,7 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
 
 def open_other(
     name: str, bundle: Path, manifest: Manifest, options: Options, stops: frozenset[int], context: int
-) -> AbstractContextManager[OtherEngine]:
+) -> OtherEngine:
     """The engine of that name."""
     if name == GENAI:
         return GenAi(bundle, stops)
@@ -218,11 +217,11 @@ def open_other(
         bundle / model.files["llama.cpp"][precision] for model in (manifest.target, manifest.drafter)
     )
     if name == PYTHON:
-        return LlamaCppPython(target, drafter, precision, stops, context)
-    path = Path(options.llama_binary)
+        return LlamaCppPython(target, drafter, stops, context)
+    path = Path(options.llama_binary).expanduser()
     if program_of(path) == SERVER:
-        return LlamaServer(path, target, drafter, precision, context, stops)
-    return LlamaSpeculativeSimple(path, target, drafter, precision, context)
+        return LlamaServer(path, target, drafter, context, stops)
+    return LlamaSpeculativeSimple(path, target, drafter, context)
 
 
 def gguf_precision(manifest: Manifest) -> str:

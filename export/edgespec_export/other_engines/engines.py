@@ -5,10 +5,11 @@ Knows how each package is called. What their numbers should be is check.py's.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,32 +44,20 @@ class Answer:
     tested: int | None = None
 
 
-class OtherEngine(Protocol):
-    """One engine with the pair loaded. `engine` and `precision`: edgespec's names for the files it reads; `rule`: edgespec's
-    name for how it accepts.
-    """
+class OtherEngine(ABC):
+    """One engine with the pair loaded."""
 
     name: str
-    engine: str
-    precision: str
-    rule: str
 
+    @abstractmethod
     def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
         """Continue `prompt` (ids; `rendered` is the same as text) by at most `limit` tokens."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class Closing:
-    """Engines without anything to stop: their memory goes with the object."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.__dict__.clear()
+        self.__dict__.clear()  # the memory of the models
 
 
 def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
@@ -77,10 +66,10 @@ def until_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ...]:
     return tuple(tokens[: found[0]] if found else tokens)
 
 
-class GenAi(Closing):
+class GenAi(OtherEngine):
     """onnxruntime-genai on the bundle's folder: its genai_config.json names both models."""
 
-    name, engine, rule = "onnxruntime-genai", "onnxruntime", "lossless"
+    name = "onnxruntime-genai"
 
     def __init__(self, bundle: Path, stops: frozenset[int]) -> None:
         try:
@@ -93,7 +82,6 @@ class GenAi(Closing):
         self._model: Any = onnxruntime_genai.Model(str(bundle))
         self._stops = stops
         self._vocab_size = int(read_json(bundle / GENAI_SETTINGS)["model"]["vocab_size"])
-        self.precision = self.precision_of(bundle)
 
     @staticmethod
     def precision_of(bundle: Path) -> str:
@@ -128,10 +116,10 @@ class GenAi(Closing):
         )
 
 
-class Transformers(Closing):
+class Transformers(OtherEngine):
     """transformers with the drafter's checkpoint as assistant_model; it returns no counts, so the target's passes are counted."""
 
-    name, engine, precision, rule = "transformers", "onnxruntime", "fp32", "lossless"
+    name = "transformers"
 
     def __init__(self, bundle: Path, target: Path, stops: frozenset[int]) -> None:
         import torch
@@ -176,14 +164,12 @@ class Transformers(Closing):
         return Answer(until_stop(found[0, len(prompt) :].tolist(), self._stops), None, self._passes)
 
 
-class LlamaCppPython(Closing):
+class LlamaCppPython(OtherEngine):
     """llama-cpp-python's high-level class on both GGUF files. It has no drafter model of its own, but takes a callable."""
 
-    name, engine, rule = "llama-cpp-python", "llama.cpp", "match-greedy"
+    name = "llama-cpp-python"
 
-    def __init__(
-        self, target: Path, drafter: Path, precision: str, stops: frozenset[int], context: int
-    ) -> None:
+    def __init__(self, target: Path, drafter: Path, stops: frozenset[int], context: int) -> None:
         from edgespec_runtime.engines.llamacpp import load_library
 
         load_library()  # or says which package is missing
@@ -210,10 +196,8 @@ class LlamaCppPython(Closing):
                 self.drafted += len(tokens)
                 return np.asarray(tokens, np.intc)
 
-        self.precision, self._stops = precision, stops
-        self._drafts = Greedy()
+        self._drafts, self._stops, self._passes = Greedy(), stops, 0
         self._target = load(target, self._drafts)
-        self._passes = 0
         plain = self._target.eval
 
         def counted(tokens: Sequence[int]) -> None:

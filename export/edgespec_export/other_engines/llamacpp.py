@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec_export.other_engines.engines import GREEDY, Answer, Closing, Draw, until_stop
+from edgespec_export.other_engines.engines import GREEDY, Answer, Draw, OtherEngine, until_stop
 from edgespec_export.other_engines.other_engines import DRAFT_LENGTH
 
 SERVER, SIMPLE = "llama-server", "llama-speculative-simple"
@@ -51,14 +51,13 @@ def pair_arguments(target: Path, drafter: Path, context: int) -> list[str]:
     ]
 
 
-class LlamaSpeculativeSimple(Closing):
+class LlamaSpeculativeSimple(OtherEngine):
     """The example program: one process for each answer; it prints the text and its counts."""
 
-    name, engine, rule = SIMPLE, "llama.cpp", "match-greedy"
+    name = SIMPLE
 
-    def __init__(self, program: Path, target: Path, drafter: Path, precision: str, context: int) -> None:
+    def __init__(self, program: Path, target: Path, drafter: Path, context: int) -> None:
         self._command = [str(program), *pair_arguments(target, drafter, context)]
-        self.precision = precision
 
     def answer(self, prompt: Sequence[int], rendered: str, limit: int, draw: Draw = GREEDY) -> Answer:
         """It stops after the limit only at a block's end, so its text can be longer; special tokens of the prompt are parsed.
@@ -87,13 +86,13 @@ class LlamaSpeculativeSimple(Closing):
         return Answer(None, text, passes, counts["drafted"], counts["accept"])
 
 
-class LlamaServer:
+class LlamaServer(OtherEngine):
     """The HTTP server on a free port; prompts and replies are token ids."""
 
-    name, engine, rule = SERVER, "llama.cpp", "match-greedy"
+    name = SERVER
 
     def __init__(
-        self, program: Path, target: Path, drafter: Path, precision: str, context: int, stops: frozenset[int]
+        self, program: Path, target: Path, drafter: Path, context: int, stops: frozenset[int]
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -101,11 +100,10 @@ class LlamaServer:
         where = ["--host", "127.0.0.1", "--port", str(port), "--no-webui", "--parallel", "1"]
         self._address = f"http://127.0.0.1:{port}"
         self._command = [str(program), *pair_arguments(target, drafter, context), *where]
-        self._stops, self.precision = stops, precision
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
+        self._stops = stops
 
     def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
             self._command, stdout=self._log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
         )
@@ -126,8 +124,6 @@ class LlamaServer:
         self._log.close()
 
     def _stop(self) -> None:
-        if self._process is None:
-            return
         self._process.terminate()
         try:
             self._process.wait(10)

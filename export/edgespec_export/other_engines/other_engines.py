@@ -12,8 +12,7 @@ Knows what these engines' documentation asks for, and no engine itself; a drafte
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,27 +56,20 @@ SGLANG = {
 }
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What was written: the ONNX precision of genai_config.json (None: no such file), and whether there is a checkpoint."""
-
-    genai: str | None = None
-    checkpoint: bool = False
-
-
 def write_elsewhere(
-    folder: Path, drafter_folder: Path | None, precisions: tuple[str, ...], default: str
-) -> Elsewhere:
+    folder: Path, drafter_folder: Path | None, precisions: Sequence[str], default: str
+) -> None:
     """Write the files above into the bundle `folder`, whose models are in place.
 
     `drafter_folder` is the drafter's model folder (None: no checkpoint). `precisions` are the ONNX ones both models have;
-    genai_config.json names `default` where it is among them, else the first. Raises InputError where the checkpoint is not a
-    safetensors one.
+    genai_config.json names the first of `genai_precisions`. Raises InputError where the checkpoint is not a safetensors one.
     """
-    genai = None
-    if precisions:
-        genai = default if default in precisions else precisions[0]
-        write_json(folder / GENAI_SETTINGS, pair_settings(folder, genai))
+
+    def is_there(name: str) -> bool:
+        return (folder / name).is_file()
+
+    if readable := genai_precisions(precisions, default, is_there):
+        write_json(folder / GENAI_SETTINGS, pair_settings(folder, readable[0]))
         copy_tokenizer(folder / "tokenizer", folder)
     if drafter_folder is not None:
         _write_checkpoint(drafter_folder, folder / CHECKPOINT)
@@ -88,16 +80,14 @@ def write_elsewhere(
         ):
             about = f"# In the bundle's folder; TARGET: the target's hub id or folder.\n# {command} --config {name}\n"
             write_text(folder / name, about + yaml.safe_dump(settings, sort_keys=False))
-    return Elsewhere(genai, drafter_folder is not None)
 
 
-def runnable(folder: Path, precisions: Sequence[str]) -> tuple[str, ...]:
-    """The ONNX precisions whose folders onnxruntime-genai can read: those with settings of their own."""
-
-    def known(name: str) -> bool:
-        return all((folder / role / f"onnx-{name}" / GENAI_SETTINGS).is_file() for role in ROLES)
-
-    return tuple(filter(known, precisions))
+def genai_precisions(precisions: Sequence[str], default: str, is_there: Callable[[str], bool]) -> list[str]:
+    """The ONNX precisions that onnxruntime-genai can read, `default` first: those with settings of their own in the bundle."""
+    readable = [
+        name for name in precisions if all(is_there(f"{role}/onnx-{name}/{GENAI_SETTINGS}") for role in ROLES)
+    ]
+    return sorted(readable, key=lambda name: name != default)
 
 
 def pair_settings(folder: Path, precision: str) -> dict[str, Any]:

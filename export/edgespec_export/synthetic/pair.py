@@ -21,6 +21,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.manifest import ROLES
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import LOADED, WORKING_MEMORY
@@ -30,7 +31,6 @@ from edgespec.recipe.targets import TARGETS, cache_folder, shape_of_target
 
 SCHEMA = 1  # of the files; a change makes new ones
 GIB = 2**30
-ROLES = ("target", "drafter")
 
 
 def full_name(name: str) -> str:
@@ -47,8 +47,7 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     """
     name = full_name(name)
     target = shape_of_target(name)
-    drafter = derive(target, DrafterOptions())
-    shapes: dict[str, ModelShape] = {"target": target, "drafter": drafter}
+    shapes: dict[str, ModelShape] = {"target": target, "drafter": derive(target, DrafterOptions())}
     key = json.dumps([SCHEMA, *map(asdict, shapes.values())]).encode()
     plain_name = re.sub(r"[^\w.-]+", "-", Path(name).name) or "model"
     folder = cache_folder() / "synthetic" / f"{plain_name}-{hashlib.sha256(key).hexdigest()[:8]}"
@@ -68,7 +67,14 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
                     bar.set_postfix_str(role)
                     _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
                     bar.update(1)
-    fast = _fast_graphs(paths) if engine == ONNXRUNTIME and precision == "int4" else {}
+    fast = {}
+    if engine == ONNXRUNTIME and precision == "int4":
+        from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
+
+        fast = {role: path / FAST_GRAPH for role, path in paths.items()}
+        for path in paths.values():
+            if not (path / FAST_GRAPH).exists():
+                write_fast_graph(path)
     return SyntheticPair(
         name=plain_name,
         engine=engine,
@@ -76,19 +82,8 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
         shapes=shapes,
         paths=paths,
         streamed_bytes=_streamed(folder / "sizes.json", engine, precision, paths),
-        made=tuple(missing),
         fast_graphs=fast,
     )
-
-
-def _fast_graphs(paths: dict[str, Path]) -> dict[str, Path]:
-    """The graphs that round activations, written beside the others where they are missing."""
-    from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
-
-    for folder in paths.values():
-        if not (folder / FAST_GRAPH).exists():
-            write_fast_graph(folder)
-    return {role: folder / FAST_GRAPH for role, folder in paths.items()}
 
 
 @dataclass(frozen=True)
@@ -156,8 +151,7 @@ def _streamed(file: Path, engine: str, precision: str, paths: dict[str, Path]) -
     """Bytes that a token reads of each file, measured once and kept beside the files."""
     known: dict[str, Any] = read_json(file) if file.exists() else {}
     if any(path.name not in known for path in paths.values()):
-        from edgespec_export.formats.export import ExportedFile
-        from edgespec_export.formats.sizes import streamed_bytes
+        from edgespec_export.formats.export import ExportedFile, streamed_bytes
 
         for role, path in paths.items():
             known[path.name] = streamed_bytes(ExportedFile(role, engine, precision, path))

@@ -10,6 +10,7 @@ import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -22,10 +23,12 @@ from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, note
+from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration
 from edgespec_runtime.bench.categories import Category, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue, that_fit
+from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
     PLAIN,
@@ -37,6 +40,7 @@ from edgespec_runtime.bench.report import (
     shown,
     speed_table,
     summarise,
+    summed,
     verdict,
 )
 from edgespec_runtime.bench.samples import samples_of
@@ -177,29 +181,27 @@ def ran(verb: str, given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def about(pair: Pair, given: dict[str, Any]) -> dict[str, Any]:
-    """What was run, where and when. `bundle`: the SHA-256 of its manifest, which names every file's."""
-    assert pair.manifest.folder is not None
-    return {
-        **ran("bench", given),
-        "target": pair.manifest.target.name,
-        "drafter": pair.manifest.drafter.name,
-        "bundle": sha256_file(pair.manifest.folder / MANIFEST),
-        "engine_version": engine_version(pair.engine),
-    }
-
-
 def report(
     pair: Pair,
+    given: dict[str, Any],
     options: Options,
     runs: Sequence[Run],
     summaries: Sequence[Summary],
     asked: Asked,
     rows: Sequence[Category],
 ) -> dict[str, Any]:
-    """Everything but `about`, for --json: raw counts of every run first, what is derived from them and a few replies after."""
+    """Everything, for --json: what was run, raw counts of every run, what is derived from them and a few replies.
+
+    `bundle` is the SHA-256 of its manifest, which names every file's.
+    """
+    assert pair.manifest.folder is not None
     drafting = DecodingOptions(**shared_of(options), draft_length=fastest_fixed(summaries).draft_length)
     found = {
+        **ran("bench", given),
+        "target": pair.manifest.target.name,
+        "drafter": pair.manifest.drafter.name,
+        "bundle": sha256_file(pair.manifest.folder / MANIFEST),
+        "engine_version": engine_version(pair.engine),
         "engine": pair.engine,
         "precision": pair.precision,
         "threads": options.threads or default_threads(),
@@ -263,21 +265,18 @@ def run(given: dict[str, Any]) -> int:
         )
     questions = read_suite(options.suite) if options.suite else []
     if options.plot:
-        from edgespec.core.pictures import require_matplotlib
-
         require_matplotlib()
-    pair = open_pair(Path(options.bundle), options, options.needs_model, manifest)
-    try:
+    with closing(open_pair(Path(options.bundle), options, options.needs_model, manifest)) as pair:
         asked = asked_of(pair, options, questions)
         runs: list[Run] = []
+        total = RawCounts()
         start = perf_counter()
         with progress("bench", len(asked.dialogues), "prompts") as bar:
             for group, planned in runs_of(pair, asked.dialogues, options, asked.least):
                 runs += group
-                tokens, seconds = (
-                    sum(getattr(run.counts, of) for run in runs) for of in ("emitted", "total_seconds")
-                )
-                bar.set_postfix_str(f"{count(tokens / max(seconds, 1e-9))} tok/s", refresh=False)
+                total.add(summed(run.counts for run in group))
+                rate = total.emitted / max(total.total_seconds, 1e-9)
+                bar.set_postfix_str(f"{count(rate)} tok/s", refresh=False)
                 bar.total = planned
                 bar.update(1)
         seconds = perf_counter() - start
@@ -288,24 +287,18 @@ def run(given: dict[str, Any]) -> int:
             rows = asked.by_category(runs, summaries)
             _print_suite(options, summaries, asked, rows, seconds)
         print(verdict(summaries))
-        found = report(pair, options, runs, summaries, asked, rows)
-        give(options.json, about(pair, given) | found)
+        give(options.json, report(pair, given, options, runs, summaries, asked, rows))
         if options.plot:
-            from edgespec_runtime.bench.plot import plot_bench
-
             title = f"{pair.manifest.target.name} on {pair.engine} {pair.precision}"
             plot_bench(Path(options.plot), summaries, title)
             note(f"wrote {options.plot}")
         if missed := shortfalls(summaries, options.min_speedup, options.min_tau):
             raise CheckFailed(" ".join(missed))
-        return 0
-    finally:
-        pair.close()
+    return 0
 
 
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
     prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
-    greedy = options.temperature == 0
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
     print(f"{names}, {pair.engine} {pair.precision}, {options.threads or default_threads()} threads")
     print(
@@ -316,7 +309,7 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
     print(cost_table(summaries, markdown=options.markdown), end="\n\n")
     if caution := pair.measured_exactness().caution():
         print(caution)
-    if greedy:
+    if options.temperature == 0:
         same = min(summary.identical for summary in summaries)
         print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")
 

@@ -86,31 +86,35 @@ def summed(counts: Iterable[RawCounts]) -> RawCounts:
     return total
 
 
-class _Prompt:
-    """All runs of one prompt, by draft length; the median over repeats and turns of anything."""
+class _Runs:
+    """All runs, by prompt and draft length: lists of one number for each prompt, medians over its repeats and turns."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs: dict[int, list[Run]] = {}
+        self._runs: dict[int, dict[int, list[Run]]] = {}
         for run in runs:
-            self._runs.setdefault(run.draft_length, []).append(run)
+            self._runs.setdefault(run.prompt, {}).setdefault(run.draft_length, []).append(run)
 
-    def of(self, length: int, value: Callable[[Run], float]) -> float:
-        return median([value(run) for run in self._runs[length]])
+    def of(self, length: int, value: Callable[[Run], float]) -> list[float]:
+        return [median([value(run) for run in own[length]]) for own in self._runs.values()]
 
-    def ratio(self, length: int, value: Callable[[Run], float], unit: Callable[[Run], float]) -> float:
+    def ratios(self, length: int, value: Callable[[Run], float], unit: Callable[[Run], float]) -> list[float]:
         """`value` in units of `unit` of the plain run."""
-        return self.of(length, value) / self.of(PLAIN, unit)
+        return [mine / its for mine, its in zip(self.of(length, value), self.of(PLAIN, unit), strict=True)]
 
-    def is_identical(self, length: int) -> bool:
-        return all(
-            run.reply == plain.reply
-            for run in self._runs[length]
-            for plain in self._runs[PLAIN]
-            if run.turn == plain.turn
+    def counts(self, length: int) -> list[RawCounts]:
+        return [summed(run.counts for run in own[length]) for own in self._runs.values()]
+
+    def identical(self, length: int) -> int:
+        """Prompts whose replies are the plain ones, turn by turn."""
+        return sum(
+            all(
+                run.reply == plain.reply
+                for run in own[length]
+                for plain in own[PLAIN]
+                if run.turn == plain.turn
+            )
+            for own in self._runs.values()
         )
-
-    def summed(self, length: int) -> RawCounts:
-        return summed(run.counts for run in self._runs[length])
 
 
 _rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
@@ -129,21 +133,11 @@ def _draft_step_seconds(run: Run) -> float:
     return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else 0.0
 
 
-def _draft_cost(length: int, prompts: Sequence[_Prompt]) -> float:
-    """c_t, of the prompts for which something was drafted: a chosen draft length can leave most of them plain. 0 for none."""
-    drafted = [prompt for prompt in prompts if prompt.summed(length).drafted]
-    return median([prompt.ratio(length, _draft_step_seconds, _pass_seconds) for prompt in drafted] or [0.0])
-
-
 def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summary]:
     """Summaries by ascending draft length, plain first, chosen ones last. Every prompt must have every draft length."""
-    grouped: dict[int, list[Run]] = {}
-    for run in runs:
-        grouped.setdefault(run.prompt, []).append(run)
-    prompts = [_Prompt(group) for group in grouped.values()]
-
+    grouped = _Runs(runs)
     lengths = sorted({run.draft_length for run in runs}, key=lambda length: (length == AUTO, length))
-    found = {length: [prompt.summed(length) for prompt in prompts] for length in lengths}
+    found = {length: grouped.counts(length) for length in lengths}
     fixed = [length for length in lengths if length != AUTO]
     fastest = found[max(fixed, key=lambda length: _rate_over_all(found[length]))]
     rate, first = attrgetter("counts.token_rate"), attrgetter("first_token_seconds")
@@ -153,23 +147,24 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
         total = summed(counts)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
         mean = total.mean_draft_length if length == AUTO else float(length)
+        steps = grouped.ratios(length, _draft_step_seconds, _pass_seconds)
+        # a chosen draft length can leave most prompts plain, which tell nothing of a drafter step
+        drafted = [step for step, own in zip(steps, counts, strict=True) if own.drafted]
         summaries.append(
             Summary(
                 draft_length=length,
                 mean_draft_length=mean,
-                token_rate=bootstrap([prompt.of(length, rate) for prompt in prompts], median),
-                first_token_seconds=median([prompt.of(length, first) for prompt in prompts]),
-                step_seconds=median([prompt.of(length, _pass_seconds) for prompt in prompts]),
-                speedup=bootstrap([prompt.ratio(length, rate, rate) for prompt in prompts], median),
+                token_rate=bootstrap(grouped.of(length, rate), median),
+                first_token_seconds=median(grouped.of(length, first)),
+                step_seconds=median(grouped.of(length, _pass_seconds)),
+                speedup=bootstrap(grouped.ratios(length, rate, rate), median),
                 of_fastest=bootstrap(list(zip(counts, fastest, strict=True)), _ratio_over_all),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
                 mbsu={name: mbsu(efficiency[0], total.computed(mean), c) for name, c in cost_ratios.items()},
-                draft_cost=_draft_cost(length, prompts),
-                verify_cost=median(
-                    [prompt.ratio(length, _pass_seconds, _pass_seconds) for prompt in prompts]
-                ),
-                identical=sum(prompt.is_identical(length) for prompt in prompts),
+                draft_cost=median(drafted or [0.0]),
+                verify_cost=median(grouped.ratios(length, _pass_seconds, _pass_seconds)),
+                identical=grouped.identical(length),
             )
         )
     return summaries
@@ -258,27 +253,21 @@ def verdict(summaries: Sequence[Summary]) -> str:
             f" At {best.name} it is {interval(*best.speedup)}x. Over all tokens the chosen γ has {interval(*chosen.of_fastest)} "
             f"of the rate of {fastest.name}, the fastest in hindsight."
         )
+    block = (best.block_efficiency[0], best.draft_length, best.draft_cost, best.verify_cost)
+    sums = _block_sums(*block)
     if low > 1.0:
         return f"Speculation pays here: {measured}.{beside}"
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
-        return f"Speculation makes no clear difference here: {measured}; {unclear} ({_sums(best)}).{beside}"
-    return f"Speculation does not pay here: {measured}. {_cause(best)}{beside}"
+        return f"Speculation makes no clear difference here: {measured}; {unclear} ({sums}).{beside}"
+    cause = block_cause(best.acceptance_rate, *block)
+    if best.predicted > 1.0:
+        passes = f"The models' passes alone would give {best.predicted:.2f}x"
+        cause = f"{passes}, but sampling and the loop take the rest ({sums})."
+    return f"Speculation does not pay here: {measured}. {cause}{beside}"
 
 
-def _sums(s: Summary) -> str:
-    return block_sums(s.block_efficiency[0], s.draft_length, s.draft_cost, s.verify_cost)
-
-
-def _cause(s: Summary) -> str:
-    """What is most in the way of a measured draft length."""
-    if s.predicted > 1.0:
-        return f"The models' passes alone would give {s.predicted:.2f}x, but sampling and the loop take the rest ({_sums(s)})."
-    efficiency = s.block_efficiency[0]
-    return block_cause(s.acceptance_rate, efficiency, s.draft_length, s.draft_cost, s.verify_cost)
-
-
-def block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
+def _block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
     """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
     drafting = draft_length * draft_cost
     steps = f"{drafting:.2f} for {draft_length} drafter step{'s' * (draft_length > 1)}"
@@ -292,7 +281,7 @@ def block_cause(
     acceptance_rate: float, efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
 ) -> str:
     """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
-    sums = block_sums(efficiency, draft_length, draft_cost, verify_cost)
+    sums = _block_sums(efficiency, draft_length, draft_cost, verify_cost)
     drafting, verifying = draft_length * draft_cost, verify_cost - 1.0
     attainable = predicted_block_efficiency(GOOD_ACCEPTANCE, draft_length)
     if acceptance_rate < GOOD_ACCEPTANCE and attainable > drafting + verify_cost:

@@ -7,6 +7,7 @@ given acceptance rate α, since random weights agree on nothing. Knows no file f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.core.manifest import ROLES
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import give
@@ -80,8 +82,7 @@ OWN = frozenset(one.name for one in fields(Options)) - frozenset(one.name for on
 class SyntheticPair:
     """Files of random weights. `shapes`, `paths`, `streamed_bytes` (read for one token): by role, target and drafter.
 
-    `made`: the roles whose files were written just now. `fast_graphs`: by role, the graph in its folder that rounds activations;
-    empty where the precision has none.
+    `fast_graphs`: by role, the graph in its folder that rounds activations; empty where the precision has none.
     """
 
     name: str
@@ -90,7 +91,6 @@ class SyntheticPair:
     shapes: Mapping[str, ModelShape]
     paths: Mapping[str, Path]
     streamed_bytes: Mapping[str, int]
-    made: tuple[str, ...] = ()
     fast_graphs: Mapping[str, Path] = field(default_factory=dict)
 
     @property
@@ -201,11 +201,12 @@ def measure(
             f"prompt, reply and draft take {needed} tokens, the context is {context} and the model's {longest}; give fewer "
             "--prompt-tokens and --max-new-tokens, or another --context"
         )
-    engines: dict[str, TimedEngine] = {}
-    try:
-        for role in pair.paths:
-            engines[role] = TimedEngine(_load(pair, role, options, context, threads))
-        target, draft = (CachedEngine(engines[role]) for role in ("target", "drafter"))
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(closing(TimedEngine(_load(pair, role, options, context, threads))))
+            for role in ROLES
+        ]
+        target, draft = map(CachedEngine, engines)
         how = CalibrateOptions(options.seconds, (options.prompt_tokens + options.max_new_tokens // 2,))
         costs = calibrate(target, draft, how, min(options.max_draft_length + 1, LONGEST_PASS))
         if options.mode == EXACT and free_share(threads) >= BUSY:  # beside other programs it would be wrong
@@ -219,10 +220,11 @@ def measure(
                 context_length=context,
             )
             store_costs(subject, costs, options.seconds)
+        traces: list[Trace] = [*((alpha,) for alpha in options.alphas), options.alphas_by_position]
+        arms = [Arm(trace, length) for trace in filter(None, traces) for length in lengths]
         for temperature in temperatures:
-            arms: list[Arm] = [Arm(trace, length) for trace in _traces(options) for length in lengths]
             at = replace(options, temperature=temperature)
-            runs = _rounds(pair, target, draft, at, costs, arms, tuple(engines.values()))
+            runs = _rounds(pair, target, draft, at, costs, arms, engines)
             yield Section(
                 name=pair.name,
                 engine=pair.engine,
@@ -236,9 +238,6 @@ def measure(
                 costs=costs,
                 runs=tuple(runs),
             )
-    finally:
-        for engine in engines.values():
-            engine.close()
 
 
 def _load(pair: SyntheticPair, role: str, options: Options, context: int, threads: int) -> Engine:
@@ -249,11 +248,6 @@ def _load(pair: SyntheticPair, role: str, options: Options, context: int, thread
     graph = pair.fast_graphs.get(role) if fast or role == "drafter" else None
     own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW[role] else threads
     return load_engine(pair.engine, pair.paths[role], context, own, flash_attention, graph)
-
-
-def _traces(options: Options) -> list[Trace]:
-    traces: list[Trace] = [(alpha,) for alpha in options.alphas]
-    return [*traces, options.alphas_by_position] if options.alphas_by_position else traces
 
 
 def _schedule(arm: Arm, costs: Costs, longest: int) -> Adaptive | Fixed:

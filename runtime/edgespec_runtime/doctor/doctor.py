@@ -6,6 +6,7 @@ The costs of the chosen engine and precision are kept for `chat`; other ways to 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def examine(options: Options) -> Findings:
     notes: list[str] = []
     pair = open_pair(Path(options.bundle), options)  # before the progress bar: a refusal is one line
     with progress("doctor", 4, "parts") as bar:
-        try:
+        with closing(pair):
             bar.set_postfix_str("passes of each length")
             bandwidth = read_bandwidth(pair.threads)
             how = CalibrateOptions(CHOSEN * options.seconds, options.contexts)
@@ -92,8 +93,6 @@ def examine(options: Options) -> Findings:
             notes += border_note(pair)
             chosen = _variant(pair, costs, prompts, EXACTNESS * options.seconds / 2)
             bar.update(1)
-        finally:
-            pair.close()
         bar.set_postfix_str("other engines and precisions")
         others = _others(pair, chosen, options, prompts, notes)
         bar.update(1)
@@ -168,7 +167,7 @@ def _others(
             ways += [replace(way, flash_attention=on) for on in (False, True)]
         if pair.manifest.fast_graph("target", engine, precision) is not None:
             ways += [replace(way, mode=EXACT), replace(way, mode=FAST)]
-    found: dict[tuple[str, str, bool | None, bool], Variant] = {}
+    found: list[Variant] = []
     seen = {(chosen.engine, chosen.precision, chosen.flash_attention, chosen.fast_graph)}
     how = CalibrateOptions(OTHERS * options.seconds / max(1, len(ways)), (chosen.context,))
     for way in ways:
@@ -182,15 +181,13 @@ def _others(
             if note not in notes:
                 notes.append(note)
             continue
-        try:
+        with closing(other):
             key = (other.engine, other.precision, other.flash_attention, other.fast_graph)
             if key not in seen:
                 seen.add(key)
                 costs = calibrate(other.target, other.draft, how)
-                found[key] = _variant(other, costs, prompts, EXACTNESS * options.seconds / 2 / len(ways))
-        finally:
-            other.close()
-    return tuple(found.values())
+                found.append(_variant(other, costs, prompts, EXACTNESS * options.seconds / 2 / len(ways)))
+    return tuple(found)
 
 
 def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
@@ -204,11 +201,9 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
     how_loaded = replace(options, mode=pair.mode)  # the bundle's own where none was asked for
 
     def measured(role: str, threads: int, longest: int) -> Costs:
-        engine = load_model(pair.manifest, role, pair.engine, pair.precision, how_loaded, threads)
-        try:
+        model = load_model(pair.manifest, role, pair.engine, pair.precision, how_loaded, threads)
+        with closing(model) as engine:
             return calibrate(CachedEngine(engine), None, how, longest)
-        finally:
-            engine.close()
 
     for threads in tried:
         target, step = measured("target", threads, 4), None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,12 +19,12 @@ from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
 from edgespec.core.manifest import HEAD
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob, note
+from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, ran
 from edgespec_runtime.bench.report import PLAIN, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
-from edgespec_runtime.doctor.quality import common_prefix, exact_match, final_number, rouge_2
 from edgespec_runtime.engines.device import engine_version, free_share
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
@@ -33,6 +34,8 @@ from edgespec_runtime.rules.table import RULES
 from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import Message
 from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm, arms_of
+from edgespec_runtime.tradeoff.plot import plot_tradeoff
+from edgespec_runtime.tradeoff.quality import common_prefix, exact_match, final_number, rouge_2
 from edgespec_runtime.tradeoff.report import (
     AGREEMENT,
     EXACT_MATCH,
@@ -158,7 +161,7 @@ class Answers:
         """
         options = self._options
         how = DecodingOptions(
-            **{field.name: getattr(options, field.name) for field in fields(Warp)},
+            **asdict(Warp.of(options)),
             max_new_tokens=min(options.max_new_tokens, self._limit - len(ids)),
             seed=options.seed + place[0] * options.repeats + place[1],
             draft_length=options.draft_length,
@@ -172,10 +175,8 @@ class Answers:
     def scored(self, prompt: Prompt, ids: Sequence[int], runs: Sequence[tuple[Arm, Run]]) -> list[Trial]:
         """Score the runs of one prompt; a reply that came out more than once is scored once."""
         own = next(run.reply for arm, run in runs if arm == LARGE)
-        known: dict[tuple[int, ...], dict[str, float]] = {}
-        for _, run in runs:
-            if run.reply not in known:
-                known[run.reply] = self._scores(prompt, ids, run.reply, own)
+        replies = dict.fromkeys(run.reply for _, run in runs)
+        known = {reply: self._scores(prompt, ids, reply, own) for reply in replies}
         return [Trial(arm.name, run, known[run.reply]) for arm, run in runs]
 
     def _scores(
@@ -196,14 +197,10 @@ class Answers:
 def mean_log_probability(model: CachedEngine, prompt: Sequence[int], reply: Sequence[int]) -> float:
     """Mean over the reply's tokens of log p, p at temperature 1 with nothing cut off (nats): it is finite for any reply."""
     model.prefill(prompt[:-1])
-    read = [prompt[-1], *reply[:-1]]
-    size, total = model.engine.block_length, 0.0
-    for start in range(0, len(read), size):
-        for logits, token in zip(
-            model.forward(read[start : start + size]), reply[start : start + size], strict=True
-        ):
-            total += float(logits[token]) - log_total(logits)
-    return total / len(reply)
+    rows = model.read_rows([prompt[-1], *reply[:-1]])
+    return sum(float(row[token]) - log_total(row) for row, token in zip(rows, reply, strict=True)) / len(
+        reply
+    )
 
 
 def trials_of(
@@ -245,8 +242,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
     prompts = (
         prompts_of(Path(options.prompts), options.metric, options.max_prompts) if options.prompts else []
     )
-    pair = open_pair(Path(options.bundle), options)
-    try:
+    with closing(open_pair(Path(options.bundle), options)) as pair:
         if pair.manifest.drafter.kind == HEAD:
             raise InputError(
                 f"the drafter of {options.bundle} is a head, which cannot write alone, and tradeoff compares both models; give a "
@@ -267,9 +263,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
             "block_against_single_steps": str(pair.measured_exactness()),
             "options": to_mapping(options),
         }
-        return Study(about, tuple(arms), tuple(trials))
-    finally:
-        pair.close()
+    return Study(about, tuple(arms), tuple(trials))
 
 
 def run(given: dict[str, Any]) -> int:
@@ -279,19 +273,17 @@ def run(given: dict[str, Any]) -> int:
     if options.render and options.json:
         raise InputError("--json writes what is measured, and --render reads what was; leave one of them out")
     if options.plot:
-        from edgespec.core.pictures import require_matplotlib
-
         require_matplotlib()
     if options.render:
         studies = [from_json(read_json(Path(name)), name) for name in options.render]
     else:
         studies = [study_of(given, options)]
     found = [(study, summarise(study)) for study in studies]
-    for study, summaries in found:
-        print(text(study, summaries), end="\n\n", flush=True)
+    for one in found:
+        print(text(*one), end="\n\n", flush=True)
     if options.json:
-        one = as_json(*found[0])
-        give(options.json, one, compact_json(one))
+        measured = as_json(*found[0])
+        give(options.json, measured, compact_json(measured))
     _write(options, found)
     return 0
 
@@ -300,8 +292,6 @@ def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> No
     """Pictures, and the page that links them."""
     pictures = [""] * len(found)
     if options.plot:
-        from edgespec_runtime.tradeoff.plot import plot_tradeoff
-
         for place, (study, summaries) in enumerate(found):
             picture = Path(options.plot)
             if options.render and len(found) > 1:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, hub_id, licence_of, plain, rates_of
-from edgespec_export.other_engines.other_engines import Elsewhere
+from edgespec_export.bundle.card import MAX_TEXT, Card, CardFile, licence_of, plain, rates_of
+from edgespec_export.bundle.card_engines import hub_id
 from edgespec_export.verify.exported_pair import DRAFTER, FLOAT_PAIR, PairRun, Trial, as_json
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from edgespec.core.manifest import BundleModel
+from edgespec.core.manifest import ROLES, BundleFile, BundleModel, Manifest
 
 EVIL = (
     "x\n---\nlicense: mit\n# <script>alert(1)</script> [a](javascript:b) ![i](http://e/t.png) | `rm -rf` *b*"
@@ -50,22 +50,34 @@ EVALUATION = {
 
 def model(name: str, source: str = "someone/tiny@abc", context: int = 256) -> BundleModel:
     role = "drafter" if name.endswith("drafter") else "target"
-    files = {"llama.cpp": {"q8_0": f"{role}/gguf/{role}-q8_0.gguf"}}
+    onnx = {precision: f"{role}/onnx-{precision}" for precision in ("fp32", "int4")}
+    files = {"llama.cpp": {"q8_0": f"{role}/gguf/{role}-q8_0.gguf"}, "onnxruntime": onnx}
     return BundleModel(name, source, {"context_length": context}, 3_000_000, files)
 
 
-CARD = Card(
+SETTINGS = [f"{role}/onnx-{name}/genai_config.json" for role in ROLES for name in ("fp32", "int4")]
+FILES = ["genai_config.json", *SETTINGS, "drafter/checkpoint/config.json"]
+MANIFEST = Manifest(
+    pair={},
     target=model("tiny"),
     drafter=model("tiny-drafter", context=128),
-    files=[CardFile("target/onnx-fp32", 3 * 2**20, 2**20)],
-    cost_ratio=0.0218,
     default={"engine": "onnxruntime", "precision": "fp32", "reason": "it is small"},
-    elsewhere=Elsewhere("fp32", True),
-    onnx=("fp32", "int4"),
-    gguf="q8_0",
+    cost_ratio={"parameters": 0.0218},
+    metrics={},
+    provenance={},
+    files=dict.fromkeys(FILES, BundleFile("", 0)),
+)
+CARD = Card(
+    MANIFEST,
+    files=[CardFile("target/onnx-fp32", 3 * 2**20, 2**20)],
     evaluation=EVALUATION,
+    verification={},
     licence="Apache-2.0",
 )
+
+
+def with_manifest(**change: Any) -> Card:
+    return replace(CARD, manifest=replace(MANIFEST, **change))
 
 
 def front_matter(text: str) -> tuple[dict[str, Any], str]:
@@ -86,7 +98,7 @@ def test_what_quantising_cost_is_shown() -> None:
     )
     trials = (Trial(10, 27, 30, 17, 30, 17.0),) * 12
     worse = replace(base, precision="q8_0", cause=DRAFTER, drafter="q8_0", trials=trials)
-    text = replace(CARD, acceptance=as_json([base, worse])).text()
+    text = replace(CARD, verification={"acceptance": as_json([base, worse])}).text()
     assert "12 held-out prompts, γ = 3" in text
     assert row(text, f"llama.cpp q8_0: {DRAFTER}")[1:3] == ["0", "2.70 [2.70, 2.70]"]
     assert "-0.100 [-0.100, -0.100]" in text
@@ -107,7 +119,7 @@ def test_front_matter() -> None:
 
 @pytest.mark.parametrize("licence", [EVIL, "No: such, 'licence'\x07 {", "#", "- a"])
 def test_strangers_cannot_break_the_front_matter(licence: str) -> None:
-    card = replace(CARD, target=model(EVIL, EVIL), licence=licence)
+    card = replace(with_manifest(target=model(EVIL, EVIL)), licence=licence)
     fields, body = front_matter(card.text())
     assert set(fields) == {"library_name", "pipeline_tag", "license", "license_name", "tags"}
     assert fields["license"] == "other"
@@ -177,17 +189,18 @@ def test_commands() -> None:
     assert "    vllm serve someone/tiny --config elsewhere/vllm.yaml\n" in text
     assert '    drafter = AutoModelForCausalLM.from_pretrained("drafter/checkpoint")\n' in text
     assert '# int4: config = og.Config(".")' in text
-    local = replace(CARD, target=model("tiny", "local folder")).text()
+    local = with_manifest(target=model("tiny", "local folder")).text()
     assert "vllm serve TARGET --config" in local
     assert "base_model" not in local
-    bare = replace(CARD, gguf=None, elsewhere=Elsewhere(), onnx=()).text()
+    bare = with_manifest(target=replace(MANIFEST.target, files={}), files={}).text()
     assert "no files that another engine reads as a pair" in bare
     assert "llama-server" not in bare
     assert "gguf" not in front_matter(bare)[0]["tags"]
 
 
 def test_a_drafter_with_its_own_tokens_is_offered_to_nobody() -> None:
-    text = replace(CARD, subset=Vocabulary(512, np.arange(0, 512, 2)), elsewhere=Elsewhere()).text()
+    own = with_manifest(drafter=replace(MANIFEST.drafter, vocabulary="drafter/vocabulary.json"))
+    text = replace(own, subset=Vocabulary(512, np.arange(0, 512, 2))).text()
     assert "knows 256 of the target's 512 tokens" in text
     assert "do not pair with them there" in text
     assert "llama-server" not in text

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from edgespec_export.bundle import draft_side
-from edgespec_export.bundle.draft_side import DRAFT_SIDE, as_rows, choose_drafters, draft_table
+from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters, draft_table
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.exported_pair import PairRun, Trial, as_json
 from edgespec_runtime.chooser.pass_costs import Costs
@@ -69,7 +69,7 @@ def test_the_drafter_that_promises_more_tokens_a_second_is_taken(
     assert clock == [("int4", "int4"), ("int4", "fp32")]
     assert [one.drafter for one in candidates if one.chosen] == [taken]
     assert {one.drafter: one.alpha for one in candidates} == pytest.approx({"int4": own, "fp32": floats})
-    shown = draft_table([*as_rows(candidates), {"engine": 7}])
+    shown = draft_table([*map(asdict, candidates), {"engine": 7}])
     assert shown.count("taken") == 1
     assert len(shown.splitlines()) == 4
 

@@ -72,18 +72,14 @@ def test_every_precision_holds_its_bounds(families: dict[str, Path], exported: P
             assert 1e-3 < check.weights_relative < 2e-2
 
 
-def swap_gate_and_up(tensors: dict[str, object]) -> None:
-    gate, up = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
-    tensors[gate], tensors[up] = tensors[up], tensors[gate]
-
-
 @pytest.mark.parametrize("damage", ["gate and up swapped", "RoPE base doubled", "epsilon"])
 def test_a_damaged_export_is_caught(families: dict[str, Path], tmp_path: Path, damage: str) -> None:
     source = shutil.copytree(families["llama"], tmp_path / "damaged")
     config = read_json(source / "config.json")
     if damage == "gate and up swapped":
         tensors = load_file(source / "model.safetensors")
-        swap_gate_and_up(tensors)
+        gate, up = "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     elif damage == "epsilon":
         config["rms_norm_eps"] = 1e-2
@@ -115,12 +111,10 @@ def test_a_bundle_opens_on_both_engines_and_speculates(bundle: Path, engine: str
         usual.close()
 
 
-def test_context_is_bounded_by_the_cache(bundle: Path) -> None:
-    pair = open_pair(bundle, LoadOptions(engine="static", precision="fp32", threads=1, context=40))
-    assert pair.target.engine.context_length == 40
-    pair.close()
-    pair = open_pair(bundle, LoadOptions(engine="static", precision="fp32", threads=1, context=4000))
-    assert pair.target.engine.context_length == 128
+@pytest.mark.parametrize(("asked", "seen"), [(40, 40), (4000, 128)])
+def test_context_is_bounded_by_the_cache(bundle: Path, asked: int, seen: int) -> None:
+    pair = open_pair(bundle, LoadOptions(engine="static", precision="fp32", threads=1, context=asked))
+    assert pair.target.engine.context_length == seen
     pair.close()
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
-from edgespec_export.formats.export import ExportedFile, export_pair
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_export.verify.readback import gguf_field
 from edgespec_recipes.models.loading import load_model, save_model
 from edgespec_recipes.models.vocabulary import choose_vocabulary, restrict
@@ -55,6 +54,15 @@ def write(
     )
 
 
+def check_pairs(bundle: Path) -> None:
+    """Every pair opens, and both models speak the target's tokens."""
+    for engine, precision in open_manifest(bundle).pairs():
+        pair = open_pair(bundle, LoadOptions(engine=engine, precision=precision))
+        assert pair.draft is not None
+        assert pair.target.engine.vocab_size == pair.draft.engine.vocab_size == 512
+        pair.close()
+
+
 @pytest.mark.llamacpp
 def test_a_bundle_is_whole_and_runs(made: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "bundle"
@@ -83,11 +91,7 @@ def test_a_bundle_is_whole_and_runs(made: dict[str, Path], tmp_path: Path) -> No
     assert "-md drafter/gguf/drafter-q8_0.gguf" in card
     text = "".join(path.read_text() for path in (out / "README.md", out / "manifest.json"))
     assert str(tmp_path) not in text  # nothing of this machine
-    for engine, precision in manifest.pairs():
-        pair = open_pair(out, LoadOptions(engine=engine, precision=precision))
-        assert pair.draft is not None
-        assert pair.target.engine.vocab_size == pair.draft.engine.vocab_size == 512
-        pair.close()
+    check_pairs(out)
 
 
 def test_streamed_bytes_are_those_of_the_file(made: dict[str, Path], tmp_path: Path) -> None:
@@ -101,11 +105,9 @@ def test_streamed_bytes_are_those_of_the_file(made: dict[str, Path], tmp_path: P
         tensors = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(file).tensors}
         skipped = 511 * 64 * 2 if role == "target" else 0  # F16 rows of 64
         assert streamed_bytes(ExportedFile(role, "llama.cpp", "f16", file)) == sum(tensors.values()) - skipped
-        floats = streamed_bytes(
-            ExportedFile(role, "onnxruntime", "fp32", made["export"] / role / "onnx-fp32")
-        )
-        packed = streamed_bytes(
-            ExportedFile(role, "onnxruntime", "int4", made["export"] / role / "onnx-int4")
+        floats, packed = (
+            streamed_bytes(ExportedFile(role, "onnxruntime", name, made["export"] / role / f"onnx-{name}"))
+            for name in ("fp32", "int4")
         )
         assert packed < 0.2 * floats
 
@@ -172,11 +174,7 @@ def test_a_drafter_with_a_vocabulary_of_its_own(subset: dict[str, Path], tmp_pat
     assert "knows 257 of the target's 512 tokens" in card
     assert "do not pair with them there" in card
     assert "llama-server" not in card  # plain llama.cpp cannot run this pair
-    for engine, precision in manifest.pairs():
-        pair = open_pair(out, LoadOptions(engine=engine, precision=precision))
-        assert pair.draft is not None
-        assert pair.target.engine.vocab_size == pair.draft.engine.vocab_size == 512
-        pair.close()
+    check_pairs(out)
     write(tmp_path / "onnx", subset, ExportOptions(gguf=()))
     assert "llama.cpp" not in (tmp_path / "onnx" / "README.md").read_text()
 

@@ -23,17 +23,8 @@ WHO = ["Lily", "Tim", "Ben", "Tom", "Sue", "Max", "Mia", "Anna", "Jack", "Sam", 
 WHO += ["fish", "boy", "girl", "bear"]
 CHATS = ("I am looking for a {}.", "Can you book a {} for two people?", "Is there a {} in the north?")
 WHAT = ["cheap hotel", "train to Cambridge", "taxi", "restaurant", "museum", "guesthouse", "table", "room"]
-WHAT += [
-    "swimming pool",
-    "college",
-    "theatre",
-    "park",
-    "bus",
-    "train on Friday",
-    "pizza place",
-    "doctor",
-    "cinema",
-]
+WHAT += ["swimming pool", "college", "theatre", "park", "bus", "train on Friday", "pizza place", "doctor"]
+WHAT += ["cinema"]
 
 
 def prompts_of(folder: Path) -> list[list[int]]:

@@ -9,8 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from edgespec_export.formats.export import ExportedFile
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference

@@ -8,10 +8,20 @@ import json
 import shutil
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from edgespec_export.other_engines.check import HEADERS, Ours, same_text
+from edgespec_export.other_engines.check import (
+    BINARY,
+    HEADERS,
+    TRANSFORMERS,
+    Options,
+    Ours,
+    compare,
+    open_other,
+    same_text,
+)
 from edgespec_export.other_engines.engines import Answer, until_stop
 from edgespec_export.other_engines.llamacpp import (
     LlamaServer,
@@ -43,17 +53,8 @@ def test_three_engines_agree_with_edgespec(
 ) -> None:
     counts = tmp_path / "counts.json"
     target = both.parent / "target"
-    command = [
-        "other-engines",
-        str(both),
-        "--target",
-        str(target),
-        "--max-new-tokens",
-        "12",
-        "--json",
-        str(counts),
-    ]
-    assert main(command) == 0
+    flags = ["--target", str(target), "--max-new-tokens", "12", "--json", str(counts)]
+    assert main(["other-engines", str(both), *flags]) == 0
     shown = capsys.readouterr().out
     assert [line.split()[0] for line in shown.splitlines()[2:]] == [
         *("onnxruntime-genai", "llama-cpp-python", "transformers"),
@@ -72,17 +73,8 @@ def test_three_engines_agree_with_edgespec(
 
 def test_another_text_is_exit_code_1(both: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_model_folder(tmp_path / "other", seed=9, context=128)
-    command = [
-        "other-engines",
-        str(both),
-        "--engines",
-        "transformers",
-        "--target",
-        str(other),
-        "--max-new-tokens",
-        "8",
-    ]
-    assert main(command) == 1
+    flags = ["--engines", "transformers", "--target", str(other), "--max-new-tokens", "8"]
+    assert main(["other-engines", str(both), *flags]) == 1
     assert "the greedy text is not edgespec's own in transformers (1 of 1)" in capsys.readouterr().err
 
 
@@ -113,6 +105,29 @@ def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "the bundle has no genai_config.json" in capsys.readouterr().err
 
 
+@pytest.mark.llamacpp
+def test_edgespec_runs_the_rule_of_the_engine_whatever_the_files(both: Path) -> None:
+    """transformers samples by min(1, p/q) too where edgespec has GGUF files alone to stand beside it."""
+    manifest = open_manifest(both)
+    target, drafter = (
+        replace(model, files={"llama.cpp": model.files["llama.cpp"]})
+        for model in (manifest.target, manifest.drafter)
+    )
+    folder = str(both.parent / "target")
+    options = Options(bundle=str(both), target=folder, prompts=1, max_new_tokens=4, temperature=1.0)
+    found = compare(TRANSFORMERS, both, replace(manifest, target=target, drafter=drafter), options)
+    assert (found.files, found.rule) == ("llama.cpp q8_0", "lossless")
+
+
+def test_a_program_in_the_home_folder(both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    program(tmp_path, "llama-server", "")
+    options = Options(bundle=str(both), llama_binary="~/llama-server")
+    engine = open_other(BINARY, both, open_manifest(both), options, STOPS, 64)
+    assert isinstance(engine, LlamaServer)
+    assert engine._command[0] == str(tmp_path / "llama-server")
+
+
 SIMPLE = """
     import json, pathlib, sys
     here = pathlib.Path(__file__).parent
@@ -132,7 +147,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-speculative-simple", SIMPLE)
     target, drafter = tmp_path / "t.gguf", tmp_path / "d.gguf"
     assert program_of(path) == "llama-speculative-simple"
-    with LlamaSpeculativeSimple(path, target, drafter, "q8_0", 256) as engine:
+    with LlamaSpeculativeSimple(path, target, drafter, 256) as engine:
         answer = engine.answer([1], "<|im_start|>user\\n\nHello\n", 24)
     assert answer == Answer(None, "<|im_start|>user\\n\nHello\na reply\n", 4, 12, 5)
     runs = json.loads((tmp_path / "runs.json").read_text())
@@ -160,7 +175,7 @@ def test_how_llama_speculative_simple_is_called(tmp_path: Path) -> None:
 def test_a_program_that_fails(tmp_path: Path, body: str, message: str) -> None:
     path = program(tmp_path, "llama-speculative-simple", body)
     with (
-        LlamaSpeculativeSimple(path, tmp_path, tmp_path, "q8_0", 64) as engine,
+        LlamaSpeculativeSimple(path, tmp_path, tmp_path, 64) as engine,
         pytest.raises(EdgespecError, match=message),
     ):
         engine.answer([1], "Hello", 4)
@@ -192,11 +207,10 @@ SERVER = """
 
 def test_how_llama_server_is_called(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", SERVER)
-    engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", "q8_0", 256, STOPS)
+    engine = LlamaServer(path, tmp_path / "t.gguf", tmp_path / "d.gguf", 256, STOPS)
     with engine:
         answer = engine.answer([1, 5], "Hello", 24)
         process = engine._process
-        assert process is not None
         assert process.poll() is None
     assert process.poll() is not None  # stopped with the object
     assert answer == Answer((7, 8), None, 2, 6, 1)
@@ -213,7 +227,7 @@ def test_how_llama_server_is_called(tmp_path: Path) -> None:
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     path = program(tmp_path, "llama-server", "import sys; sys.exit('failed to load the model')")
-    engine = LlamaServer(path, tmp_path, tmp_path, "q8_0", 64, STOPS)
+    engine = LlamaServer(path, tmp_path, tmp_path, 64, STOPS)
     with pytest.raises(EdgespecError, match=r"was not ready.*failed to load the model"):
         engine.__enter__()
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from edgespec_export.formats.export import ExportedFile
-from edgespec_export.formats.sizes import streamed_bytes
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx import to_onnx
 from edgespec_export.onnx.repeat import repeat_layers

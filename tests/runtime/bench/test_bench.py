@@ -26,7 +26,7 @@ from edgespec_runtime.bench.samples import parts_of
 from edgespec_runtime.bench.suite import of_chat
 from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.decoding.speed import metrics_of, shuffled
-from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
 from edgespec.cli import main
@@ -52,11 +52,15 @@ def known_run(
     return Run(prompt, 0, length, 10, 0.05, tuple(range(emitted)), counts)
 
 
+def plain_run(prompt: int, step: float = 0.010) -> Run:
+    return known_run(prompt, PLAIN, blocks=60, emitted=60, step=step)
+
+
 def bench(*, step: float, draft_step: float, blocks: int, length: int = 3) -> list[Summary]:
     """Four equal prompts of 60 tokens: plain passes of 10 ms against blocks of the given costs."""
     runs = []
     for prompt in range(4):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(plain_run(prompt))
         runs.append(known_run(prompt, length, blocks=blocks, emitted=60, step=step, draft_step=draft_step))
     return summarise(runs, {"parameters": 0.02, "bytes": 0.05})
 
@@ -83,8 +87,7 @@ def test_summary_of_known_counts() -> None:
 @pytest.mark.parametrize(("copied", "steps"), [(0, 3), (30, 1.5), (60, 0)])
 def test_copied_draft_tokens_cost_nothing_in_mbsu(copied: int, steps: float) -> None:
     """`copied` of 60 draft tokens a prompt; where all were, no drafter model was read: MBSU is τ."""
-    runs = [known_run(0, PLAIN, blocks=60, emitted=60, step=0.010)]
-    runs.append(known_run(0, 3, blocks=20, emitted=60, step=0.015))
+    runs = [plain_run(0), known_run(0, 3, blocks=20, emitted=60, step=0.015)]
     runs[1].counts.copied = copied
     _, drafted = summarise(runs, {"bytes": 0.05})
     assert drafted.mbsu == {"bytes": pytest.approx(3.0 / (1 + 0.05 * steps))}
@@ -95,7 +98,7 @@ def test_a_drafter_step_costs_what_it_costs_where_it_drafted() -> None:
     """Two of three prompts stayed plain: their zero is not the price of a step."""
     runs = []
     for prompt, draft in enumerate((3, 0, 0)):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.01))
+        runs.append(plain_run(prompt))
         run = known_run(prompt, draft, blocks=20 if draft else 60, emitted=60, step=0.01, draft_step=0.002)
         runs.append(replace(run, draft_length=AUTO))
     plain, chosen = summarise(runs, {"parameters": 0.1})
@@ -107,7 +110,7 @@ def test_ratios_are_taken_prompt_by_prompt() -> None:
     """One prompt is ten times slower for both: the ratio does not move, the rates do."""
     runs = []
     for prompt, slow in enumerate((1, 1, 10)):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.01 * slow))
+        runs.append(plain_run(prompt, 0.01 * slow))
         runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=0.015 * slow))
     plain, drafted = summarise(runs, {"parameters": 0.1})
     assert drafted.speedup == pytest.approx((2.0, 2.0, 2.0))
@@ -118,7 +121,7 @@ def test_the_fastest_in_hindsight_is_that_over_all_tokens() -> None:
     """γ = 3 is the faster one in two prompts of three, and takes 2 s for all 180 tokens where γ = 1 takes 1.5 s."""
     runs = []
     for prompt, (three, one, chosen) in enumerate([(20, 30, 25), (20, 30, 25), (160, 90, 110)]):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(plain_run(prompt))
         runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=0.01 * three / 20))
         runs.append(known_run(prompt, 1, blocks=30, emitted=60, step=0.01 * one / 30))
         runs.append(
@@ -164,7 +167,7 @@ def test_the_verdict_names_the_cause(costs: dict[str, float], words: str) -> Non
 def test_a_verdict_that_blames_the_loop() -> None:
     runs = []
     for prompt in range(4):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(plain_run(prompt))
         slow = known_run(prompt, 3, blocks=20, emitted=60, step=0.012, draft_step=0.001)
         slow.counts.total_seconds = 1.0
         runs.append(slow)
@@ -174,7 +177,7 @@ def test_a_verdict_that_blames_the_loop() -> None:
 def test_a_verdict_that_cannot_tell() -> None:
     runs = []
     for prompt, step in enumerate((0.01, 0.08, 0.01, 0.08)):
-        runs.append(known_run(prompt, PLAIN, blocks=60, emitted=60, step=0.010))
+        runs.append(plain_run(prompt))
         runs.append(known_run(prompt, 3, blocks=20, emitted=60, step=step, draft_step=0.001))
     said = verdict(summarise(runs, {"parameters": 0.1}))
     assert said.startswith("Speculation makes no clear difference here")
@@ -264,33 +267,26 @@ def test_the_plot_is_a_png_of_some_size(measured: Path) -> None:
     assert len(data) > 10_000
 
 
-def test_the_time_limit_holds_and_three_prompts_are_run_at_least(bundle: Path) -> None:
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()]
-        options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=0.0)
-        assert [(len(runs), planned) for runs, planned in runs_of(pair, prompts, options)] == [(2, 3)] * 3
-        once = replace(options, repeats=1, seconds=60.0)
-        assert len(list(runs_of(pair, prompts, once))) == len(prompts)
-    finally:
-        pair.close()
+SHORT = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=60.0)
 
 
-def test_time_that_is_left_goes_into_more_rounds_through_the_prompts(bundle: Path) -> None:
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()][:4]
-        options = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, seconds=60.0)
-        options = replace(options, temperature=1.0, seed=5)
-        groups = [runs for runs, _ in runs_of(pair, prompts, options)]
-        places = [(index, repeat) for repeat in range(MOST_REPEATS) for index in range(4)]
-        assert [(runs[0].prompt, runs[0].repeat) for runs in groups] == places
-        plain = [run.reply for runs in groups for run in runs if run.draft_length == PLAIN]
-        assert len(set(plain)) > len(prompts)  # every repeat has its own seed
-        (*_, (_, last)) = runs_of(pair, prompts, replace(options, repeats=2))
-        assert last == 8
-    finally:
-        pair.close()
+def test_the_time_limit_holds_and_three_prompts_are_run_at_least(pair: Pair) -> None:
+    prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()]
+    groups = runs_of(pair, prompts, replace(SHORT, seconds=0.0))
+    assert [(len(runs), planned) for runs, planned in groups] == [(2, 3)] * 3
+    assert len(list(runs_of(pair, prompts, replace(SHORT, repeats=1)))) == len(prompts)
+
+
+def test_time_that_is_left_goes_into_more_rounds_through_the_prompts(pair: Pair) -> None:
+    prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()][:4]
+    options = replace(SHORT, temperature=1.0, seed=5)
+    groups = [runs for runs, _ in runs_of(pair, prompts, options)]
+    places = [(index, repeat) for repeat in range(MOST_REPEATS) for index in range(4)]
+    assert [(runs[0].prompt, runs[0].repeat) for runs in groups] == places
+    plain = [run.reply for runs in groups for run in runs if run.draft_length == PLAIN]
+    assert len(set(plain)) > len(prompts)  # every repeat has its own seed
+    (*_, (_, last)) = runs_of(pair, prompts, replace(options, repeats=2))
+    assert last == 8
 
 
 def test_without_matplotlib_the_table_works_and_a_plot_says_what_to_install(

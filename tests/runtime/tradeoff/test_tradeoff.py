@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime.decoding.speed import shuffled
-from edgespec_runtime.doctor.quality import common_prefix, rouge_2
 from edgespec_runtime.engines.session import CachedEngine
-from edgespec_runtime.pair.bundle import LoadOptions, load_engine, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, load_engine, open_pair
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL
+from edgespec_runtime.tradeoff.quality import common_prefix, rouge_2
 from edgespec_runtime.tradeoff.tradeoff import Answers, Options, Prompt, mean_log_probability
 from toy_engine import ToyEngine, random_model
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_jsonl
+from edgespec.core.files import read_json, write_jsonl
 from edgespec.core.metrics import RawCounts
 
 
@@ -58,9 +59,14 @@ def measured(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def runs_of(file: Path) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = read_json(file)["runs"]
+    return runs
+
+
 def runs_by_arm(file: Path) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for run in json.loads(file.read_text())["runs"]:
+    for run in runs_of(file):
         found.setdefault(run["arm"], []).append(run)
     return {arm: sorted(runs, key=lambda run: run["prompt"]) for arm, runs in found.items()}
 
@@ -101,16 +107,12 @@ def test_raw_counts_are_kept_and_every_prompt_has_an_order_of_its_own(measured: 
         assert ran == shuffled(order, prompt)
 
 
-def test_sampled_replies_are_scored_under_the_target(measured: Path, bundle: Path) -> None:
+def test_sampled_replies_are_scored_under_the_target(measured: Path, pair: Pair) -> None:
     found = runs_by_arm(measured / "sampled.json")
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        chats = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
-        for run in found["AR-small"]:
-            wanted = mean_log_probability(pair.target, chats[run["prompt"]], run["reply"])
-            assert run["scores"]["agreement"] == pytest.approx(wanted, abs=1e-4)
-    finally:
-        pair.close()
+    chats = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()]
+    for run in found["AR-small"]:
+        wanted = mean_log_probability(pair.target, chats[run["prompt"]], run["reply"])
+        assert run["scores"]["agreement"] == pytest.approx(wanted, abs=1e-4)
     first, again = (run["reply"] for run in found["AR-large"][:2])
     assert (found["AR-large"][0]["prompt"], found["AR-large"][1]["prompt"]) == (0, 0)
     assert first != again  # each repeat has its own seed
@@ -153,19 +155,15 @@ def prompts_file(path: Path, references: list[Any]) -> Path:
     return path
 
 
-def test_scores_against_references(bundle: Path, tmp_path: Path) -> None:
+def test_scores_against_references(bundle: Path, pair: Pair, tmp_path: Path) -> None:
     file = prompts_file(tmp_path / "p.jsonl", ["so it is 1 2 3 #### 3", "the number is 7", "no 4 5 6"])
     flags = ["--prompts", str(file), "--metric", "rouge-2,exact-match", "--rules", "lossless"]
     assert main(["tradeoff", str(bundle), *SHORT, *flags, "--json", str(tmp_path / "t.json")]) == 0
-    pair = open_pair(bundle, LoadOptions())
     references = [json.loads(line)["reference"] for line in file.read_text().splitlines()]
-    try:
-        for run in json.loads((tmp_path / "t.json").read_text())["runs"]:
-            said = pair.tokenizer.decode(run["reply"])
-            assert run["scores"]["rouge-2"] == rouge_2(said, references[run["prompt"]])
-            assert run["scores"]["exact-match"] in (0.0, 1.0)
-    finally:
-        pair.close()
+    for run in runs_of(tmp_path / "t.json"):
+        said = pair.tokenizer.decode(run["reply"])
+        assert run["scores"]["rouge-2"] == rouge_2(said, references[run["prompt"]])
+        assert run["scores"]["exact-match"] in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -229,14 +227,12 @@ def test_a_prompt_too_long_for_the_pair(bundle: Path, capsys: pytest.CaptureFixt
     assert "load the bundle with a longer --context" in capsys.readouterr().err
 
 
-def test_a_reply_ends_where_the_context_does(bundle: Path, tmp_path: Path) -> None:
-    pair = open_pair(bundle, LoadOptions())
+def test_a_reply_ends_where_the_context_does(bundle: Path, pair: Pair, tmp_path: Path) -> None:
     longest = max(len(pair.tokenizer.encode_chat(chat)) for chat in pair.prompts())
-    pair.close()
     flags = ["--context", str(longest + 4), "--rules", "lossless,opt,token-cascade", "--alphas", "0.5"]
     found = ["--json", str(tmp_path / "t.json"), "--max-new-tokens", "64"]
     assert main(["tradeoff", str(bundle), *flags, *found]) == 0
-    for run in json.loads((tmp_path / "t.json").read_text())["runs"]:
+    for run in runs_of(tmp_path / "t.json"):
         assert 1 <= len(run["reply"]) <= longest + 4 - run["prompt_tokens"]
 
 
@@ -246,8 +242,7 @@ def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> No
     roomy = load_engine("onnxruntime", bundle / "drafter" / "onnx-fp32", 256, 1)
     assert pair.draft is not None
     pair.draft.engine.close()
-    pair = replace(pair, draft=CachedEngine(roomy))
-    try:
+    with closing(replace(pair, draft=CachedEngine(roomy))) as pair:
         ids = pair.tokenizer.encode_chat(pair.prompts()[0])
         answers = Answers(pair, [LARGE, SMALL], Options(bundle="", max_new_tokens=100, temperature=1.0))
         for arm in (LARGE, SMALL):
@@ -256,14 +251,12 @@ def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> No
             InputError, match=r"prompt 1 has .* and the shorter context of both models holds 64"
         ):
             answers.encode([Prompt([{"role": "user", "content": "word " * 64}])])
-    finally:
-        pair.close()
 
 
 def test_no_time_still_gives_three_prompts(bundle: Path, tmp_path: Path) -> None:
     flags = ["--seconds", "0", "--rules", "lossless", "--max-new-tokens", "4"]
     assert main(["tradeoff", str(bundle), *flags, "--json", str(tmp_path / "t.json")]) == 0
-    assert {run["prompt"] for run in json.loads((tmp_path / "t.json").read_text())["runs"]} == {0, 1, 2}
+    assert {run["prompt"] for run in runs_of(tmp_path / "t.json")} == {0, 1, 2}
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,30 +133,24 @@ def test_the_frontier_leaves_out_what_is_beaten() -> None:
     assert [s.arm for s in frontier(even, "agreement")] == [LARGE, HALF]  # equals do not beat each other
 
 
+def best_of(trials: list[Trial], *arms: Arm) -> list[str]:
+    """The words of the only rule's line."""
+    found = study(trials, *arms)
+    return best_table(found, summarise(found), "agreement").splitlines()[2].split()
+
+
 def test_the_best_of_each_rule() -> None:
     trials = list(known().trials)
-    line = best_table(known(), summarise(known()), "agreement").splitlines()[2]
-    assert line.split() == ["chow", "none", "0.900", "(a=0.5)"]
-    good = [Trial(t.arm, t.run, {"agreement": 1.0}) if t.arm == HALF.name else t for t in trials]
-    again = study(good, HALF, FULL)
-    line = best_table(again, summarise(again), "agreement").splitlines()[2]
-    assert line.split() == ["chow", "2.00x", "(a=0.5)", "1.000", "(a=0.5)"]
-    even = [Trial(t.arm, t.run, {"agreement": 1.0}) for t in trials]
-    again = study(even, HALF, FULL)
-    line = best_table(again, summarise(again), "agreement").splitlines()[2]
-    assert line.split() == ["chow", "5.00x", "(a=1)", "1.000", "(a=1)"]  # of equals the fastest
+    assert best_of(trials, HALF, FULL) == ["chow", "none", "0.900", "(a=0.5)"]
+    good = [replace(t, scores={"agreement": 1.0}) if t.arm == HALF.name else t for t in trials]
+    assert best_of(good, HALF, FULL) == ["chow", "2.00x", "(a=0.5)", "1.000", "(a=0.5)"]
+    even = [replace(t, scores={"agreement": 1.0}) for t in trials]  # of equals the fastest
+    assert best_of(even, HALF, FULL) == ["chow", "5.00x", "(a=1)", "1.000", "(a=1)"]
     unclear = [trial(arm, prompt, 0.6, 0.5) for arm in (LARGE, SMALL) for prompt in range(3)]
     unclear += [trial(HALF, prompt, 0.3, score, blocks=40) for prompt, score in enumerate((0.2, 0.9, 0.3))]
-    again = study(unclear, HALF)
-    line = best_table(again, summarise(again), "agreement").splitlines()[2]
-    assert line.split()[1] == "2.00x"  # lower by 0.03, and three prompts cannot tell
+    assert best_of(unclear, HALF)[1] == "2.00x"  # lower by 0.03, and three prompts cannot tell
     slow = [trial(LARGE, 0, 0.1, 1.0), trial(SMALL, 0, 0.1, 0.1), trial(HALF, 0, 0.2, 0.9, blocks=40)]
-    again = study(slow, HALF)
-    assert best_table(again, summarise(again), "agreement").splitlines()[2].split() == [
-        "chow",
-        "none",
-        "none",
-    ]
+    assert best_of(slow, HALF) == ["chow", "none", "none"]
 
 
 def test_the_table_of_points() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
-from edgespec_runtime.doctor.quality import common_prefix, exact_match, final_number, rouge_2
+from edgespec_runtime.tradeoff.quality import common_prefix, exact_match, final_number, rouge_2
 
 
 @pytest.mark.parametrize(
