@@ -70,7 +70,7 @@ class Schedules:
             return NOT_ASKED if self._pair.draft is not None else NOT_LOADED
         how = _how(options)
         made = None if how is None else self._made.get(how)
-        return None if made is None or made.off is None else str(made.off)
+        return None if made is None else made.off
 
     def _measured(self) -> Costs:
         if self._costs is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -188,8 +189,8 @@ def test_the_model_rests_and_copies_go_on() -> None:
         copying(schedule, cheap, (LONG_COPY, FROM_MODEL), {LONG_COPY: 0.9}, draws)
         copying(schedule, cheap, (FROM_MODEL,), {}, draws)
     assert schedule.off is not None
-    assert str(schedule.off).startswith("off: a draft of ")
-    assert str(schedule.off).endswith("; copies from the text go on")
+    assert schedule.off.startswith("off: a draft of ")
+    assert schedule.off.endswith("; copies from the text go on")
     alone = Adaptive(cheap, 0.5)
     for _ in range(200):
         copying(alone, cheap, (FROM_MODEL,), {}, draws)
@@ -254,6 +255,8 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
     assert lengths[:EVERY] == [lengths[0]] * EVERY
     assert set(lengths[EVERY : EVERY + REST - 1]) == {0}
     assert lost > 0
+    assert schedule.off is not None
+    assert re.fullmatch(r"off for now: drafts have cost \d\d% of this session's time", schedule.off)
 
 
 def sessions(machine: Machine, make: Callable[[], Schedule]) -> np.ndarray:
