@@ -1,12 +1,17 @@
-"""Who drafts the next block, and how many tokens. Knows costs and what was accepted; no engines, no tokens."""
+"""Who drafts the next block, how many tokens, and what the block came to. Knows seconds and counts; no engines, no tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple, Protocol
+
+from edgespec.core.metrics import RawCounts
 
 # Where a draft comes from. Copies cost nothing, and one after a long match is accepted more often than one after a short match.
 FROM_MODEL, SHORT_COPY, LONG_COPY = ORIGINS = range(3)
+# Parts of a block; the last: the text is read again, after a shift for instance.
+CHOOSE, DRAFT, VERIFY, REREAD = range(4)
 
 
 class Outcome(NamedTuple):
@@ -66,3 +71,46 @@ class Fixed:
 
     def observe(self, outcome: Outcome) -> None:
         pass
+
+
+class BlockClock:
+    """The clock of one reply. `counts` gets the seconds of every block, and those of reading a prompt at once."""
+
+    __slots__ = ("_counts", "_last", "_seconds", "_start")
+
+    def __init__(self, counts: RawCounts) -> None:
+        self._counts = counts
+        self.begin()
+
+    def begin(self) -> None:
+        """A block begins."""
+        self._start = self._last = perf_counter()
+        self._seconds = [0.0] * 4
+
+    def lap(self, part: int) -> None:
+        """What was done since the last lap is this part of the block."""
+        now = perf_counter()
+        self._seconds[part] += now - self._last
+        self._last = now
+
+    def prefilled(self) -> None:
+        """A prompt was read since the last lap: no part of a block, also where it happens within one."""
+        now = perf_counter()
+        self._counts.prefill_seconds += now - self._last
+        self._start += now - self._last
+        self._last = now
+
+    def outcome(
+        self, context: int, drafted: int, accepted: int, emitted: int, size: int, origin: int
+    ) -> Outcome:
+        """Of the block so far, its sampling and the loop's work included; the arguments are those of `Outcome`."""
+        choose, draft, verify, reread = self._seconds
+        seconds = perf_counter() - self._start - reread - choose
+        return Outcome(context, drafted, accepted, emitted, size, draft, verify, seconds, choose, origin)
+
+    def end(self) -> None:
+        """The block is over."""
+        _, draft, verify, reread = self._seconds
+        self._counts.draft_seconds += draft
+        self._counts.verify_seconds += verify + reread
+        self._counts.total_seconds += perf_counter() - self._start

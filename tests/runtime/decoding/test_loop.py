@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.decoding import loop
+from edgespec_runtime.decoding import reply_text
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
@@ -138,7 +138,7 @@ def test_a_draft_longer_than_a_pass_is_cut_to_it() -> None:
 
 def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines take other kernels for these, whose logits are not those of single steps."""
-    monkeypatch.setattr(loop, "MAX_DRAFT", 3)
+    monkeypatch.setattr(reply_text, "MAX_DRAFT", 3)
     setup = Setup(successor_model(V, count_up), DRAFTS["always"])
     assert setup.run([0], draft_length=100) == list(range(1, 21))
     assert setup.counts.block_efficiency == 4.0
