@@ -21,6 +21,8 @@ from edgespec_runtime.engines.engine import Logits, default_threads
 from edgespec_runtime.engines.llamacpp import (
     CONTEXT_STEP,
     FLOAT_TYPES,
+    context_params,
+    floats_at,
     load_library,
     load_weights,
     reason,
@@ -98,15 +100,10 @@ class LlamaCppSequences:
             )
         self._free_context()
         each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
-        params = lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
-        params.n_batch = params.n_ubatch = PASS_TOKENS
-        params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params = context_params(
+            PASS_TOKENS, self.threads, flash_attention=self.flash_attention, features=features
         )
-        params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
-        params.no_perf = True
+        params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise EdgespecError(
@@ -149,13 +146,11 @@ class LlamaCppSequences:
         logits = self._rows(lib.llama_get_logits, at, self.vocab_size)
         return logits[wanted], self._rows(lib.llama_get_embeddings, at, self.width)
 
-    def _rows(self, function: Any, rows: int, width: int) -> Any:
+    def _rows(self, function: Any, rows: int, width: int) -> Logits:
         if not rows:
             return np.empty((0, width), np.float32)
         address = ctypes.cast(function(self._context), ctypes.c_void_p).value or 0
-        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(
-            rows, width
-        )
+        return floats_at(address, rows, width)
 
     def cut(self, sequence: int, length: int) -> int:
         """Keep at most the first `length` tokens of a sequence; returns how many are left (0 where it cannot be cut inside)."""
