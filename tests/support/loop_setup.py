@@ -53,9 +53,6 @@ class Chosen(Fixed):
         super().__init__(0)
         self._lengths = itertools.cycle((0, 2, 1, 3))
 
-    def begin(self) -> None:
-        self._lengths = itertools.cycle((0, 2, 1, 3))
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         super().draft_length(context, room, origins)
         return min(next(self._lengths), room)

@@ -98,9 +98,6 @@ class Adaptive:
         copies = any(one.length for one in self._of.values() if one is not self._last)
         return (self._last.off + "; copies from the text go on" * copies) if self._last.off else None
 
-    def begin(self) -> None:
-        pass  # a new reply changes nothing
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None
         if origins:
@@ -119,7 +116,7 @@ class Adaptive:
             self._asked = min(best.length, max(0, room)) if best else 0
         return self._asked
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         return self._costs.row.size[count - 1]
 
     def observe(self, outcome: Outcome) -> None:

@@ -81,7 +81,6 @@ def decode(
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    schedule.begin()
     clock, text, finish = BlockClock(counts), Text(target, drafter, prompt, options), ""
     text.prefill()
     clock.prefilled()
@@ -104,7 +103,7 @@ def decode(
                 clock.lap(DRAFT)
             drafted = len(proposed.tokens)
 
-            rows = text.verify(proposed.tokens, schedule.pass_length(1 + drafted, context))
+            rows = text.verify(proposed.tokens, schedule.pass_length(1 + drafted))
             clock.lap(VERIFY)
             accepted, added = rule.verify(rows, proposed, how, source, context)
 
@@ -112,7 +111,7 @@ def decode(
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
             text.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
-            schedule.observe(clock.outcome(context, drafted, accepted, len(new), len(rows), origin))
+            schedule.observe(clock.outcome(drafted, accepted, len(new), len(rows), origin))
             clock.end()
             yield Block(tuple(new), accepted, finish)
     finally:

@@ -15,16 +15,14 @@ CHOOSE, DRAFT, VERIFY, REREAD = range(4)
 
 
 class Outcome(NamedTuple):
-    """What one block came to. `context`: tokens before it; `size`: tokens of the target's pass, padding included."""
+    """What one block came to. `size`: tokens of the target's pass, padding included."""
 
-    context: int
     drafted: int
     accepted: int
     emitted: int
     size: int
     draft_seconds: float
-    verify_seconds: float
-    seconds: float  # both, and sampling and the loop
+    seconds: float  # the draft, the pass, and sampling and the loop
     choosing_seconds: float = 0.0  # before them: of asking for its draft length
     origin: int = FROM_MODEL
 
@@ -36,16 +34,13 @@ class Schedule(Protocol):
 
     origin: int
 
-    def begin(self) -> None:
-        """Called before every reply."""
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         """γ of the next block, from 0 (a plain step) to `room`; sets `origin`.
 
         `context`: tokens so far; `origins`: who can draft now, copies first; nobody where it is empty.
         """
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         """Tokens of a target pass that has `count` to verify: more where a longer pass is cheaper."""
 
     def observe(self, outcome: Outcome) -> None:
@@ -59,14 +54,11 @@ class Fixed:
         self._length = draft_length
         self.origin = FROM_MODEL
 
-    def begin(self) -> None:
-        pass
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self.origin = origins[0] if origins else FROM_MODEL
         return max(0, min(self._length, room)) if origins else 0
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         return count
 
     def observe(self, outcome: Outcome) -> None:
@@ -100,13 +92,11 @@ class BlockClock:
         self._start += now - self._last
         self._last = now
 
-    def outcome(
-        self, context: int, drafted: int, accepted: int, emitted: int, size: int, origin: int
-    ) -> Outcome:
+    def outcome(self, drafted: int, accepted: int, emitted: int, size: int, origin: int) -> Outcome:
         """Of the block so far, its sampling and the loop's work included; the arguments are those of `Outcome`."""
-        choose, draft, verify, reread = self._seconds
+        choose, draft, _, reread = self._seconds
         seconds = perf_counter() - self._start - reread - choose
-        return Outcome(context, drafted, accepted, emitted, size, draft, verify, seconds, choose, origin)
+        return Outcome(drafted, accepted, emitted, size, draft, seconds, choose, origin)
 
     def end(self) -> None:
         """The block is over."""

@@ -20,13 +20,13 @@ SHAPES = {"flat": FLAT, "measured": MEASURED, "dear": DEAR, "tiny": TINY, "saw-t
 def step(schedule: Adaptive, costs: Costs, accepted: Callable[[int], int], *, mixes: bool = False) -> int:
     """One block at the table's costs; `accepted`: of so many draft tokens. Returns the draft length."""
     length = schedule.draft_length(CONTEXT, ROOM)
-    size = schedule.pass_length(length + 1, CONTEXT)
+    size = schedule.pass_length(length + 1)
     drafting, passing, kept = (
         (length + mixes) * costs.draft(CONTEXT),
         costs.verify(size, CONTEXT),
         accepted(length),
     )
-    schedule.observe(Outcome(CONTEXT, length, kept, kept + 1, size, drafting, passing, drafting + passing))
+    schedule.observe(Outcome(length, kept, kept + 1, size, drafting, drafting + passing))
     return length
 
 
@@ -138,12 +138,12 @@ def copying(
 ) -> tuple[int, int]:
     """One block of whoever is chosen among `origins`; each accepts at its own rate. Returns (its origin, its draft length)."""
     length = schedule.draft_length(CONTEXT, ROOM, origins)
-    origin, size = schedule.origin, schedule.pass_length(length + 1, CONTEXT)
+    origin, size = schedule.origin, schedule.pass_length(length + 1)
     passed = draws.random(length) < rates.get(origin, 0.0)
     kept = length if passed.all() else int(passed.argmin())
     drafting = length * costs.draft(CONTEXT) * (origin == FROM_MODEL)
     passing = costs.verify(size, CONTEXT)
-    outcome = Outcome(CONTEXT, length, kept, kept + 1, size, drafting, passing, drafting + passing)
+    outcome = Outcome(length, kept, kept + 1, size, drafting, drafting + passing)
     schedule.observe(outcome._replace(origin=origin))
     return origin, length
 
@@ -247,11 +247,11 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
     for _ in range(40):
         length = schedule.draft_length(CONTEXT, ROOM)
         lengths.append(length)
-        size = schedule.pass_length(length + 1, CONTEXT)
+        size = schedule.pass_length(length + 1)
         usual = costs.verify(size, CONTEXT)
         lost += 19.0 * usual if length else 0.0
         choosing = 19.0 * usual if length else 0.0
-        schedule.observe(Outcome(CONTEXT, length, length, length + 1, size, 0.0, usual, usual, choosing))
+        schedule.observe(Outcome(length, length, length + 1, size, 0.0, usual, choosing))
     assert lengths[:EVERY] == [lengths[0]] * EVERY
     assert set(lengths[EVERY : EVERY + REST - 1]) == {0}
     assert lost > 0

@@ -34,7 +34,7 @@ def test_kept_costs_serve_without_measuring(
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
     assert schedule.draft_length(40, 100) == 0  # with a plain step all gains are compared
-    schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
+    schedule.observe(Outcome(0, 0, 1, 1, 0.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
     assert notes == []
 

@@ -18,9 +18,9 @@ def resting(costs: Costs, rate: float, blocks: int = 3) -> Adaptive:
     schedule = Adaptive(costs, rate)
     for _ in range(blocks):
         length = schedule.draft_length(CONTEXT, 1000)
-        size = schedule.pass_length(length + 1, CONTEXT)
+        size = schedule.pass_length(length + 1)
         drafting, passing = length * costs.draft(CONTEXT), costs.verify(size, CONTEXT)
-        schedule.observe(Outcome(CONTEXT, length, 0, 1, size, drafting, passing, drafting + passing))
+        schedule.observe(Outcome(length, 0, 1, size, drafting, drafting + passing))
     return schedule
 
 
