@@ -19,6 +19,7 @@ class Text:
     Attributes:
         ids: prompt and reply, as far as the context shows them.
         unread: the prompt, until the drafter has read it before its first draft; there may be none.
+        end: length of the longest reply, prompt included.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Text:
         self._target.prefill(self.ids[:-1])
 
     def prefill_drafter(self) -> None:
+        """The drafter reads what is unread."""
         assert self._drafter is not None
         for _ in self._drafter.prefill_steps(self.unread):
             pass
@@ -66,15 +68,11 @@ class Text:
         return dropped
 
     def choose(self, schedule: Schedule) -> int:
-        """γ of the next block, from whoever can draft it."""
-        origins = () if self._drafter is None else self._drafter.origins(self.ids)
-        return schedule.draft_length(len(self.ids), self.room(), origins)
-
-    def room(self) -> int:
-        """Most tokens of the next draft."""
+        """γ of the next block, at most what there is room for, from whoever can draft it."""
         context = len(self.ids)
-        most = min(self.end, self._limit) - context - 1
-        return min(most, self._target.reach(context) - context, self._longest)
+        left = min(self.end, self._limit) - context - 1
+        room = min(left, self._target.reach(context) - context, self._longest)
+        return schedule.draft_length(context, room, self._drafter.origins(self.ids) if self._drafter else ())
 
     def verify(self, drafted: list[int], size: int) -> Logits:
         """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
