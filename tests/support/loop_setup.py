@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
@@ -37,6 +38,12 @@ class Setup:
             self.finish = block.finish
             self.check([*prompt, *reply])
         return reply
+
+    def leave(self, prompt: list[int], blocks: int, **options: Any) -> list[int]:
+        """What the first `blocks` blocks say of a reply that is left behind them."""
+        how = DecodingOptions(**options)
+        with closing(decode(self.target, self.draft, prompt, how, (), RawCounts())) as said:
+            return [token for block in itertools.islice(said, blocks) for token in block.tokens]
 
     def check(self, ids: list[int]) -> None:
         """Caches hold a beginning of what was emitted, and the session's list is the engine's."""

@@ -21,7 +21,6 @@ from scipy.stats import chisquare
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping
 
 
@@ -171,9 +170,7 @@ def test_caches_are_valid_when_the_generator_is_left_early(blocks: int, draft: s
     """Close it after some blocks, go on from what was emitted: the same tokens as in one go."""
     setup = Setup(random_model(5, V), lambda prefix: random_model(5, V)(prefix) + DRAFTS[draft](prefix) / 10)
     wanted = setup.run([1, 2], draft_length=3)
-    generator = decode(setup.target, setup.draft, [1, 2], DecodingOptions(draft_length=3), (), RawCounts())
-    reply = [token for block in itertools.islice(generator, blocks) for token in block.tokens]
-    generator.close()
+    reply = setup.leave([1, 2], blocks, draft_length=3)
     setup.check([1, 2, *reply])
     rest = setup.run([1, 2, *reply], draft_length=3, max_new_tokens=20 - len(reply))
     assert reply + rest == wanted
