@@ -133,101 +133,97 @@ class LoopRule:
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: what the rule is, its parameters (a dataclass of knobs), and how it is made of them."""
+    """A row of the table: what the rule is, how it is made of its parameters, and these (a dataclass of knobs)."""
 
     help: str
-    parameters: type[Any]
     make: Callable[[Any], Rule | LoopRule]
+    parameters: type[Any] = NoParameters
 
 
 LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
 TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
 
 RULES: dict[str, Kind] = {
-    LOSSLESS: Kind("the target's own distribution", NoParameters, lambda _: acceptance.LOSSLESS),
+    LOSSLESS: Kind("the target's own distribution", lambda _: acceptance.LOSSLESS),
     BLOCK: Kind(
         "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
-        NoParameters,
         lambda _: BlockRule(),
     ),
     REPRODUCIBLE: Kind(
         "lossless, and a seed gives the same text whatever the draft length, the drafter and the timing",
-        NoParameters,
         lambda _: ReproducibleRule(),
     ),
     "match-greedy": Kind(
         "lossless, as engines do that draft greedily and keep what a target sample equals",
-        NoParameters,
         lambda _: dataclasses.replace(MATCHING, draft_greedily=True),
     ),
     "match-sampled": Kind(
         "lossless, as engines do that draft by sampling and keep what a target sample equals",
-        NoParameters,
         lambda _: MATCHING,
     ),
-    "lenient-lin": Kind("accept with min(1, p/(ε q))", Lenience, lambda o: lenience(lambda p: p / o.epsilon)),
+    "lenient-lin": Kind("accept with min(1, p/(ε q))", lambda o: lenience(lambda p: p / o.epsilon), Lenience),
     "lenient-sq": Kind(
-        "accept with min(1, p/(ε² q))", Lenience, lambda o: lenience(lambda p: p / o.epsilon / o.epsilon)
+        "accept with min(1, p/(ε² q))", lambda o: lenience(lambda p: p / o.epsilon / o.epsilon), Lenience
     ),
-    "lenient-exp": Kind("accept with min(1, p^ε/q)", Lenience, lambda o: lenience(lambda p: p**o.epsilon)),
-    "lossy": Kind("accept with min(1, p/((1−a) q))", Lossy, lambda o: lossy(o.a, lambda p, q: o.beta)),
+    "lenient-exp": Kind("accept with min(1, p^ε/q)", lambda o: lenience(lambda p: p**o.epsilon), Lenience),
+    "lossy": Kind("accept with min(1, p/((1−a) q))", lambda o: lossy(o.a, lambda p, q: o.beta), Lossy),
     "lossy-star": Kind(
         "lossy with β tuned at every rejection, so that the law is known",
-        LossyStar,
         lambda o: lossy(o.a, lambda p, q: tuned_beta(p, q, o.a)),
+        LossyStar,
     ),
     "chow": Kind(
         "the target decides where max q < 1 − a",
-        Share,
         lambda o: cascade(lambda at: bool(at.raw_q.max() < 1 - o.a)),
+        Share,
     ),
     "chowlog": Kind(
-        "the target decides where H(q) > a", Nats, lambda o: cascade(lambda at: entropy(at.q_logits) > o.a)
+        "the target decides where H(q) > a", lambda o: cascade(lambda at: entropy(at.q_logits) > o.a), Nats
     ),
     "diff": Kind(
-        "the target decides where max q < max p − a", Gap, lambda o: cascade(lambda at: peak_gap(at) > o.a)
+        "the target decides where max q < max p − a", lambda o: cascade(lambda at: peak_gap(at) > o.a), Gap
     ),
     "difflog": Kind(
-        "the target decides where H(p) < H(q) − a", Nats, lambda o: cascade(lambda at: entropy_gap(at) > o.a)
+        "the target decides where H(p) < H(q) − a", lambda o: cascade(lambda at: entropy_gap(at) > o.a), Nats
     ),
-    "opt": Kind("the target decides where max q < max p − a TV(p, q)", Gap, lambda o: opt(o.a, peak_gap)),
+    "opt": Kind("the target decides where max q < max p − a TV(p, q)", lambda o: opt(o.a, peak_gap), Gap),
     "optlog": Kind(
-        "the target decides where H(p) < H(q) − a TV(p, q)", Nats, lambda o: opt(o.a, entropy_gap)
+        "the target decides where H(p) < H(q) − a TV(p, q)", lambda o: opt(o.a, entropy_gap), Nats
     ),
     "token-v1": Kind(
         "the drafter keeps tokens with q >= max p − a",
-        Gap,
         lambda o: token_specific(lambda at: at.raw_q >= at.raw_p.max() - o.a),
+        Gap,
     ),
     "token-v2": Kind(
         "the drafter keeps tokens with p >= max p − a",
-        Share,
         lambda o: token_specific(lambda at: at.raw_p >= at.raw_p.max() - o.a),
+        Share,
     ),
     "token-v3": Kind(
         "the drafter keeps tokens with p >= (1−a) max p",
-        Share,
         lambda o: token_specific(lambda at: at.raw_p >= at.raw_p.max() * (1 - o.a)),
+        Share,
     ),
     "bild-star": Kind(
         "the target decides where the discrepancy D(q, p) > a",
-        Discrepancy,
         lambda o: cascade(lambda at: discrepancy(at) > o.a),
+        Discrepancy,
     ),
     TOKEN_CASCADE: Kind(
         "token after token: the drafter writes while max q >= 1 − a, else the target",
-        Share,
         lambda o: LoopRule(TOKEN_CASCADE, o),
+        Share,
     ),
     SEQUENCE_CASCADE: Kind(
         "the drafter writes the reply; below a confidence of 1 − a the target writes it anew",
-        SequenceCascade,
         lambda o: LoopRule(SEQUENCE_CASCADE, o),
+        SequenceCascade,
     ),
     BILD: Kind(
         "the drafter writes while sure; the target reads it and rolls back to the first D(q, p) > a",
-        Bild,
         lambda o: LoopRule(BILD, o),
+        Bild,
     ),
 }
 
