@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.batched.float_copy import float_copy
-from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece
+from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece, float_copy
 
 from edgespec.core.table import table
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions

@@ -76,7 +76,6 @@ def measure(name: str, rate: float, spread: float) -> Cell:
         """Seconds of ten replies."""
         seconds = 0.0
         for seed in range(number * REPLIES, (number + 1) * REPLIES):
-            schedule.begin()
             machine = Machine(costs, lambda _, alpha=rates[seed]: alpha)
             seconds += machine.reply(schedule, TOKENS, seed)
         return seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
@@ -38,6 +39,12 @@ class Setup:
             self.check([*prompt, *reply])
         return reply
 
+    def leave(self, prompt: list[int], blocks: int, **options: Any) -> list[int]:
+        """What the first `blocks` blocks say of a reply that is left behind them."""
+        how = DecodingOptions(**options)
+        with closing(decode(self.target, self.draft, prompt, how, (), RawCounts())) as said:
+            return [token for block in itertools.islice(said, blocks) for token in block.tokens]
+
     def check(self, ids: list[int]) -> None:
         """Caches hold a beginning of what was emitted, and the session's list is the engine's."""
         for model in (self.target, self.draft):
@@ -51,9 +58,6 @@ class Chosen(Fixed):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self._lengths = itertools.cycle((0, 2, 1, 3))
-
-    def begin(self) -> None:
         self._lengths = itertools.cycle((0, 2, 1, 3))
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:

@@ -47,7 +47,7 @@ class Machine:
             drafted = schedule.draft_length(context, tokens - emitted - 1)
             passed = accepts[block, :drafted] < self.acceptance(emitted)
             accepted = drafted if passed.all() else int(passed.argmin())
-            size = schedule.pass_length(drafted + 1, context)
+            size = schedule.pass_length(drafted + 1)
             late = missed * self.catch_up if drafted else 0.0
             turn = (63 * seed + seconds / STEP) % (2 * self.turns) < self.turns if self.turns else False
             slowness = self.slowness * (SLOW if turn else 1.0)
@@ -56,8 +56,8 @@ class Machine:
             verifying = self.costs.verify(size, context) * slowness
             hiccup = verifying if self.hiccups and accepts[block, -1] > 1 - self.hiccups else 0.0
             whole = drafting + verifying + self.costs.verify(1, context) / 200  # the loop's work
-            slow, wait = verifying + hiccup, whole + hiccup
-            schedule.observe(Outcome(context, drafted, accepted, accepted + 1, size, drafting, slow, wait))
+            wait = whole + hiccup
+            schedule.observe(Outcome(drafted, accepted, accepted + 1, size, drafting, wait))
             emitted, seconds, block = emitted + accepted + 1, seconds + whole, block + 1
         return seconds
 
@@ -69,8 +69,8 @@ class Padded(Fixed):
         super().__init__(length)
         self._costs = costs
 
-    def pass_length(self, count: int, context: int) -> int:
-        return self._costs.cheapest_length(count, context)
+    def pass_length(self, count: int) -> int:
+        return self._costs.cheapest_length(count, self._costs.contexts[0])
 
 
 def seconds_of(
@@ -79,6 +79,5 @@ def seconds_of(
     """Of replies with the seeds `first`, `first` + 1 ..."""
     taken = []
     for seed in range(first, first + replies):
-        schedule.begin()
         taken.append(machine.reply(schedule, tokens, seed))
     return taken

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.engines.static import StaticEngine
-from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings, read_static_settings
+from edgespec_runtime.engines.static import SETTINGS, StaticEngine, StaticSettings, read_static_settings
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_jsonl, whole_folder, write_json

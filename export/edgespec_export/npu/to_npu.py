@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgespec_runtime.engines.static_settings import SETTINGS, StaticSettings
+from edgespec_runtime.engines.static import SETTINGS, StaticSettings
 from edgespec_runtime.engines.vocabulary import vocabulary_of
 
 from edgespec.core.errors import InputError

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.batched.float_copy import float_copy, wants_copy
-from edgespec_runtime.batched.sequences import LlamaCppSequences
+from edgespec_runtime.batched.sequences import LlamaCppSequences, float_copy, wants_copy
 from edgespec_runtime.engines.engine import default_threads
 
 from edgespec.core.shapes import ModelShape

@@ -5,22 +5,32 @@ cache for all (kv_unified), a token of 64 texts would meet 64 times as many cell
 
 The logits of a row depend a little on which rows share the pass: kernels sum blocks in another order than single rows. Nothing
 here is exact in the sense of `llamacpp.LlamaCppEngine`. The same calls in the same order give the same bits.
+
+llama.cpp has tiled products, in which many texts share the work, for F32, F16, Q8_0, Q4_0 and others, and none for Q4_1 and Q5_1:
+a batch of 64 costs 64 single rows (benchmarks/generating.py). Of such a file a float16 copy is run. Its weights are the file's
+numbers to 11 bits, and its activations are not rounded to 8 bits, so that it is nearer to the file's exact distributions than the
+file's own kernels are.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import BundleError, EdgespecError, InputError
+from edgespec.core.files import sha256_file, whole_file
+from edgespec.core.folder_lock import held
 from edgespec_runtime.engines.engine import Logits, default_threads
 from edgespec_runtime.engines.llamacpp import (
     CONTEXT_STEP,
     FLOAT_TYPES,
+    context_params,
+    floats_at,
     load_library,
     load_weights,
     reason,
@@ -28,6 +38,9 @@ from edgespec_runtime.engines.llamacpp import (
 )
 from edgespec_runtime.untrusted.gguf_file import read_header
 
+UNTILED = frozenset({3, 7})  # ggml_type: Q4_1, Q5_1
+GROWTH = 16 / 5  # bits of a weight, from Q4_1 to F16
+MOST_BYTES = 2**31  # of a copy: with caches and buffers a process stays below 4 GiB
 PASS_TOKENS = 512  # of one pass; from here on kernels are no faster for a token, and buffers grow
 
 
@@ -98,15 +111,10 @@ class LlamaCppSequences:
             )
         self._free_context()
         each = -(-length // CONTEXT_STEP) * CONTEXT_STEP
-        params = lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
-        params.n_batch = params.n_ubatch = PASS_TOKENS
-        params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params = context_params(
+            PASS_TOKENS, self.threads, flash_attention=self.flash_attention, features=features
         )
-        params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
-        params.no_perf = True
+        params.n_ctx, params.n_seq_max, params.kv_unified = each * sequences, sequences, False
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             raise EdgespecError(
@@ -149,13 +157,11 @@ class LlamaCppSequences:
         logits = self._rows(lib.llama_get_logits, at, self.vocab_size)
         return logits[wanted], self._rows(lib.llama_get_embeddings, at, self.width)
 
-    def _rows(self, function: Any, rows: int, width: int) -> Any:
+    def _rows(self, function: Any, rows: int, width: int) -> Logits:
         if not rows:
             return np.empty((0, width), np.float32)
         address = ctypes.cast(function(self._context), ctypes.c_void_p).value or 0
-        return np.ctypeslib.as_array((ctypes.c_float * (rows * width)).from_address(address)).reshape(
-            rows, width
-        )
+        return floats_at(address, rows, width)
 
     def cut(self, sequence: int, length: int) -> int:
         """Keep at most the first `length` tokens of a sequence; returns how many are left (0 where it cannot be cut inside)."""
@@ -190,3 +196,28 @@ class LlamaCppSequences:
         if self._model:
             self._lib.llama_model_free(self._model)
         self._model = None
+
+
+def wants_copy(file: Path) -> bool:
+    """Whether many texts at once are faster from a copy, and it is small enough."""
+    return not UNTILED.isdisjoint(read_header(file).types) and file.stat().st_size * GROWTH <= MOST_BYTES
+
+
+def float_copy(file: Path, folder: Path, threads: int) -> Path:
+    """`folder`/SHA-f16.gguf, made where it is not there yet: whole or absent. Raises BundleError where llama.cpp cannot."""
+    copy = folder / f"{sha256_file(file)[:16]}-f16.gguf"
+    if not copy.is_file():
+        with held(folder, "making a float16 copy", wait=True):
+            if not copy.is_file():  # another process may have made it meanwhile
+                _write(file, copy, threads)
+    return copy
+
+
+def _write(file: Path, copy: Path, threads: int) -> None:
+    lib = load_library()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize, params.nthread = lib.LLAMA_FTYPE_MOSTLY_F16, True, threads
+    with whole_file(copy) as temporary:
+        status = lib.llama_model_quantize(os.fsencode(file), os.fsencode(temporary), ctypes.byref(params))
+        if status != 0:
+            raise BundleError(f"llama.cpp cannot make a float16 copy of {file}: {reason()}; export it again")

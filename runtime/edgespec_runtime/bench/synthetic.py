@@ -120,17 +120,14 @@ class Replay:
         self.origin = FROM_MODEL
         self.rule = TokenRule(accept=self._accept, residual=LOSSLESS.residual)
 
-    def begin(self) -> None:
-        self._schedule.begin()
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self._position = 0  # asked once, at the beginning of every block
         length = self._schedule.draft_length(context, room, origins)
         self.origin = self._schedule.origin
         return length
 
-    def pass_length(self, count: int, context: int) -> int:
-        return self._schedule.pass_length(count, context)
+    def pass_length(self, count: int) -> int:
+        return self._schedule.pass_length(count)
 
     def observe(self, outcome: Outcome) -> None:
         self._schedule.observe(outcome)

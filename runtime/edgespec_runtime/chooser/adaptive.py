@@ -2,8 +2,8 @@
 
     γ* = argmax over γ >= 0 of  (1 + Σ_j Π_{i <= j} a_i) / (γ · d + v(γ + 1))      tokens a second; γ = 0 is plain decoding
 
-a_i: acceptance rate at position i of a draft (acceptance_rates.py); d, v(n): seconds of a drafter step and of a target pass of n
-tokens, now (current_costs.py). This is Leviathan et al. 2023, Theorem 3.8, with measured costs and rates by position.
+a_i: acceptance rate at position i of a draft (expected_acceptance.py); d, v(n): seconds of a drafter step and of a target pass of
+n tokens, now (current_costs.py). This is Leviathan et al. 2023, Theorem 3.8, with measured costs and rates by position.
 
 Every origin of drafts, the model and copies, has its own a_i and its own γ*; d is 0 for copies. Of those that can draft a block,
 the one whose γ* gives more tokens a second does.
@@ -15,12 +15,12 @@ drafts nothing would be learnt about them. The same happens where speculation ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-from edgespec_runtime.chooser.acceptance_rates import AcceptanceRates
+from edgespec.core.metrics import acceptance_rate_of
 from edgespec_runtime.chooser.current_costs import CurrentCosts
+from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
-from edgespec_runtime.chooser.why_off import Off, why_off
 from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
 
 EVERY = 8  # blocks for which a length stays: choosing takes microseconds, and a few blocks change the estimates little
@@ -46,32 +46,27 @@ class Guard:
         """Whether the loss is too large; `step`: seconds of a plain step."""
         return self.lost > max(LOSS * self.spent, FEW * step)
 
-    @property
-    def share(self) -> float:
-        """The loss as a share of the session's time."""
-        return self.lost / self.spent if self.spent else 0.0
+    def reason(self) -> str:
+        """Why there are no drafts where it stops them."""
+        return f"off for now: drafts have cost {max(0.01, self.lost / self.spent):.0%} of this session's time"
 
 
+@dataclass
 class _Origin:
     """What is known of one origin's drafts, and what was chosen for them.
 
     Attributes:
         length: γ of its present blocks. pace: tokens a second that these are expected to give.
         left: blocks for which both stay. rest: how many there are where its next choice is to make no drafts.
+        off: why it makes no drafts; '' where it makes some.
     """
 
-    def __init__(self, first_guess: float, most: int) -> None:
-        self.rates = AcceptanceRates(first_guess, most)
-        self.length, self.pace, self.left, self.rest = 0, 0.0, 0, REST
-        self.off: Off | None = None
-
-    def tokens(self) -> list[float]:
-        """Expected tokens of a block for γ = 0, 1, ... the longest."""
-        tokens, reached = [1.0], 1.0
-        for accepted in self.rates.estimate():
-            reached *= accepted
-            tokens.append(tokens[-1] + reached)
-        return tokens
+    rates: AcceptanceRates
+    length: int = 0
+    pace: float = 0.0
+    left: int = 0
+    rest: int = REST
+    off: str = ""
 
 
 class Adaptive:
@@ -89,7 +84,7 @@ class Adaptive:
 
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
         most = min(most, costs.longest - 1)
-        self._of = {origin: _Origin(acceptance_rate, most) for origin in ORIGINS}
+        self._of = {origin: _Origin(AcceptanceRates(acceptance_rate, most)) for origin in ORIGINS}
         self._costs = CurrentCosts(costs, mixes)
         self._guard = Guard()
         self._asked = 0  # γ of the last block
@@ -98,15 +93,10 @@ class Adaptive:
         self.origin = FROM_MODEL
 
     @property
-    def off(self) -> Off | None:
+    def off(self) -> str | None:
         """Why the present blocks have no drafts of the model, or no copies where there is no model; None where they have some."""
-        if self._last.off is None:
-            return None
         copies = any(one.length for one in self._of.values() if one is not self._last)
-        return replace(self._last.off, copies=copies)
-
-    def begin(self) -> None:
-        pass  # a new reply changes nothing
+        return (self._last.off + "; copies from the text go on" * copies) if self._last.off else None
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None
@@ -126,7 +116,7 @@ class Adaptive:
             self._asked = min(best.length, max(0, room)) if best else 0
         return self._asked
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         return self._costs.row.size[count - 1]
 
     def observe(self, outcome: Outcome) -> None:
@@ -146,7 +136,7 @@ class Adaptive:
         """The length of an origin's next blocks."""
         rested = one.length == 0 and one.rest > REST
         self._costs.move(context)
-        tokens = one.tokens()
+        tokens = one.rates.tokens()
         paces = [
             expected / self._costs.block(length, copies=copies) for length, expected in enumerate(tokens)
         ]
@@ -156,9 +146,33 @@ class Adaptive:
         if pays or (rested and best):
             if pays and not rested:
                 one.rest = REST
-            one.length, one.pace, one.left, one.off = best, paces[best], EVERY, None
+            one.length, one.pace, one.left, one.off = best, paces[best], EVERY, ""
         else:
             one.length, one.left = 0, one.rest
             one.rest = min(2 * one.rest, LONGEST_REST)
-            one.off = why_off(paces, tokens, self._guard.share if gains else 0.0)
+            one.off = self._guard.reason() if gains else why_off(paces, tokens)
             one.rates.fade(one.left)  # it will be old when they are tried again
+
+
+def why_off(paces: Sequence[float], tokens: Sequence[float]) -> str:
+    """Of the γ that comes nearest to paying: what it costs, the α that would pay for that, and the α that is expected.
+
+    Args:
+        paces: expected tokens a second for γ = 0, 1, ...; that of γ = 0 is plain decoding's.
+        tokens: expected tokens of a block.
+    """
+    if len(paces) == 1:
+        return "off: this engine takes one token in a pass"
+    costs = [paces[0] * expected / pace for pace, expected in zip(paces, tokens, strict=True)]
+    length = min(range(1, len(costs)), key=lambda length: _alpha(costs[length], length))
+    drafts = f"off: a draft of {length} token{'s' * (length > 1)} and its pass cost {costs[length]:.2f} plain steps here"
+    needed, has = _alpha(costs[length], length), _alpha(tokens[length], length)
+    if costs[length] >= length + 1:
+        return f"{drafts} and give {length + 1} tokens at most"
+    return f"{drafts}; the drafter would need α {needed:.2f}, it has {has:.2f}"
+
+
+def _alpha(tokens: float, length: int) -> float:
+    """The α at which a block of γ = `length` has so many tokens; 1 where none does."""
+    rate = acceptance_rate_of(tokens, length)
+    return 1.0 if rate is None else rate

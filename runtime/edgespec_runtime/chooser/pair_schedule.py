@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.calibrate import QUICK
@@ -15,26 +14,20 @@ from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.rules.acceptance import Rule, at_temperature
 
-NOT_ASKED, NOT_LOADED = "drafts are off", "no drafter was loaded"
 MOST_KEPT = 64  # a server's clients may each choose another temperature, thousands of them
 
 
-class _How(NamedTuple):
-    """What a chosen draft length depends on."""
-
-    drafter: str
-    most: int
-    temperature: float
-    mixes: bool
+How = tuple[str, int, float, bool]
+"""What a chosen draft length depends on: who drafts, the longest draft, the temperature, whether the rule mixes."""
 
 
-def _how(options: DecodingOptions) -> _How | None:
+def _how(options: DecodingOptions) -> How | None:
     """None where no length is chosen: it is given, nobody drafts, or the rule has a loop and draft lengths of its own."""
     rule = options.acceptance_rule()
     if options.draft_length is not None or options.who == NOBODY or not isinstance(rule, Rule):
         return None
     mixes = at_temperature(rule, options.temperature).mixes
-    return _How(options.who, options.max_draft_length, options.temperature, mixes)
+    return options.who, options.max_draft_length, options.temperature, mixes
 
 
 class Schedules:
@@ -49,7 +42,7 @@ class Schedules:
     def __init__(self, pair: Pair, note: Callable[[str], None]) -> None:
         self._pair, self._note = pair, note
         self._costs: Costs | None = None
-        self._made: dict[_How, Adaptive] = {}
+        self._made: dict[How, Adaptive] = {}
 
     def of(self, options: DecodingOptions) -> Schedule:
         how = _how(options)
@@ -57,8 +50,9 @@ class Schedules:
             return Fixed(options.draft_length or 0)
         made = self._made.pop(how, None)
         if made is None:
-            expected = expected_rate(self._pair.manifest.metrics, options.temperature)
-            made = Adaptive(self._measured(), expected, options.max_draft_length, mixes=how.mixes)
+            _, most, temperature, mixes = how
+            expected = expected_rate(self._pair.manifest.metrics, temperature)
+            made = Adaptive(self._measured(), expected, most, mixes=mixes)
         self._made[how] = made  # the newest is the last
         if len(self._made) > MOST_KEPT:
             del self._made[next(iter(self._made))]
@@ -67,10 +61,10 @@ class Schedules:
     def off(self, options: DecodingOptions) -> str | None:
         """Why replies with these options have no drafts now; None where they have some, and before the first such reply."""
         if options.who == NOBODY:
-            return NOT_ASKED if self._pair.draft is not None else NOT_LOADED
+            return "no drafter was loaded" if self._pair.draft is None else "drafts are off"
         how = _how(options)
         made = None if how is None else self._made.get(how)
-        return None if made is None or made.off is None else str(made.off)
+        return None if made is None else made.off
 
     def _measured(self) -> Costs:
         if self._costs is None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -74,20 +73,36 @@ class Costs:
         """Most tokens of a pass that was measured."""
         return len(self.verify_seconds[0])
 
+    def row(self, context: int) -> Row:
+        """All costs at one context: linear between two measured ones, constant outside them.
+
+        Made while a reply is decoded, so it takes microseconds.
+        """
+        above = bisect(self.contexts, context)
+        below = max(0, above - 1)
+        above = min(above, len(self.contexts) - 1)
+        low, high = self.contexts[below], self.contexts[above]
+        share = (context - low) / (high - low) if low < high else 0.0
+
+        def between(one: float, other: float) -> float:
+            return one + share * (other - one)
+
+        seconds = [0.0, *map(between, self.verify_seconds[below], self.verify_seconds[above])]
+        size, cheapest = [], self.longest
+        for n in range(self.longest, 0, -1):  # of equals the shortest
+            cheapest = n if seconds[n] <= seconds[cheapest] else cheapest
+            # a plain step stays one: with it all gains are compared
+            size.append(cheapest if n > 1 and seconds[cheapest] < (1 - PADDING_GAIN) * seconds[n] else n)
+        return Row(between(self.draft_seconds[below], self.draft_seconds[above]), seconds, size[::-1])
+
     def verify(self, n: int, context: int) -> float:
         """Seconds of a target pass of n ≥ 1 tokens; past `longest` every token costs what it did on average below."""
-        if n < 1:
-            raise ValueError(f"a pass of {n} tokens")
-        size = min(n, self.longest)
-        seconds = self._at([row[size - 1] for row in self.verify_seconds], context)
-        if n > size:
-            first = self._at([row[0] for row in self.verify_seconds], context)
-            seconds += (n - size) * max(0.0, seconds - first) / max(1, size - 1)
-        return seconds
+        seconds, size = self.row(context).verify, min(n, self.longest)
+        return seconds[size] + (n - size) * max(0.0, seconds[size] - seconds[1]) / max(1, size - 1)
 
     def draft(self, context: int) -> float:
         """Seconds of one drafter step."""
-        return self._at(self.draft_seconds, context)
+        return self.row(context).draft
 
     def v(self, n: int, context: int) -> float:
         """A pass of n tokens in plain steps."""
@@ -97,35 +112,9 @@ class Costs:
         """A drafter step in plain steps."""
         return self.draft(context) / self.verify(1, context)
 
-    def row(self, context: int) -> Row:
-        """All of this at one context. Made while a reply is decoded, so it takes microseconds."""
-        below, above, share = self._near(context)
-        both = zip(self.verify_seconds[below], self.verify_seconds[above], strict=True)
-        seconds = [0.0, *(low + share * (high - low) for low, high in both)]
-        size, cheapest = [], len(seconds) - 1
-        for n in range(len(seconds) - 1, 0, -1):  # of equals the shortest
-            cheapest = n if seconds[n] <= seconds[cheapest] else cheapest
-            # a plain step stays one: with it all gains are compared
-            size.append(cheapest if n > 1 and seconds[cheapest] < (1 - PADDING_GAIN) * seconds[n] else n)
-        return Row(self.draft(context), seconds, size[::-1])
-
     def cheapest_length(self, n: int, context: int) -> int:
         """Length of the pass to make for n tokens: n, or the cheapest longer one where padding saves time."""
         return self.row(context).size[n - 1] if n <= self.longest else n
-
-    def _at(self, values: Sequence[float], context: int) -> float:
-        """Linear between two contexts, constant outside them."""
-        below, above, share = self._near(context)
-        return values[below] + share * (values[above] - values[below])
-
-    def _near(self, context: int) -> tuple[int, int, float]:
-        """(the measured context below, the one above, the share of the way between them); twice the same one outside them."""
-        above = bisect(self.contexts, context)
-        if not 0 < above < len(self.contexts):
-            outside = max(0, above - 1)
-            return outside, outside, 0.0
-        low, high = self.contexts[above - 1], self.contexts[above]
-        return above - 1, above, (context - low) / (high - low)
 
 
 def speedup(costs: Costs, acceptance_rate: float, draft_length: int, context: int) -> float:

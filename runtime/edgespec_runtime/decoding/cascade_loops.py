@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from time import perf_counter
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
-from edgespec_runtime.decoding.drafters import highest_probability
+from edgespec_runtime.decoding.drafters import Drafter, highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
+from edgespec_runtime.decoding.reply_text import Text
+from edgespec_runtime.decoding.schedule import DRAFT, VERIFY, BlockClock
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine, common_length
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
@@ -42,49 +43,29 @@ from edgespec_runtime.rules.table import (
 LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's appendix F.1
 
 
-class Reply:
-    """The text so far and both caches. Takes a checked prompt; the arguments are those of `loop.decode`.
+class Reply(Text):
+    """A reply with tokens behind it that are being tried. Takes a checked prompt; the arguments are those of `loop.decode`.
 
     Attributes:
         ids: what was emitted and, behind it, what is being tried.
-        emitted: how many of `ids` have left the loop.
+        finish: why it is over; '' where it is not.
     """
 
     def __init__(
         self,
         target: CachedEngine,
         draft: CachedEngine,
+        drafter: Drafter,
         prompt: Sequence[int],
         options: DecodingOptions,
         stop: Collection[int],
         counts: RawCounts,
     ) -> None:
+        super().__init__(target, drafter, prompt, options)
         self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
-        self.how = Warp.of(options)
-        self.source = Uniforms(options.seed)
-        self.ids, self.emitted = list(prompt), len(prompt)
-        self.limit = target.engine.context_length
-        self.end = min(len(prompt) + options.max_new_tokens, self.limit)
+        self.how, self.source, self.clock = Warp.of(options), Uniforms(options.seed), BlockClock(counts)
+        self.emitted = len(prompt)  # of `ids`
         self.finish = ""
-        self._lap = self._start = perf_counter()
-
-    def prefill(self, model: CachedEngine) -> None:
-        """Read the prompt but its last token, as far as the model's context reaches."""
-        start = perf_counter()
-        model.prefill(self.ids[: model.engine.context_length][:-1])
-        self.counts.prefill_seconds += perf_counter() - start
-
-    def begin(self) -> None:
-        self._start = self._lap = perf_counter()
-
-    def spent(self) -> float:
-        """Seconds since the block began."""
-        return perf_counter() - self._start
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self._lap = self._lap, perf_counter()
-        return self._lap - before
 
     def draft_logits(self) -> Logits | None:
         """The drafter's logits [V] behind `ids`; None where its context is too short for them."""
@@ -105,44 +86,38 @@ class Reply:
         """Whether what is being tried ends the reply."""
         return len(self.ids) >= self.end or (len(self.ids) > self.emitted and self.ids[-1] in self.stop)
 
-    def drop(self) -> None:
-        """Forget what was being tried."""
+    def take_back(self) -> list[int]:
+        """What was being tried, which is no longer behind the text."""
+        tried = self.ids[self.emitted :]
         del self.ids[self.emitted :]
+        return tried
 
-    def emit(self, drafted: int, accepted: int, *, by_target: bool = True) -> Block:
-        """Let go of what was tried. `by_target`: the target read it, so it counts as a block."""
-        new = tuple(self.ids[self.emitted :])
+    def block(self, drafted: int, accepted: int, *, by_target: bool = True) -> Block:
+        """Emit what was tried. `by_target`: the target read it, so it counts as a block."""
+        new, self.finish = self.emit(self.take_back(), self.stop)
         self.emitted = len(self.ids)
-        if new[-1] in self.stop:
-            self.finish = "eos"
-        elif self.emitted >= self.end:
-            self.finish = "context" if self.end == self.limit else "length"
         self.settle()
-        self.counts.total_seconds += self.spent()
         if by_target:
             self.counts.add_block(drafted, accepted, len(new))
         else:
             self.counts.add(RawCounts(emitted=len(new)))
             self.count_drafts(drafted, accepted)
-        return Block(new, accepted, self.finish)
+        self.clock.end()
+        return Block(tuple(new), accepted, self.finish)
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count draft tokens, the first `accepted` of which stay, outside a pass of the target."""
         passed = [1] * accepted + [0] * (drafted - accepted)
         self.counts.add(RawCounts(drafted=drafted, tested=[1] * drafted, accepted=passed))
 
-    def settle(self) -> None:
-        """Both caches hold at most what was emitted, less the last token, which is read next."""
-        for model in (self.target, self.draft):
-            model.rewind(self.emitted - 1)
-
 
 def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
     """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
-    reply.prefill(reply.target)
-    reply.prefill(reply.draft)
+    reply.prefill()
+    reply.prefill_drafter()
+    reply.clock.prefilled()
     while not reply.finish:
-        reply.begin()
+        reply.clock.begin()
         drafted = 0
         while drafted < LONGEST_RUN and not reply.is_over():
             logits = reply.draft_logits()
@@ -150,13 +125,13 @@ def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
                 break
             reply.write(warp(logits, reply.how))
             drafted += 1
-        reply.counts.draft_seconds += reply.lap()
+        reply.clock.lap(DRAFT)
         defers = not reply.is_over()
         if defers:
             logits = reply.target_logits()
-            reply.counts.verify_seconds += reply.lap()
+            reply.clock.lap(VERIFY)
             reply.write(warp(logits, reply.how))
-        yield reply.emit(drafted, drafted, by_target=defers)
+        yield reply.block(drafted, drafted, by_target=defers)
 
 
 def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
@@ -167,8 +142,9 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     """
     # It may never be asked, and must not keep another conversation.
     reply.target.rewind(common_length(reply.target.tokens, reply.ids))
-    reply.prefill(reply.draft)
-    reply.begin()
+    reply.prefill_drafter()
+    reply.clock.prefilled()
+    reply.clock.begin()
     drafted, log_q, keeps = 0, 0.0, True
     while keeps and not reply.is_over():
         logits = reply.draft_logits()
@@ -182,20 +158,21 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
             keeps = math.exp(log_q) >= 1 - rule.a  # the product only falls: no need to write on
     if rule.confidence == MEAN and drafted:
         keeps = keeps and math.exp(log_q / drafted) >= 1 - rule.a
-    reply.counts.draft_seconds += reply.lap()
+    reply.clock.lap(DRAFT)
     if keeps:
-        yield reply.emit(drafted, drafted, by_target=False)
+        yield reply.block(drafted, drafted, by_target=False)
         return
-    reply.drop()
+    reply.take_back()
     reply.count_drafts(drafted, 0)
-    reply.counts.total_seconds += reply.spent()
-    reply.prefill(reply.target)
+    reply.clock.end()
+    reply.prefill()
+    reply.clock.prefilled()
     while not reply.finish:
-        reply.begin()
+        reply.clock.begin()
         logits = reply.target_logits()
-        reply.counts.verify_seconds += reply.lap()
+        reply.clock.lap(VERIFY)
         reply.write(warp(logits, reply.how))
-        yield reply.emit(0, 0)
+        yield reply.block(0, 0)
 
 
 def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
@@ -207,10 +184,11 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
     roll_back = TokenRule(
         accept=lambda place, _: float(discrepancy(place) <= rule.a), residual=lambda place: place.p, raw=True
     )
-    reply.prefill(reply.target)
-    reply.prefill(reply.draft)
+    reply.prefill()
+    reply.prefill_drafter()
+    reply.clock.prefilled()
     while not reply.finish:
-        reply.begin()
+        reply.clock.begin()
         draft = Draft()
         while len(draft.tokens) < rule.window and not reply.is_over():
             logits = reply.draft_logits()
@@ -219,15 +197,15 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
             draft.logits.append(logits.copy())
             draft.q.append(warp(logits, reply.how))
             draft.tokens.append(reply.write(draft.q[-1]))
-        reply.counts.draft_seconds += reply.lap()
+        reply.clock.lap(DRAFT)
         rows = reply.target.read_rows(reply.ids[reply.emitted - 1 :])
-        reply.counts.verify_seconds += reply.lap()
+        reply.clock.lap(VERIFY)
         accepted, added = roll_back.verify(rows, draft, reply.how, reply.source, reply.emitted)
-        reply.drop()
+        reply.take_back()
         reply.ids += draft.tokens[:accepted]
         if not reply.is_over():
             reply.ids.append(added)
-        yield reply.emit(len(draft.tokens), accepted)
+        yield reply.block(len(draft.tokens), accepted)
 
 
 _LOOPS: dict[str, Callable[[Reply, Any], Iterator[Block]]] = {
@@ -242,4 +220,5 @@ def decode_by(rule: LoopRule, reply: Reply) -> Generator[Block, None, None]:
     try:
         yield from _LOOPS[rule.name](reply, rule.parameters)
     finally:
+        reply.take_back()
         reply.settle()

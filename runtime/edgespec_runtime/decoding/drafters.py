@@ -34,7 +34,7 @@ from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
 from edgespec_runtime.engines.session import CachedEngine, Window
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
-from edgespec_runtime.rules.sampling import Categorical, TokenSource, Warp, warp
+from edgespec_runtime.rules.sampling import CERTAIN, Categorical, TokenSource, Warp, warp
 
 
 class Guess(NamedTuple):
@@ -92,7 +92,7 @@ def propose(
             if last and not rule.mixes:
                 break
             if guess.logits is None:
-                q = Categorical(np.array([guess.copied], dtype=np.int64), _SURE)
+                q = Categorical(np.array([guess.copied], dtype=np.int64), CERTAIN)
             else:
                 q = warp(guess.logits, how)
                 if rule.raw:
@@ -107,9 +107,6 @@ def propose(
     finally:
         del ids[length:]
     return draft
-
-
-_SURE = np.ones(1, dtype=np.float32)
 
 
 def drafter_of(options: ReplyOptions, model: CachedEngine | None) -> Drafter | None:

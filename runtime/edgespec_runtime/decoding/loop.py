@@ -16,23 +16,30 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import sys
 from collections.abc import Collection, Generator, Sequence
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
-from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, REREAD, VERIFY, BlockClock
 from edgespec_runtime.decoding.cascade_loops import Reply, decode_by
-from edgespec_runtime.decoding.drafters import Drafter, drafter_of, propose, window_of
+from edgespec_runtime.decoding.drafters import drafter_of, propose
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Schedule
-from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.decoding.reply_text import Text
+from edgespec_runtime.decoding.schedule import (
+    CHOOSE,
+    DRAFT,
+    FROM_MODEL,
+    REREAD,
+    VERIFY,
+    BlockClock,
+    Fixed,
+    Schedule,
+)
 from edgespec_runtime.engines.session import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
-from edgespec_runtime.rules.table import MAX_DRAFT, RULES, Kind, LoopRule, rule_of
+from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
 
 NOTHING = Draft()  # of a plain step: making one takes microseconds
 
@@ -66,7 +73,7 @@ def decode(
     check_law(draft, rule)
     if isinstance(rule, LoopRule):
         if draft is not None and drafter is not None:
-            yield from decode_by(rule, Reply(target, draft, prompt, options, stop, counts))
+            yield from decode_by(rule, Reply(target, draft, drafter, prompt, options, stop, counts))
             return
         rule = LOSSLESS  # nobody drafts: plain decoding
     how = Warp.of(options)
@@ -74,127 +81,41 @@ def decode(
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    schedule.begin()
-    clock, text = BlockClock(counts, schedule), _Text(target, drafter, prompt, options)
-    clock.prefill(text.prefill)
-    finish = ""
+    clock, text, finish = BlockClock(counts), Text(target, drafter, prompt, options), ""
+    text.prefill()
+    clock.prefilled()
     try:
         while not finish:
             clock.begin()
             if text.is_full():
-                source.shift(clock.timed(REREAD, text.make_room))
+                source.shift(text.make_room())
+                clock.lap(REREAD)
             context = len(text.ids)
-            length = clock.timed(CHOOSE, text.choose, schedule)
+            length = text.choose(schedule)
+            clock.lap(CHOOSE)
+
             proposed, origin = NOTHING, schedule.origin
             if drafter is not None and (length or rule.mixes):
                 if text.unread and origin == FROM_MODEL:
-                    clock.prefill(text.prefill_drafter)
-                proposed = clock.timed(
-                    DRAFT, propose, drafter, text.ids, length, draft_how, source, rule, origin
-                )
+                    text.prefill_drafter()
+                    clock.prefilled()
+                proposed = propose(drafter, text.ids, length, draft_how, source, rule, origin)
+                clock.lap(DRAFT)
             drafted = len(proposed.tokens)
-            rows = clock.timed(
-                VERIFY, text.verify, proposed.tokens, schedule.pass_length(1 + drafted, context)
-            )
+
+            rows = text.verify(proposed.tokens, schedule.pass_length(1 + drafted))
+            clock.lap(VERIFY)
             accepted, added = rule.verify(rows, proposed, how, source, context)
+
             new, finish = text.emit([*proposed.tokens[:accepted], added], stop)
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
             text.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
-            clock.end(context, drafted, accepted, len(new), len(rows), origin)
+            schedule.observe(clock.outcome(drafted, accepted, len(new), len(rows), origin))
+            clock.end()
             yield Block(tuple(new), accepted, finish)
     finally:
         text.settle()
-
-
-class _Text:
-    """The text of a reply so far, and what both caches hold of it. The arguments are those of `decode`.
-
-    Attributes:
-        ids: prompt and reply, as far as the context shows them.
-        unread: the prompt, until the drafter has read it before its first draft; there may be none.
-    """
-
-    def __init__(
-        self, target: CachedEngine, drafter: Drafter | None, prompt: Sequence[int], options: DecodingOptions
-    ) -> None:
-        self._target, self._drafter, self.ids = target, drafter, list(prompt)
-        self.unread = [] if drafter is None else list(prompt)
-        if drafter is not None:
-            drafter.restart(prompt)
-        self._window, self._limit = window_of(target, options), target.engine.context_length
-        self._longest = min(target.engine.block_length - 1, MAX_DRAFT)
-        self._end = len(prompt) + options.max_new_tokens
-        self._shift_at = self._limit
-        if self._window is None:
-            self._end, self._shift_at = min(self._end, self._limit), sys.maxsize
-
-    def prefill(self) -> None:
-        """The target reads all but the last token."""
-        self._target.prefill(self.ids[:-1])
-
-    def prefill_drafter(self) -> None:
-        assert self._drafter is not None
-        for _ in self._drafter.prefill_steps(self.unread):
-            pass
-        self.unread = []
-
-    def is_full(self) -> bool:
-        """Whether the context must shift, or the target's keys no longer fit the text."""
-        length = len(self.ids)
-        return length >= self._shift_at or not self._target.holds_for(length)
-
-    def make_room(self) -> int:
-        """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
-        dropped, again = 0, False
-        if self._window is not None and len(self.ids) >= self._shift_at:
-            dropped = self._window.surplus(len(self.ids))
-            del self.ids[self._window.keep : self._window.keep + dropped]
-            self._end -= dropped
-            if self._drafter is not None:
-                self._drafter.restart(self.ids)
-                again, self.unread = not self.unread, list(self.ids)  # it had read what is dropped
-        self.prefill()
-        if again:
-            self.prefill_drafter()  # behind the target, whose hidden states a head reads
-        return dropped
-
-    def choose(self, schedule: Schedule) -> int:
-        """γ of the next block, from whoever can draft it."""
-        origins = () if self._drafter is None else self._drafter.origins(self.ids)
-        return schedule.draft_length(len(self.ids), self.room(), origins)
-
-    def room(self) -> int:
-        """Most tokens of the next draft."""
-        context = len(self.ids)
-        most = min(self._end, self._limit) - context - 1
-        return min(most, self._target.reach(context) - context, self._longest)
-
-    def verify(self, drafted: list[int], size: int) -> Logits:
-        """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
-        last, context = self.ids[-1], len(self.ids)
-        if size > 1 + len(drafted):
-            size = min(size, self._target.reach(context) - context + 1)
-        return self._target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
-
-    def emit(self, new: list[int], stop: Collection[int]) -> tuple[list[int], str]:
-        """Append a block up to a stop token. Returns (its tokens, why the reply ends: eos, length, context or '')."""
-        finish = ""
-        for position, token in enumerate(new):
-            if token in stop:
-                del new[position + 1 :]
-                finish = "eos"
-                break
-        self.ids += new
-        if not finish and len(self.ids) >= self._end:
-            finish = "context" if self._end == self._limit and self._window is None else "length"
-        return new, finish
-
-    def settle(self) -> None:
-        """Both caches hold at most what was emitted, less the last token, which the next block reads."""
-        self._target.rewind(len(self.ids) - 1)
-        if self._drafter is not None and not self.unread:
-            self._drafter.settle(len(self.ids) - 1)
 
 
 def source_of(rule: Rule, seed: int | None) -> TokenSource:

@@ -1,25 +1,28 @@
-"""Who drafts the next block, and how many tokens. Knows costs and what was accepted; no engines, no tokens."""
+"""Who drafts the next block, how many tokens, and what the block came to. Knows seconds and counts; no engines, no tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import NamedTuple, Protocol
+
+from edgespec.core.metrics import RawCounts
 
 # Where a draft comes from. Copies cost nothing, and one after a long match is accepted more often than one after a short match.
 FROM_MODEL, SHORT_COPY, LONG_COPY = ORIGINS = range(3)
+# Parts of a block; the last: the text is read again, after a shift for instance.
+CHOOSE, DRAFT, VERIFY, REREAD = range(4)
 
 
 class Outcome(NamedTuple):
-    """What one block came to. `context`: tokens before it; `size`: tokens of the target's pass, padding included."""
+    """What one block came to. `size`: tokens of the target's pass, padding included."""
 
-    context: int
     drafted: int
     accepted: int
     emitted: int
     size: int
     draft_seconds: float
-    verify_seconds: float
-    seconds: float  # both, and sampling and the loop
+    seconds: float  # the draft, the pass, and sampling and the loop
     choosing_seconds: float = 0.0  # before them: of asking for its draft length
     origin: int = FROM_MODEL
 
@@ -31,16 +34,13 @@ class Schedule(Protocol):
 
     origin: int
 
-    def begin(self) -> None:
-        """Called before every reply."""
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         """γ of the next block, from 0 (a plain step) to `room`; sets `origin`.
 
         `context`: tokens so far; `origins`: who can draft now, copies first; nobody where it is empty.
         """
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         """Tokens of a target pass that has `count` to verify: more where a longer pass is cheaper."""
 
     def observe(self, outcome: Outcome) -> None:
@@ -54,15 +54,53 @@ class Fixed:
         self._length = draft_length
         self.origin = FROM_MODEL
 
-    def begin(self) -> None:
-        pass
-
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self.origin = origins[0] if origins else FROM_MODEL
         return max(0, min(self._length, room)) if origins else 0
 
-    def pass_length(self, count: int, context: int) -> int:
+    def pass_length(self, count: int) -> int:
         return count
 
     def observe(self, outcome: Outcome) -> None:
         pass
+
+
+class BlockClock:
+    """The clock of one reply. `counts` gets the seconds of every block, and those of reading a prompt at once."""
+
+    __slots__ = ("_counts", "_last", "_seconds", "_start")
+
+    def __init__(self, counts: RawCounts) -> None:
+        self._counts = counts
+        self.begin()
+
+    def begin(self) -> None:
+        """A block begins."""
+        self._start = self._last = perf_counter()
+        self._seconds = [0.0] * 4
+
+    def lap(self, part: int) -> None:
+        """What was done since the last lap is this part of the block."""
+        now = perf_counter()
+        self._seconds[part] += now - self._last
+        self._last = now
+
+    def prefilled(self) -> None:
+        """A prompt was read since the last lap: no part of a block, also where it happens within one."""
+        now = perf_counter()
+        self._counts.prefill_seconds += now - self._last
+        self._start += now - self._last
+        self._last = now
+
+    def outcome(self, drafted: int, accepted: int, emitted: int, size: int, origin: int) -> Outcome:
+        """Of the block so far, its sampling and the loop's work included; the arguments are those of `Outcome`."""
+        choose, draft, _, reread = self._seconds
+        seconds = perf_counter() - self._start - reread - choose
+        return Outcome(drafted, accepted, emitted, size, draft, seconds, choose, origin)
+
+    def end(self) -> None:
+        """The block is over."""
+        _, draft, verify, reread = self._seconds
+        self._counts.draft_seconds += draft
+        self._counts.verify_seconds += verify + reread
+        self._counts.total_seconds += perf_counter() - self._start

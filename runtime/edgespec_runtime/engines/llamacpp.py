@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError, MissingExtra
-from edgespec_runtime.engines.block_kernels import VERIFIED, BlockKernels, kernels_for
+from edgespec_runtime.engines.block_kernels import VERIFIED, kernels_for
 from edgespec_runtime.engines.device import is_amd_with_bf16
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.untrusted.gguf_file import read_header
@@ -89,6 +90,26 @@ def text_of(model: Any, token: int) -> str | None:
     return text.decode("utf-8", "replace")
 
 
+def context_params(tokens: int, threads: int, *, flash_attention: bool, features: bool) -> Any:
+    """llama_context_params of passes of at most so many tokens; with `features` they give the last hidden states too."""
+    lib = load_library()
+    params = lib.llama_context_default_params()
+    params.n_batch = params.n_ubatch = tokens
+    params.n_threads = params.n_threads_batch = threads
+    params.flash_attn_type = (
+        lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    )
+    params.embeddings, params.pooling_type = features, lib.LLAMA_POOLING_TYPE_NONE
+    params.no_perf = True
+    return params
+
+
+def floats_at(address: int, rows: int, width: int) -> NDArray[np.float32]:
+    """llama.cpp's own memory as float32 [rows, width]."""
+    values = (ctypes.c_float * (rows * width)).from_address(address)
+    return np.ctypeslib.as_array(values).reshape(rows, width)
+
+
 class LlamaCppEngine:
     """One GGUF model and its key/value cache (16 bits).
 
@@ -115,32 +136,23 @@ class LlamaCppEngine:
         if not file.is_file():
             raise InputError(f"{file} is missing; give a GGUF file")
         header = read_header(file)
-        types = header.types
-        self.float_weights = types <= FLOAT_TYPES
-        self._gives_features = features
-        self._choose_kernels(types, threads, flash_attention)
+        self.float_weights = header.types <= FLOAT_TYPES
+        self.flash_attention = not self.float_weights if flash_attention is None else flash_attention
+        self.threads = threads or default_threads()
+        self._kernels = kernels_for(
+            header.types,
+            self.threads,
+            exact=self.flash_attention and not self.float_weights,
+            bf16_keys=is_amd_with_bf16(),
+        )
         self._model = load_weights(file, repacked=self._kernels.repacked)
         try:
-            self._open(file, context_length, header.rope_border)
+            self._open(file, context_length, header.rope_border, features)
         except BaseException:
             self.close()
             raise
 
-    def _choose_kernels(
-        self, types: frozenset[int], threads: int | None, flash_attention: bool | None
-    ) -> None:
-        if flash_attention is None:
-            flash_attention = not self.float_weights
-        self.flash_attention = flash_attention
-        self.threads = threads or default_threads()
-        self._kernels: BlockKernels = kernels_for(
-            types,
-            self.threads,
-            exact=flash_attention and not self.float_weights,
-            bf16_keys=is_amd_with_bf16(),
-        )
-
-    def _open(self, file: Path, context_length: int | None, border: int | None) -> None:
+    def _open(self, file: Path, context_length: int | None, border: int | None, features: bool) -> None:
         lib = self._lib
         self.name = f"llama.cpp {file.name}"
         trained = int(lib.llama_model_n_ctx_train(self._model))
@@ -152,19 +164,14 @@ class LlamaCppEngine:
                 f"{CONTEXT_STEP}: it would give short texts the long factors; run the model in ONNX Runtime"
             )
         self.rope_border = border if border is not None and border < self.context_length else None
-        params = self._params = lib.llama_context_default_params()
-        params.n_batch = params.n_ubatch = self.block_length
-        params.n_seq_max = 1
-        params.n_threads = params.n_threads_batch = self.threads
-        params.flash_attn_type = (
-            lib.LLAMA_FLASH_ATTN_TYPE_ENABLED if self.flash_attention else lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params = self._params = context_params(
+            self.block_length, self.threads, flash_attention=self.flash_attention, features=features
         )
+        params.n_seq_max = 1
         if self._kernels.key_type is not None:
             params.type_k = self._kernels.key_type
         if self._kernels.value_type is not None:
             params.type_v = self._kernels.value_type
-        params.embeddings, params.pooling_type = self._gives_features, lib.LLAMA_POOLING_TYPE_NONE
-        params.no_perf = True
         self._make_context(self.context_length)  # the longest: what memory does not hold is said now
         self.vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = batch = lib.llama_batch_init(self.block_length, 0, 1)
@@ -181,7 +188,7 @@ class LlamaCppEngine:
         rows = min(VERIFIED, self.block_length) if self._kernels.piece else 0
         self._joined: Logits = np.empty((rows, self.vocab_size), dtype=np.float32)
         self._hidden: Features | None = None
-        if self._gives_features:
+        if features:
             width = int(lib.llama_model_n_embd(self._model))
             self._hidden = np.empty((self.block_length, width), dtype=np.float32)
         self.features = self._hidden
@@ -252,17 +259,15 @@ class LlamaCppEngine:
         if self._hidden is not None:
             width = self._hidden.shape[1]
             address = ctypes.cast(lib.llama_get_embeddings(self._context), ctypes.c_void_p).value or 0
-            values = (ctypes.c_float * (count * width)).from_address(address)
-            self._hidden[place : place + count] = np.ctypeslib.as_array(values).reshape(count, width)
+            self._hidden[place : place + count] = floats_at(address, count, width)
         return self._rows(count)
 
     def _rows(self, count: int) -> Logits:
         """The first `count` rows of llama.cpp's output buffer, wrapped anew only where it has moved."""
         address = self._logits_address(self._context)
         if address != self._buffer_address:
-            size = self.block_length * self.vocab_size  # rows behind `count` need not exist, and are not seen
-            values = (ctypes.c_float * size).from_address(address)
-            self._buffer: Logits = np.ctypeslib.as_array(values).reshape(self.block_length, self.vocab_size)
+            # rows behind `count` need not exist, and are not seen
+            self._buffer: Logits = floats_at(address, self.block_length, self.vocab_size)
             self._buffer_address = address
         return self._buffer[:count]
 

@@ -1,5 +1,7 @@
 """Static graphs as an engine: the host keeps the KV cache, builds the mask and chooses the graph. Knows no operators.
 
+static.json of an export may come from a stranger: it has numbers that size buffers and names of graphs, all with bounds.
+
 A pass takes the shortest graph that has room for its tokens; what is left over is filled with token 0 behind them, where no real
 token looks, and what comes of it is dropped. Keys and values of the pass are copied behind those that are in the cache, so a
 rollback is a smaller number.
@@ -10,17 +12,75 @@ A graph runs on ONNX Runtime, or on OpenVINO where that is asked for: a program 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
+from edgespec.core.files import read_json
 from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.engines.static_program import Array, Feeds, Program, open_onnxruntime, openvino_opener
-from edgespec_runtime.engines.static_settings import StaticSettings, read_static_settings
+from edgespec_runtime.untrusted.genai_settings import count_of, unusable
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 ONNXRUNTIME, OPENVINO = "onnxruntime", "openvino"
+SETTINGS = "static.json"
+FORMAT = 1
+MAX_SETTINGS_BYTES = 64 * 1024
+BLOCKS = ("prefill", "verify", "step")
+MOST = {"vocab_size": 2**24, "length": 2**20, "layers": 1024, "kv_heads": 4096, "head_dim": 2**16}
+
+
+@dataclass(frozen=True)
+class StaticSettings:
+    """What a host must know of three static graphs.
+
+    Attributes:
+        precision: of weights and activations, in the exporter's words.
+        vocab_size, layers, kv_heads, head_dim: counts.
+        length: tokens that the KV cache holds.
+        masked: what the attention mask has where a token may not look.
+        blocks: tokens of each graph; `NAME.onnx` in the folder is the graph.
+    """
+
+    precision: str
+    vocab_size: int
+    length: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    masked: float
+    blocks: dict[str, int]
+
+    def plain(self) -> dict[str, Any]:
+        """As static.json has it."""
+        return {"format": FORMAT, **asdict(self)}
+
+
+def read_static_settings(folder: Path) -> StaticSettings:
+    """Read and check the settings of a model folder. Raises BundleError naming the field, the value seen and the one wanted."""
+    where = folder / SETTINGS
+    value = read_json(where, error=BundleError, limit=MAX_SETTINGS_BYTES, strict=True)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise BundleError(f"{where} is no static export of format {FORMAT}; export the model again")
+    counts = {key: count_of(value, key, most, where) for key, most in MOST.items()}
+    blocks = value.get("blocks")
+    if not isinstance(blocks, dict) or set(blocks) != set(BLOCKS):
+        raise unusable(where, "blocks", blocks, f"an object with {', '.join(BLOCKS)}")
+    masked = value.get("masked")
+    if isinstance(masked, bool) or not isinstance(masked, int | float) or not -1e30 <= masked < 0:
+        raise unusable(where, "masked", masked, "a negative number")
+    precision = value.get("precision")
+    if not isinstance(precision, str) or not 0 < len(precision) <= 64 or not precision.isprintable():
+        raise unusable(where, "precision", precision, "a short name")
+    return StaticSettings(
+        precision=precision,
+        masked=float(masked),
+        blocks={name: count_of(blocks, name, counts["length"], where) for name in BLOCKS},
+        **counts,
+    )
 
 
 class StaticEngine:

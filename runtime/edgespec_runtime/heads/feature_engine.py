@@ -72,14 +72,14 @@ class FeatureEngine:
         known = len(self.target.tokens)  # features 0 .. known − 1
         read = self._read[:count]
         read[:] = 0.0
-        for place in range(count):
-            slot = first + place
-            if not slot:
-                continue
-            if slot <= known:
-                read[place] = self.target.features[slot - 1]  # type: ignore[index]
-            elif not place:
-                read[place] = self._own[slot - 1]
+        begin, end = (
+            max(first, 1),
+            min(first + count, known + 1),
+        )  # slots that read them; slot 0 reads nothing
+        if begin < end:
+            read[begin - first : end - first] = self.target.features[begin - 1 : end - 1]  # type: ignore[index]
+        elif first:
+            read[0] = self._own[first - 1]
         if self.true_slots >= first:
             self.true_slots = max(first, min(first + count, known + 1))
         logits, own = self.head.forward(tokens, read)

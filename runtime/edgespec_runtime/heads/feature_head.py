@@ -16,14 +16,20 @@ from edgespec.core.errors import BundleError, EdgespecError
 from edgespec.core.files import read_json
 from edgespec_runtime.engines.engine import Features, Logits, check_rewind, check_room
 from edgespec_runtime.engines.onnx_runtime import open_session
+from edgespec_runtime.untrusted.genai_settings import count_of
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
 GRAPH, SETTINGS = "model.onnx", "head.json"
 BLOCK_LENGTH = 128  # as the target's prefill pieces
 MOST = 2**24  # of every number in the settings, which size memory
-_NUMBERS = (
-    *("hidden_size", "kv_heads", "head_dim", "layers", "feature_size"),
-    *("draft_vocab_size", "context_length"),
+_SIZES = (
+    "hidden_size",
+    "kv_heads",
+    "head_dim",
+    "layers",
+    "feature_size",
+    "draft_vocab_size",
+    "context_length",
 )
 
 
@@ -128,14 +134,9 @@ class FeatureHead:
 
 def _shape(folder: Path) -> dict[str, int]:
     """The numbers that size memory, each a whole number in bounds. Raises BundleError."""
-    found: Any = read_json(folder / SETTINGS, error=BundleError)
+    where = folder / SETTINGS
+    found: Any = read_json(where, error=BundleError)
     shape = found.get("shape") if isinstance(found, dict) else None
     if not isinstance(shape, dict):
-        raise BundleError(f"{folder / SETTINGS} has no 'shape'; export the drafter again")
-    for name in _NUMBERS:
-        value = shape.get(name)
-        if type(value) is not int or not 1 <= value <= MOST:
-            raise BundleError(
-                f"{folder / SETTINGS}: {name} is {str(value)[:40]!r}, and 1 to {MOST} is wanted; export the drafter again"
-            )
-    return {name: shape[name] for name in _NUMBERS}
+        raise BundleError(f"{where} has no 'shape'; export the drafter again")
+    return {name: count_of(shape, name, MOST, where) for name in _SIZES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
@@ -112,9 +113,9 @@ class Pair:
             float_weights=getattr(self.target.engine, "float_weights", False),
             rope_border=self.target.rope_border,
         )
-        if self.manifest.folder is None or "verify.json" not in self.manifest.files:
-            return exactness_of(way, {})
-        verification = read_json(self.manifest.folder / "verify.json")
+        verification: Any = None
+        if self.manifest.folder is not None and "verify.json" in self.manifest.files:
+            verification = read_json(self.manifest.folder / "verify.json")
         return exactness_of(way, verification if isinstance(verification, dict) else {})
 
 
@@ -255,7 +256,8 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
             model = SubsetEngine(model, vocabulary)
         return CachedEngine(model)
 
-    size = sum(path.stat().st_size for path in _files(manifest.model_path("target", engine, precision)))
+    path = manifest.model_path("target", engine, precision)
+    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
     with reading("load the models", size) as bar:  # the drafter is small beside it
         target = load("target")
         bar.update(size / MIB)
@@ -274,11 +276,6 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         mode=options.mode,
         backend=OPENVINO if options.engine == OPENVINO else engine,
     )
-
-
-def _files(path: Path) -> list[Path]:
-    """A file, or the files of a folder."""
-    return [path] if path.is_file() else list(filter(Path.is_file, path.iterdir()))
 
 
 def _head(

@@ -132,20 +132,13 @@ class TokenRule(Rule):
     ) -> tuple[int, int]:
         """As `Rule.verify`. Rows after a rejection are never warped."""
         count = len(draft.tokens)
-        for i, token in enumerate(draft.tokens):
-            position = Position(rows[i], draft.logits[i] if self.raw else None, draft.q[i], how)
-            if not self._stays(position, token, source):
-                return i, source.sample(self.residual(position), start + i)
-        if self.mixes and len(draft.q) > count:
+        for i, q in enumerate(draft.q):
             # The token behind a whole block has the law π too (cascades, Algorithm 4): drawn from q, and tested like the others.
-            position = Position(rows[count], draft.logits[count] if self.raw else None, draft.q[count], how)
-            token = source.sample(position.q, start + count)
-            stays = self._stays(position, token, source)
-            return count, token if stays else source.sample(self.residual(position), start + count)
-        return count, draw(rows[count], how, source, start + count)
-
-    def _stays(self, position: Position, token: int, source: TokenSource) -> bool:
-        return happens(self.accept(position, token), source)
+            token = draft.tokens[i] if i < count else source.sample(q, start + count)
+            position = Position(rows[i], draft.logits[i] if self.raw else None, q, how)
+            if not happens(self.accept(position, token), source):
+                return i, source.sample(self.residual(position), start + i)
+        return count, token if len(draft.q) > count else draw(rows[count], how, source, start + count)
 
 
 def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:

@@ -4,6 +4,7 @@ Narasimhan et al., Faster Cascades via Speculative Decoding: the block is decode
     cascades            π = (1 − δ)·q + δ·p, δ in {0, 1}                    (Algorithm 5, Table 3)
     token-specific      π(v) = q(v)·[v ∈ T] + p(v)·Σ_{u ∉ T} q(u)           (Algorithm 6, Eq. 13 to 16)
 δ and T are decided on the raw distributions, what they mix is warped (appendix C.1). Natural logarithms: entropies are in nats.
+Which δ and T the rules have: table.py.
 """
 
 from __future__ import annotations
@@ -67,23 +68,8 @@ def cascade(defers: Callable[[Position], bool]) -> Rule:
     return TokenRule(accept, LOSSLESS.residual, mixes=True, raw=True)
 
 
-def chow(a: float) -> Rule:
-    """δ = [max q < 1 − a]"""
-    return cascade(lambda position: bool(position.raw_q.max() < 1 - a))
-
-
-def chow_log(a: float) -> Rule:
-    """δ = [H(q) > a] (Eq. 26)"""
-    return cascade(lambda position: entropy(position.q_logits) > a)
-
-
-def diff(a: float, gap: Callable[[Position], float] = peak_gap) -> Rule:
-    """δ = [max q < max p − a] (Eq. 5), or with entropies δ = [H(p) < H(q) − a] (Eq. 27)."""
-    return cascade(lambda position: gap(position) > a)
-
-
-def opt(a: float, gap: Callable[[Position], float] = peak_gap) -> Rule:
-    """δ = [max q < max p − a·TV(p̃, q̃)], TV of the warped ones (Eq. 10, appendix C.1); or with entropies (Eq. 28)."""
+def opt(a: float, gap: Callable[[Position], float]) -> Rule:
+    """δ = [gap > a·TV(p̃, q̃)], TV of the warped ones (Eq. 10, appendix C.1); with entropies Eq. 28."""
 
     def defers(position: Position) -> bool:
         surer = gap(position)
@@ -92,11 +78,6 @@ def opt(a: float, gap: Callable[[Position], float] = peak_gap) -> Rule:
         return surer > a * total_variation(position.p, position.q)
 
     return cascade(defers)
-
-
-def bild_star(a: float) -> Rule:
-    """δ = [D(q, p) > a]: BiLD's target law by rejection sampling, without its fallback (appendix F.5)."""
-    return cascade(lambda position: discrepancy(position) > a)
 
 
 def token_specific(trusted: Callable[[Position], NDArray[np.bool_]]) -> Rule:
@@ -128,18 +109,3 @@ def token_specific(trusted: Callable[[Position], NDArray[np.bool_]]) -> Rule:
 def _deferred(q: Categorical, trusted: NDArray[np.bool_]) -> float:
     """η: what q gives to tokens outside T."""
     return float(q.probs[~(trusted if q.ids is None else trusted[q.ids])].sum(dtype=np.float64))
-
-
-def token_v1(a: float) -> Rule:
-    """T = {q >= max p − a} (Eq. 13)"""
-    return token_specific(lambda position: position.raw_q >= position.raw_p.max() - a)
-
-
-def token_v2(a: float) -> Rule:
-    """T = {p >= max p − a} (Eq. 14)"""
-    return token_specific(lambda position: position.raw_p >= position.raw_p.max() - a)
-
-
-def token_v3(a: float) -> Rule:
-    """T = {p >= (1 − a)·max p} (Eq. 15)"""
-    return token_specific(lambda position: position.raw_p >= position.raw_p.max() * (1 - a))

@@ -31,23 +31,20 @@ def lenience(allowed: Callable[[float], float]) -> Rule:
     return TokenRule(accept, LOSSLESS.residual, mixes=True)
 
 
-def lossy(a: float, beta: float) -> Rule:
+def lossy(a: float, beta: Callable[[Categorical, Categorical], float]) -> Rule:
     """Accept with min(1, p/((1−a)·q)), residual norm(max(0, p/β − q)) (Tran-Thien 2023; speculative cascades, section 2).
 
     Args:
-        a: in [0, 1). beta: at least 1 − a; above 1 the residual may be empty, and then p is drawn from.
+        a: in [0, 1).
+        beta: β of (p, q), at least 1 − a; above 1 the residual may be empty, and then p is drawn from. With `tuned_beta` the
+            output law is π.
     """
-    return _lossy(a, lambda position: excess(position.p, position.q, beta))
 
-
-def lossy_star(a: float) -> Rule:
-    """`lossy` with the β of `tuned_beta` at every rejection, so that the output law is π."""
-    return _lossy(a, lambda position: excess(position.p, position.q, tuned_beta(position.p, position.q, a)))
-
-
-def _lossy(a: float, residual: Callable[[Position], Categorical]) -> Rule:
     def accept(position: Position, token: int) -> float:
         return min(1.0, position.p.prob(token) / ((1 - a) * position.q.prob(token)))
+
+    def residual(position: Position) -> Categorical:
+        return excess(position.p, position.q, beta(position.p, position.q))
 
     return TokenRule(accept, residual, mixes=True)
 

@@ -93,32 +93,27 @@ class Categorical:
         total: what makes probabilities of them, which sum to 1 within rounding; None: their sum.
     """
 
-    __slots__ = ("_only", "_total", "_weights", "ids")
+    __slots__ = ("_only", "_total", "ids", "weights")
 
     def __init__(
         self, ids: NDArray[np.int64] | None, weights: NDArray[Any], total: float | None = 1.0
     ) -> None:
         self.ids = ids
-        self._weights, self._total = weights, total
+        self.weights, self._total = weights, total
         self._only = int(ids[0]) if ids is not None and len(ids) == 1 else None
 
     def _sum(self) -> float:
         if self._total is None:
-            self._total = float(np.add.reduce(self._weights))
+            self._total = float(np.add.reduce(self.weights))
         return self._total
 
     @property
     def probs(self) -> NDArray[Any]:
         """float32 [n] or [V]"""
         if self._total != 1.0:
-            self._weights /= self._sum()
+            self.weights /= self._sum()
             self._total = 1.0
-        return self._weights
-
-    @property
-    def weights(self) -> NDArray[Any]:
-        """float32 [n] or [V], in proportion to `probs`; not divided by their sum."""
-        return self._weights
+        return self.weights
 
     @property
     def certain(self) -> bool:
@@ -130,11 +125,11 @@ class Categorical:
         if self._only is not None:
             return float(token == self._only)
         if self.ids is None:
-            return float(self._weights[token]) / self._sum()
+            return float(self.weights[token]) / self._sum()
         place = int(self.ids.searchsorted(token))
         if place == len(self.ids) or self.ids[place] != token:
             return 0.0
-        return float(self._weights[place]) / self._sum()
+        return float(self.weights[place]) / self._sum()
 
     def at(self, ids: NDArray[np.int64]) -> NDArray[Any]:
         """Probabilities of many tokens, [len(ids)]."""
@@ -153,11 +148,11 @@ class Categorical:
             return self
         scale = self._sum()
         if self.ids is None and other.ids is None:
-            rest = other._weights * (-scale / other._sum())
-            rest += self._weights
+            rest = other.weights * (-scale / other._sum())
+            rest += self.weights
         else:
-            q_on_p = other.dense(len(self._weights)) if self.ids is None else other.at(self.ids)
-            rest = self._weights - q_on_p * scale
+            q_on_p = other.dense(len(self.weights)) if self.ids is None else other.at(self.ids)
+            rest = self.weights - q_on_p * scale
         np.maximum(rest, 0, out=rest)
         return Categorical(self.ids, rest, None) if rest.item(rest.argmax()) > 0 else self
 
@@ -165,13 +160,13 @@ class Categorical:
         """Draw one token by inversion; one uniform number per draw, none where there is one token."""
         if self._only is not None:
             return self._only
-        place, total = _invert(self._weights, generator.random())
+        place, total = _invert(self.weights, generator.random())
         if self._total is None:
             self._total = total
         return place if self.ids is None else int(self.ids[place])
 
     def dense(self, vocab_size: int) -> NDArray[Any]:
-        """The full vector [V]; for tests and reports."""
+        """The full vector [V]."""
         if self.ids is None:
             return self.probs
         full = np.zeros(vocab_size, dtype=self.probs.dtype)
@@ -181,8 +176,8 @@ class Categorical:
 
 _COARSE, _FINE = 256, 16
 _ONES, _FEW_ONES = np.ones(_COARSE, dtype=np.float32), np.ones(_FINE, dtype=np.float32)
-_CERTAIN = np.ones(1, dtype=np.float32)
-_CERTAIN.setflags(write=False)  # every greedy distribution shares it
+CERTAIN = np.ones(1, dtype=np.float32)
+CERTAIN.setflags(write=False)  # every greedy distribution shares it
 _COLDEST = 1e-6  # a colder quotient overflows float32, and nothing but the largest logits is left at this one
 
 
@@ -235,7 +230,7 @@ def warp(logits: NDArray[np.float32], how: Warp) -> Categorical:
     times the highest one (Nguyen et al. 2024, "Turning Up the Heat", section 3). The kept tokens are renormalised.
     """
     if how.temperature == 0.0:
-        return Categorical(np.array([logits.argmax()], dtype=np.int64), _CERTAIN)
+        return Categorical(np.array([logits.argmax()], dtype=np.int64), CERTAIN)
     ids: NDArray[np.int64] | None = None
     if 0 < how.top_k < len(logits):
         ids = _largest(logits, how.top_k)

@@ -1,7 +1,10 @@
 """Every acceptance rule by its name, and its parameters as knobs: `lossless`, `opt:a=0.3`, `lossy:a=0.2,beta=1`.
 
 Knows names, bounds and one help line each. What a rule does: acceptance.py, block_verification.py, reproducible.py, lenient.py,
-cascades.py; rules with a loop of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter.
+cascades.py; rules with a loop of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter. From `chow`
+on they are those of Narasimhan et al., Faster Cascades via Speculative Decoding: diff (Eq. 5), opt (Eq. 10), with
+entropies chowlog, difflog, optlog (Eq. 26 to 28); token-v1 to v3 (Eq. 13 to 15); bild-star, BiLD's target law by rejection
+sampling, without its fallback (appendix F.5).
 """
 
 from __future__ import annotations
@@ -14,9 +17,19 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
-from edgespec_runtime.rules import acceptance, cascades, lenient
+from edgespec_runtime.rules import acceptance
 from edgespec_runtime.rules.acceptance import MATCHING, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
+from edgespec_runtime.rules.cascades import (
+    cascade,
+    discrepancy,
+    entropy,
+    entropy_gap,
+    opt,
+    peak_gap,
+    token_specific,
+)
+from edgespec_runtime.rules.lenient import lenience, lossy, tuned_beta
 from edgespec_runtime.rules.reproducible import ReproducibleRule
 
 MAX_DRAFT = 62
@@ -120,89 +133,97 @@ class LoopRule:
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of the table: what the rule is, its parameters (a dataclass of knobs), and how it is made of them."""
+    """A row of the table: what the rule is, how it is made of its parameters, and these (a dataclass of knobs)."""
 
     help: str
-    parameters: type[Any]
     make: Callable[[Any], Rule | LoopRule]
+    parameters: type[Any] = NoParameters
 
 
 LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
 TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
 
 RULES: dict[str, Kind] = {
-    LOSSLESS: Kind("the target's own distribution", NoParameters, lambda _: acceptance.LOSSLESS),
+    LOSSLESS: Kind("the target's own distribution", lambda _: acceptance.LOSSLESS),
     BLOCK: Kind(
         "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
-        NoParameters,
         lambda _: BlockRule(),
     ),
     REPRODUCIBLE: Kind(
         "lossless, and a seed gives the same text whatever the draft length, the drafter and the timing",
-        NoParameters,
         lambda _: ReproducibleRule(),
     ),
     "match-greedy": Kind(
         "lossless, as engines do that draft greedily and keep what a target sample equals",
-        NoParameters,
         lambda _: dataclasses.replace(MATCHING, draft_greedily=True),
     ),
     "match-sampled": Kind(
         "lossless, as engines do that draft by sampling and keep what a target sample equals",
-        NoParameters,
         lambda _: MATCHING,
     ),
-    "lenient-lin": Kind(
-        "accept with min(1, p/(ε q))", Lenience, lambda o: lenient.lenience(lambda p: p / o.epsilon)
-    ),
+    "lenient-lin": Kind("accept with min(1, p/(ε q))", lambda o: lenience(lambda p: p / o.epsilon), Lenience),
     "lenient-sq": Kind(
-        "accept with min(1, p/(ε² q))",
-        Lenience,
-        lambda o: lenient.lenience(lambda p: p / o.epsilon / o.epsilon),
+        "accept with min(1, p/(ε² q))", lambda o: lenience(lambda p: p / o.epsilon / o.epsilon), Lenience
     ),
-    "lenient-exp": Kind(
-        "accept with min(1, p^ε/q)", Lenience, lambda o: lenient.lenience(lambda p: p**o.epsilon)
-    ),
-    "lossy": Kind("accept with min(1, p/((1−a) q))", Lossy, lambda o: lenient.lossy(o.a, o.beta)),
+    "lenient-exp": Kind("accept with min(1, p^ε/q)", lambda o: lenience(lambda p: p**o.epsilon), Lenience),
+    "lossy": Kind("accept with min(1, p/((1−a) q))", lambda o: lossy(o.a, lambda p, q: o.beta), Lossy),
     "lossy-star": Kind(
         "lossy with β tuned at every rejection, so that the law is known",
+        lambda o: lossy(o.a, lambda p, q: tuned_beta(p, q, o.a)),
         LossyStar,
-        lambda o: lenient.lossy_star(o.a),
     ),
-    "chow": Kind("the target decides where max q < 1 − a", Share, lambda o: cascades.chow(o.a)),
-    "chowlog": Kind("the target decides where H(q) > a", Nats, lambda o: cascades.chow_log(o.a)),
-    "diff": Kind("the target decides where max q < max p − a", Gap, lambda o: cascades.diff(o.a)),
+    "chow": Kind(
+        "the target decides where max q < 1 − a",
+        lambda o: cascade(lambda at: bool(at.raw_q.max() < 1 - o.a)),
+        Share,
+    ),
+    "chowlog": Kind(
+        "the target decides where H(q) > a", lambda o: cascade(lambda at: entropy(at.q_logits) > o.a), Nats
+    ),
+    "diff": Kind(
+        "the target decides where max q < max p − a", lambda o: cascade(lambda at: peak_gap(at) > o.a), Gap
+    ),
     "difflog": Kind(
-        "the target decides where H(p) < H(q) − a", Nats, lambda o: cascades.diff(o.a, cascades.entropy_gap)
+        "the target decides where H(p) < H(q) − a", lambda o: cascade(lambda at: entropy_gap(at) > o.a), Nats
     ),
-    "opt": Kind("the target decides where max q < max p − a TV(p, q)", Gap, lambda o: cascades.opt(o.a)),
+    "opt": Kind("the target decides where max q < max p − a TV(p, q)", lambda o: opt(o.a, peak_gap), Gap),
     "optlog": Kind(
-        "the target decides where H(p) < H(q) − a TV(p, q)",
-        Nats,
-        lambda o: cascades.opt(o.a, cascades.entropy_gap),
+        "the target decides where H(p) < H(q) − a TV(p, q)", lambda o: opt(o.a, entropy_gap), Nats
     ),
-    "token-v1": Kind("the drafter keeps tokens with q >= max p − a", Gap, lambda o: cascades.token_v1(o.a)),
-    "token-v2": Kind("the drafter keeps tokens with p >= max p − a", Share, lambda o: cascades.token_v2(o.a)),
+    "token-v1": Kind(
+        "the drafter keeps tokens with q >= max p − a",
+        lambda o: token_specific(lambda at: at.raw_q >= at.raw_p.max() - o.a),
+        Gap,
+    ),
+    "token-v2": Kind(
+        "the drafter keeps tokens with p >= max p − a",
+        lambda o: token_specific(lambda at: at.raw_p >= at.raw_p.max() - o.a),
+        Share,
+    ),
     "token-v3": Kind(
-        "the drafter keeps tokens with p >= (1−a) max p", Share, lambda o: cascades.token_v3(o.a)
+        "the drafter keeps tokens with p >= (1−a) max p",
+        lambda o: token_specific(lambda at: at.raw_p >= at.raw_p.max() * (1 - o.a)),
+        Share,
     ),
     "bild-star": Kind(
-        "the target decides where the discrepancy D(q, p) > a", Discrepancy, lambda o: cascades.bild_star(o.a)
+        "the target decides where the discrepancy D(q, p) > a",
+        lambda o: cascade(lambda at: discrepancy(at) > o.a),
+        Discrepancy,
     ),
     TOKEN_CASCADE: Kind(
         "token after token: the drafter writes while max q >= 1 − a, else the target",
-        Share,
         lambda o: LoopRule(TOKEN_CASCADE, o),
+        Share,
     ),
     SEQUENCE_CASCADE: Kind(
         "the drafter writes the reply; below a confidence of 1 − a the target writes it anew",
-        SequenceCascade,
         lambda o: LoopRule(SEQUENCE_CASCADE, o),
+        SequenceCascade,
     ),
     BILD: Kind(
         "the drafter writes while sure; the target reads it and rolls back to the first D(q, p) > a",
-        Bild,
         lambda o: LoopRule(BILD, o),
+        Bild,
     ),
 }
 

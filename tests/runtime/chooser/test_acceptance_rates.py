@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_runtime.chooser.acceptance_rates import DECAY, PRIOR, AcceptanceRates
+from edgespec_runtime.chooser.expected_acceptance import DECAY, PRIOR, AcceptanceRates
 
 LENGTH = 4
 

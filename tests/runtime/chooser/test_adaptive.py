@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,13 +20,13 @@ SHAPES = {"flat": FLAT, "measured": MEASURED, "dear": DEAR, "tiny": TINY, "saw-t
 def step(schedule: Adaptive, costs: Costs, accepted: Callable[[int], int], *, mixes: bool = False) -> int:
     """One block at the table's costs; `accepted`: of so many draft tokens. Returns the draft length."""
     length = schedule.draft_length(CONTEXT, ROOM)
-    size = schedule.pass_length(length + 1, CONTEXT)
+    size = schedule.pass_length(length + 1)
     drafting, passing, kept = (
         (length + mixes) * costs.draft(CONTEXT),
         costs.verify(size, CONTEXT),
         accepted(length),
     )
-    schedule.observe(Outcome(CONTEXT, length, kept, kept + 1, size, drafting, passing, drafting + passing))
+    schedule.observe(Outcome(length, kept, kept + 1, size, drafting, drafting + passing))
     return length
 
 
@@ -137,12 +138,12 @@ def copying(
 ) -> tuple[int, int]:
     """One block of whoever is chosen among `origins`; each accepts at its own rate. Returns (its origin, its draft length)."""
     length = schedule.draft_length(CONTEXT, ROOM, origins)
-    origin, size = schedule.origin, schedule.pass_length(length + 1, CONTEXT)
+    origin, size = schedule.origin, schedule.pass_length(length + 1)
     passed = draws.random(length) < rates.get(origin, 0.0)
     kept = length if passed.all() else int(passed.argmin())
     drafting = length * costs.draft(CONTEXT) * (origin == FROM_MODEL)
     passing = costs.verify(size, CONTEXT)
-    outcome = Outcome(CONTEXT, length, kept, kept + 1, size, drafting, passing, drafting + passing)
+    outcome = Outcome(length, kept, kept + 1, size, drafting, drafting + passing)
     schedule.observe(outcome._replace(origin=origin))
     return origin, length
 
@@ -188,8 +189,8 @@ def test_the_model_rests_and_copies_go_on() -> None:
         copying(schedule, cheap, (LONG_COPY, FROM_MODEL), {LONG_COPY: 0.9}, draws)
         copying(schedule, cheap, (FROM_MODEL,), {}, draws)
     assert schedule.off is not None
-    assert str(schedule.off).startswith("off: a draft of ")
-    assert str(schedule.off).endswith("; copies from the text go on")
+    assert schedule.off.startswith("off: a draft of ")
+    assert schedule.off.endswith("; copies from the text go on")
     alone = Adaptive(cheap, 0.5)
     for _ in range(200):
         copying(alone, cheap, (FROM_MODEL,), {}, draws)
@@ -246,14 +247,16 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
     for _ in range(40):
         length = schedule.draft_length(CONTEXT, ROOM)
         lengths.append(length)
-        size = schedule.pass_length(length + 1, CONTEXT)
+        size = schedule.pass_length(length + 1)
         usual = costs.verify(size, CONTEXT)
         lost += 19.0 * usual if length else 0.0
         choosing = 19.0 * usual if length else 0.0
-        schedule.observe(Outcome(CONTEXT, length, length, length + 1, size, 0.0, usual, usual, choosing))
+        schedule.observe(Outcome(length, length, length + 1, size, 0.0, usual, choosing))
     assert lengths[:EVERY] == [lengths[0]] * EVERY
     assert set(lengths[EVERY : EVERY + REST - 1]) == {0}
     assert lost > 0
+    assert schedule.off is not None
+    assert re.fullmatch(r"off for now: drafts have cost \d\d% of this session's time", schedule.off)
 
 
 def sessions(machine: Machine, make: Callable[[], Schedule]) -> np.ndarray:

@@ -11,8 +11,7 @@ TABLE = Costs((32,), ((1.0, 1.5, 2.2, 1.6, 2.0),), (0.1,))
 
 
 def outcome(drafted: int, size: int, draft_seconds: float, pass_seconds: float) -> Outcome:
-    whole = draft_seconds + pass_seconds
-    return Outcome(32, drafted, 0, 1, size, draft_seconds, pass_seconds, whole)
+    return Outcome(drafted, 0, 1, size, draft_seconds, draft_seconds + pass_seconds)
 
 
 def now(costs: CurrentCosts, length: int) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,59 +27,43 @@ from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec.core.shapes import ModelShape
 
 TABLE = Costs((32, 256), ((1.0, 1.5), (1.1, 1.7)), (0.1, 0.1))
+BRIEFLY = CalibrateOptions(0.1, (16,))
 
 
 @pytest.mark.usefixtures("steady")
-def test_a_real_pair_is_measured_once_and_kept(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))  # no costs of other tests
-    notes: list[str] = []
+def test_a_real_pair_is_measured_once_and_kept(pair: Pair, bundle: Path, notes: list[str]) -> None:
     how = CalibrateOptions(seconds=1.5, contexts=(16, 64))
-    pair = open_pair(bundle, LoadOptions())
-    alone = open_pair(bundle, LoadOptions(), with_draft=False)
-    try:
-        pair.target.prefill([1, 2, 3])
-        costs, kept = costs_of(pair, how, notes.append)
-        assert not kept
-        assert costs.contexts == (16, 64)
-        assert costs.longest == 16
-        assert costs.draft(16) > 0
-        assert pair.target.tokens == pair.draft.tokens == []  # type: ignore[union-attr]
-        assert (pair.target.engine.n_past, pair.draft.engine.n_past) == (0, 0)  # type: ignore[union-attr]
-        assert step_seconds(pair.target) > 0
-        assert pair.target.tokens == []
-        assert costs_of(pair, how, notes.append) == (costs, True)
-        assert load_costs(pair, notes.append) == costs
-        assert costs_of(pair, how, notes.append, fresh=True)[1] is False
-        store_costs(subject_of(pair), TABLE, seconds=100.0)
-        assert costs_of(pair, how, notes.append) == (TABLE, True)
+    pair.target.prefill([1, 2, 3])
+    costs, kept = costs_of(pair, how, notes.append)
+    assert not kept
+    assert costs.contexts == (16, 64)
+    assert costs.longest == 16
+    assert costs.draft(16) > 0
+    assert [(model.tokens, model.engine.n_past) for model in pair.models] == [([], 0)] * 2
+    assert step_seconds(pair.target) > 0
+    assert pair.target.tokens == []
+    assert costs_of(pair, how, notes.append) == (costs, True)
+    assert load_costs(pair, notes.append) == costs
+    assert costs_of(pair, how, notes.append, fresh=True)[1] is False
+    store_costs(subject_of(pair), TABLE, seconds=100.0)
+    assert costs_of(pair, how, notes.append) == (TABLE, True)
+    with closing(open_pair(bundle, LoadOptions(threads=1), with_draft=False)) as alone:
         assert load_costs(alone, notes.append) is None  # what a drafter costs is of no use without one
         assert set(subject_of(alone).files) < set(subject_of(pair).files)
         assert calibrate(alone.target, alone.draft, how).draft(16) == 0.0
-    finally:
-        pair.close()
-        alone.close()
     assert notes == []
 
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(("slower", "replaced"), [(2.0, False), (0.5, True)])
 def test_kept_costs_that_no_longer_hold_are_measured_again(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float, replaced: bool
+    pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch, slower: float, replaced: bool
 ) -> None:
     """What is slower than it was may be busy, so that is not kept; what is faster was busy then."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    notes: list[str] = []
-    how = CalibrateOptions(0.1, (16,))
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        store_costs(subject_of(pair), TABLE, seconds=1.0)
-        monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
-        costs, kept = costs_of(pair, how, notes.append)
-        assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
-    finally:
-        pair.close()
+    store_costs(subject_of(pair), TABLE, seconds=1.0)
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+    costs, kept = costs_of(pair, BRIEFLY, notes.append)
+    assert load_costs(pair, notes.append) == (costs if replaced else TABLE)
     assert not kept
     assert costs != TABLE
     assert notes == [
@@ -89,68 +74,41 @@ def test_kept_costs_that_no_longer_hold_are_measured_again(
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("slower", [0.7, 1.2, 1.45])
 def test_kept_costs_that_nearly_hold_are_taken(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slower: float
+    pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch, slower: float
 ) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    notes: list[str] = []
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        store_costs(subject_of(pair), TABLE, seconds=1.0)
-        monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
-        assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append) == (TABLE, True)
-    finally:
-        pair.close()
+    store_costs(subject_of(pair), TABLE, seconds=1.0)
+    monkeypatch.setattr(kept_costs, "step_seconds", lambda target: slower * TABLE.verify(1, 1))
+    assert costs_of(pair, BRIEFLY, notes.append) == (TABLE, True)
     assert notes == []
 
 
 def test_what_is_measured_beside_other_programs_is_not_kept(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
     shares = iter((1.0, 0.6, 1.0, 0.9))
     monkeypatch.setattr(kept_costs, "free_share", lambda threads: next(shares))
-    notes: list[str] = []
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        assert costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)[1] is False
-        assert "other programs hold 40% of the processors" in notes[0]
-        assert load_costs(pair, notes.append) is None
-        costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
-        assert load_costs(pair, notes.append) is not None
-    finally:
-        pair.close()
+    assert costs_of(pair, BRIEFLY, notes.append)[1] is False
+    assert "other programs hold 40% of the processors" in notes[0]
+    assert load_costs(pair, notes.append) is None
+    costs_of(pair, BRIEFLY, notes.append)
+    assert load_costs(pair, notes.append) is not None
     assert len(notes) == 1
 
 
 @pytest.mark.usefixtures("quiet")
 def test_a_cache_folder_that_cannot_be_written_is_no_reason_to_stop(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, notes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "home").write_text("a file in the way")
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
-    notes: list[str] = []
-    pair = open_pair(bundle, LoadOptions())
-    try:
-        costs, kept = costs_of(pair, CalibrateOptions(0.1, (16,)), notes.append)
-    finally:
-        pair.close()
+    costs, kept = costs_of(pair, BRIEFLY, notes.append)
     assert not kept
     assert costs.longest >= 4
     assert len(notes) == 1
     assert notes[0].startswith("the measured costs are not kept: ")
 
 
-@pytest.fixture
-def pair(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """With a cache folder of its own."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    loaded = open_pair(bundle, LoadOptions(threads=1))
-    yield loaded
-    loaded.close()
-
-
-def test_costs_are_kept_and_found_again(pair: Pair) -> None:
-    notes: list[str] = []
+def test_costs_are_kept_and_found_again(pair: Pair, notes: list[str]) -> None:
     assert load_costs(pair, notes.append) is None
     store_costs(subject_of(pair), TABLE, seconds=9.0)
     assert load_costs(pair, notes.append) == TABLE
@@ -160,10 +118,10 @@ def test_costs_are_kept_and_found_again(pair: Pair) -> None:
 
 
 def test_costs_of_another_machine_or_version_are_not_found(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_costs(subject_of(pair), TABLE, 1.0)
-    notes, here = list[str](), this_device()
+    here = this_device()
     for name, other in (
         ("this_device", lambda: replace(here, cores=99)),
         ("engine_version", lambda engine: "0.1"),
@@ -233,11 +191,10 @@ def spoilt(*keys: str, value: object) -> Callable[[str], str]:
     ],
 )
 def test_a_file_that_cannot_be_used_is_passed_over_with_a_note(
-    pair: Pair, spoil: Callable[[str], str]
+    pair: Pair, notes: list[str], spoil: Callable[[str], str]
 ) -> None:
     path = store_costs(subject_of(pair), TABLE, 1.0)
     path.write_text(spoil(path.read_text()))
-    notes: list[str] = []
     assert load_costs(pair, notes.append) is None
     assert len(notes) == 1
     assert str(path) in notes[0]

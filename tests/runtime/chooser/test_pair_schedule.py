@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.adaptive import Adaptive
@@ -14,22 +11,12 @@ from edgespec_runtime.chooser.pair_schedule import MOST_KEPT, Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed, Outcome, Schedule
-from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import Pair
 
 LENIENT = "lenient-lin:epsilon=0.5"  # it mixes p and q
 
 
-@pytest.fixture
-def pair(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    """With a cache folder in which no costs are kept yet."""
-    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
-    loaded = open_pair(bundle, LoadOptions(threads=1))
-    yield loaded
-    loaded.close()
-
-
-def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
-    notes: list[str] = []
+def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair, notes: list[str]) -> None:
     schedules = Schedules(pair, notes.append)
     fixed, none = schedules.of(DecodingOptions(draft_length=5)), schedules.of(plain(DecodingOptions()))
     assert isinstance(fixed, Fixed)
@@ -38,15 +25,16 @@ def test_a_given_length_and_plain_decoding_need_no_costs(pair: Pair) -> None:
     assert notes == []
 
 
-def test_kept_costs_serve_without_measuring(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_costs_serve_without_measuring(
+    pair: Pair, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A drafter that costs nothing next to the target: the kept table says long drafts. A plain step is as long as it was."""
     store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
     monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.2)
-    notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
     assert isinstance(schedule, Adaptive)
     assert schedule.draft_length(40, 100) == 0  # with a plain step all gains are compared
-    schedule.observe(Outcome(40, 0, 0, 1, 1, 0.0, 1.0, 1.0))
+    schedule.observe(Outcome(0, 0, 1, 1, 0.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
     assert notes == []
 
@@ -65,8 +53,7 @@ def test_rules_that_mix_have_schedules_of_their_own(pair: Pair, monkeypatch: pyt
     assert isinstance(schedules.of(DecodingOptions(temperature=1.0, rule="token-cascade:a=0.5")), Fixed)
 
 
-def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair) -> None:
-    notes: list[str] = []
+def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair, notes: list[str]) -> None:
     schedules = Schedules(pair, notes.append)
     first = schedules.of(DecodingOptions())
     assert isinstance(first, Adaptive)
@@ -89,13 +76,12 @@ def test_schedules_of_a_thousand_temperatures_are_not_all_kept(pair: Pair) -> No
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(("step", "times", "kept"), [(1000.0, "e-0", False), (1e-9, "e+0", True)])
 def test_kept_costs_of_a_busy_machine_are_measured_again(
-    pair: Pair, step: float, times: str, kept: bool
+    pair: Pair, notes: list[str], step: float, times: str, kept: bool
 ) -> None:
     """Kept while the machine was busy: replaced. Kept while it was not, and busy now: they stay, for the next time."""
     old = Costs((32,), ((step,) * 16,), (step,))
     store_costs(subject_of(pair), old, 1.5)
     pair.target.prefill([1, 2, 3])
-    notes: list[str] = []
     schedule = Schedules(pair, notes.append).of(DecodingOptions())
     assert isinstance(schedule, Adaptive)
     assert pair.target.tokens == []

@@ -25,8 +25,6 @@ def test_costs_are_linear_between_contexts_and_constant_outside() -> None:
     assert costs.v(2, 200) == pytest.approx(3.5 / 2.0)
     assert costs.c_t(200) == pytest.approx(0.15)
     assert costs.verify(4, 100) == pytest.approx(4.0)  # past the longest: as much for each token as below
-    with pytest.raises(ValueError, match="a pass of 0 tokens"):
-        costs.verify(0, 100)
 
 
 @pytest.mark.parametrize(

@@ -279,9 +279,7 @@ def test_caches_are_valid_when_the_generator_is_left_early(rule: str, blocks: in
     """Closed after some blocks: both caches hold a beginning of what was emitted, and plain decoding goes on from there."""
     target = random_model(5, 32)
     setup = Setup(target, lambda prefix: target(prefix) + random_model(6, 32)(prefix) / 2)
-    generator = decode(setup.target, setup.draft, [1, 2], DecodingOptions(rule=rule), (), RawCounts())
-    reply = [token for block in itertools.islice(generator, blocks) for token in block.tokens]
-    generator.close()
+    reply = setup.leave([1, 2], blocks, rule=rule)
     setup.check([1, 2, *reply])
     rest = setup.run([1, 2, *reply], max_new_tokens=5)
     assert rest == Setup(target, None).run([1, 2, *reply], max_new_tokens=5)

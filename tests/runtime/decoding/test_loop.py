@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from edgespec_runtime.decoding import loop
+from edgespec_runtime.decoding import reply_text
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
@@ -21,7 +21,6 @@ from scipy.stats import chisquare
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping
 
 
@@ -138,7 +137,7 @@ def test_a_draft_longer_than_a_pass_is_cut_to_it() -> None:
 
 def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines take other kernels for these, whose logits are not those of single steps."""
-    monkeypatch.setattr(loop, "MAX_DRAFT", 3)
+    monkeypatch.setattr(reply_text, "MAX_DRAFT", 3)
     setup = Setup(successor_model(V, count_up), DRAFTS["always"])
     assert setup.run([0], draft_length=100) == list(range(1, 21))
     assert setup.counts.block_efficiency == 4.0
@@ -171,9 +170,7 @@ def test_caches_are_valid_when_the_generator_is_left_early(blocks: int, draft: s
     """Close it after some blocks, go on from what was emitted: the same tokens as in one go."""
     setup = Setup(random_model(5, V), lambda prefix: random_model(5, V)(prefix) + DRAFTS[draft](prefix) / 10)
     wanted = setup.run([1, 2], draft_length=3)
-    generator = decode(setup.target, setup.draft, [1, 2], DecodingOptions(draft_length=3), (), RawCounts())
-    reply = [token for block in itertools.islice(generator, blocks) for token in block.tokens]
-    generator.close()
+    reply = setup.leave([1, 2], blocks, draft_length=3)
     setup.check([1, 2, *reply])
     rest = setup.run([1, 2, *reply], draft_length=3, max_new_tokens=20 - len(reply))
     assert reply + rest == wanted
@@ -237,9 +234,8 @@ def test_seconds_are_of_what_they_are_called() -> None:
     ):
         pass
     counts, outcomes = setup.counts, told.outcomes
-    assert counts.verify_seconds == pytest.approx(sum(each.verify_seconds for each in outcomes))
     assert counts.draft_seconds == pytest.approx(sum(each.draft_seconds for each in outcomes))
-    assert all(each.seconds >= each.draft_seconds + each.verify_seconds for each in outcomes)
+    assert sum(each.seconds for each in outcomes) > counts.draft_seconds + counts.verify_seconds
     assert all(each.choosing_seconds >= Told.SECONDS for each in outcomes)
     whole = sum(each.choosing_seconds + each.seconds for each in outcomes)
     assert whole < counts.total_seconds

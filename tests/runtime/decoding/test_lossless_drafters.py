@@ -130,11 +130,7 @@ class AtKeptCosts:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self.begin, self.draft_length, self.pass_length = (
-            schedule.begin,
-            schedule.draft_length,
-            schedule.pass_length,
-        )
+        self.draft_length, self.pass_length = schedule.draft_length, schedule.pass_length
 
     @property
     def origin(self) -> int:
@@ -142,10 +138,8 @@ class AtKeptCosts:
 
     def observe(self, outcome: Outcome) -> None:
         drafting = outcome.drafted * CHEAP_DRAFTS.draft(32)
-        verifying = CHEAP_DRAFTS.verify(outcome.size, 32)
-        self._schedule.observe(
-            outcome._replace(draft_seconds=drafting, verify_seconds=verifying, seconds=drafting + verifying)
-        )
+        seconds = drafting + CHEAP_DRAFTS.verify(outcome.size, 32)
+        self._schedule.observe(outcome._replace(draft_seconds=drafting, seconds=seconds))
 
 
 def test_a_draft_length_chosen_block_by_block(

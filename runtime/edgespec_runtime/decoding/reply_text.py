@@ -1,0 +1,101 @@
+"""The text of a reply so far: where it ends, when its context shifts, and what the caches of both models hold of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+from edgespec_runtime.decoding.drafters import Drafter, window_of
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.schedule import Schedule
+from edgespec_runtime.engines.engine import Logits
+from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.table import MAX_DRAFT
+
+
+class Text:
+    """The text of a reply so far, and what both caches hold of it. The arguments are those of `decode`.
+
+    Attributes:
+        ids: prompt and reply, as far as the context shows them.
+        unread: the prompt, until the drafter has read it before its first draft; there may be none.
+        end: length of the longest reply, prompt included.
+    """
+
+    def __init__(
+        self, target: CachedEngine, drafter: Drafter | None, prompt: Sequence[int], options: DecodingOptions
+    ) -> None:
+        self._target, self._drafter, self.ids = target, drafter, list(prompt)
+        self.unread = [] if drafter is None else list(prompt)
+        if drafter is not None:
+            drafter.restart(prompt)
+        self._window, self._limit = window_of(target, options), target.engine.context_length
+        self._longest = min(target.engine.block_length - 1, MAX_DRAFT)
+        self.end = len(prompt) + options.max_new_tokens
+        self._shift_at = self._limit
+        if self._window is None:
+            self.end, self._shift_at = min(self.end, self._limit), sys.maxsize
+
+    def prefill(self) -> None:
+        """The target reads all but the last token."""
+        self._target.prefill(self.ids[:-1])
+
+    def prefill_drafter(self) -> None:
+        """The drafter reads what is unread."""
+        assert self._drafter is not None
+        for _ in self._drafter.prefill_steps(self.unread):
+            pass
+        self.unread = []
+
+    def is_full(self) -> bool:
+        """Whether the context must shift, or the target's keys no longer fit the text."""
+        length = len(self.ids)
+        return length >= self._shift_at or not self._target.holds_for(length)
+
+    def make_room(self) -> int:
+        """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
+        dropped, again = 0, False
+        if self._window is not None and len(self.ids) >= self._shift_at:
+            dropped = self._window.surplus(len(self.ids))
+            del self.ids[self._window.keep : self._window.keep + dropped]
+            self.end -= dropped
+            if self._drafter is not None:
+                self._drafter.restart(self.ids)
+                again, self.unread = not self.unread, list(self.ids)  # it had read what is dropped
+        self.prefill()
+        if again:
+            self.prefill_drafter()  # behind the target, whose hidden states a head reads
+        return dropped
+
+    def choose(self, schedule: Schedule) -> int:
+        """γ of the next block, at most what there is room for, from whoever can draft it."""
+        context = len(self.ids)
+        left = min(self.end, self._limit) - context - 1
+        room = min(left, self._target.reach(context) - context, self._longest)
+        return schedule.draft_length(context, room, self._drafter.origins(self.ids) if self._drafter else ())
+
+    def verify(self, drafted: list[int], size: int) -> Logits:
+        """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
+        last, context = self.ids[-1], len(self.ids)
+        if size > 1 + len(drafted):
+            size = min(size, self._target.reach(context) - context + 1)
+        return self._target.forward([last, *drafted, *[last] * (size - 1 - len(drafted))])
+
+    def emit(self, new: list[int], stop: Collection[int]) -> tuple[list[int], str]:
+        """Append a block up to a stop token. Returns (its tokens, why the reply ends: eos, length, context or '')."""
+        finish = ""
+        for position, token in enumerate(new):
+            if token in stop:
+                del new[position + 1 :]
+                finish = "eos"
+                break
+        self.ids += new
+        if not finish and len(self.ids) >= self.end:
+            finish = "context" if self.end == self._limit and self._window is None else "length"
+        return new, finish
+
+    def settle(self) -> None:
+        """Both caches hold at most what was emitted, less the last token, which the next block reads."""
+        self._target.rewind(len(self.ids) - 1)
+        if self._drafter is not None and not self.unread:
+            self._drafter.settle(len(self.ids) - 1)
