@@ -21,7 +21,7 @@ from typing import Any
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.drafters import Drafter, highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
-from edgespec_runtime.decoding.reply_text import Text
+from edgespec_runtime.decoding.reply_text import Text, timed
 from edgespec_runtime.decoding.schedule import DRAFT, VERIFY, BlockClock
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine, common_length
@@ -61,9 +61,9 @@ class Reply(Text):
         stop: Collection[int],
         counts: RawCounts,
     ) -> None:
-        super().__init__(target, drafter, prompt, options)
+        super().__init__(target, drafter, prompt, options, BlockClock(counts))
         self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
-        self.how, self.source, self.clock = Warp.of(options), Uniforms(options.seed), BlockClock(counts)
+        self.how, self.source = Warp.of(options), Uniforms(options.seed)
         self.emitted = len(prompt)  # of `ids`
         self.finish = ""
 
@@ -72,6 +72,7 @@ class Reply(Text):
         fits = len(self.ids) <= self.draft.engine.context_length
         return self.draft.read(self.ids[len(self.draft.tokens) :]) if fits else None
 
+    @timed(VERIFY)
     def target_logits(self) -> Logits:
         """The target's logits [V] behind `ids`."""
         return self.target.read(self.ids[len(self.target.tokens) :])
@@ -115,7 +116,6 @@ def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
     """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
     reply.prefill()
     reply.prefill_drafter()
-    reply.clock.prefilled()
     while not reply.finish:
         reply.clock.begin()
         drafted = 0
@@ -129,7 +129,6 @@ def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
         defers = not reply.is_over()
         if defers:
             logits = reply.target_logits()
-            reply.clock.lap(VERIFY)
             reply.write(warp(logits, reply.how))
         yield reply.block(drafted, drafted, by_target=defers)
 
@@ -143,7 +142,6 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     # It may never be asked, and must not keep another conversation.
     reply.target.rewind(common_length(reply.target.tokens, reply.ids))
     reply.prefill_drafter()
-    reply.clock.prefilled()
     reply.clock.begin()
     drafted, log_q, keeps = 0, 0.0, True
     while keeps and not reply.is_over():
@@ -166,11 +164,9 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
     reply.count_drafts(drafted, 0)
     reply.clock.end()
     reply.prefill()
-    reply.clock.prefilled()
     while not reply.finish:
         reply.clock.begin()
         logits = reply.target_logits()
-        reply.clock.lap(VERIFY)
         reply.write(warp(logits, reply.how))
         yield reply.block(0, 0)
 
@@ -186,7 +182,6 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
     )
     reply.prefill()
     reply.prefill_drafter()
-    reply.clock.prefilled()
     while not reply.finish:
         reply.clock.begin()
         draft = Draft()

@@ -21,27 +21,16 @@ from collections.abc import Collection, Generator, Sequence
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.cascade_loops import Reply, decode_by
-from edgespec_runtime.decoding.drafters import drafter_of, propose
+from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.decoding.reply_text import Text
-from edgespec_runtime.decoding.schedule import (
-    CHOOSE,
-    DRAFT,
-    FROM_MODEL,
-    REREAD,
-    VERIFY,
-    BlockClock,
-    Fixed,
-    Schedule,
-)
+from edgespec_runtime.decoding.reply_text import NOTHING, Text
+from edgespec_runtime.decoding.schedule import BlockClock, Fixed, Schedule
 from edgespec_runtime.engines.session import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule, at_temperature
+from edgespec_runtime.rules.acceptance import LOSSLESS, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
 from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
-
-NOTHING = Draft()  # of a plain step: making one takes microseconds
 
 
 def decode(
@@ -81,38 +70,31 @@ def decode(
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    clock, text, finish = BlockClock(counts), Text(target, drafter, prompt, options), ""
+    text, finish = Text(target, drafter, prompt, options, BlockClock(counts)), ""
     text.prefill()
-    clock.prefilled()
     try:
         while not finish:
-            clock.begin()
+            text.clock.begin()
             if text.is_full():
                 source.shift(text.make_room())
-                clock.lap(REREAD)
             context = len(text.ids)
             length = text.choose(schedule)
-            clock.lap(CHOOSE)
 
             proposed, origin = NOTHING, schedule.origin
-            if drafter is not None and (length or rule.mixes):
-                if text.unread and origin == FROM_MODEL:
-                    text.prefill_drafter()
-                    clock.prefilled()
-                proposed = propose(drafter, text.ids, length, draft_how, source, rule, origin)
-                clock.lap(DRAFT)
+            if length or rule.mixes:
+                proposed = text.draft(length, draft_how, source, rule, origin)
             drafted = len(proposed.tokens)
 
             rows = text.verify(proposed.tokens, schedule.pass_length(1 + drafted))
-            clock.lap(VERIFY)
             accepted, added = rule.verify(rows, proposed, how, source, context)
 
             new, finish = text.emit([*proposed.tokens[:accepted], added], stop)
             accepted = min(accepted, len(new))  # a stop token among them ends the reply
+
             text.settle()
             counts.add_block(drafted, accepted, len(new), proposed.copied)
-            schedule.observe(clock.outcome(drafted, accepted, len(new), len(rows), origin))
-            clock.end()
+            schedule.observe(text.clock.outcome(drafted, accepted, len(new), len(rows), origin))
+            text.clock.end()
             yield Block(tuple(new), accepted, finish)
     finally:
         text.settle()

@@ -1,20 +1,56 @@
-"""The text of a reply so far: where it ends, when its context shifts, and what the caches of both models hold of it."""
+"""The text of a reply so far: where it ends, when its context shifts, and what the caches of both models hold of it.
+
+Its methods are the parts of a block, and each notes on the reply's clock what it took. So the loops need not look at it.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
-from edgespec_runtime.decoding.drafters import Drafter, window_of
+from edgespec_runtime.decoding.drafters import Drafter, propose, window_of
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.decoding.schedule import Schedule
+from edgespec_runtime.decoding.schedule import (
+    CHOOSE,
+    DRAFT,
+    FROM_MODEL,
+    PREFILL,
+    REREAD,
+    VERIFY,
+    BlockClock,
+    Schedule,
+)
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.rules.acceptance import Draft, Rule
+from edgespec_runtime.rules.sampling import TokenSource, Warp
 from edgespec_runtime.rules.table import MAX_DRAFT
+
+NOTHING = Draft()  # of a plain step: making one takes microseconds
+P = ParamSpec("P")
+T = TypeVar("T")
+Method = Callable[Concatenate["Text", P], T]
+
+
+def timed(part: int) -> Callable[[Method[P, T]], Method[P, T]]:
+    """For a method of a text: its time is this part of the block."""
+
+    def wrap(method: Method[P, T]) -> Method[P, T]:
+        @wraps(method)
+        def measured(text: Text, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            found = method(text, *args, **kwargs)
+            text.clock.lap(part)
+            return found
+
+        return measured
+
+    return wrap
 
 
 class Text:
-    """The text of a reply so far, and what both caches hold of it. The arguments are those of `decode`.
+    """The text of a reply so far, and what both caches hold of it. The first arguments are those of `decode`.
 
     Attributes:
         ids: prompt and reply, as far as the context shows them.
@@ -23,9 +59,14 @@ class Text:
     """
 
     def __init__(
-        self, target: CachedEngine, drafter: Drafter | None, prompt: Sequence[int], options: DecodingOptions
+        self,
+        target: CachedEngine,
+        drafter: Drafter | None,
+        prompt: Sequence[int],
+        options: DecodingOptions,
+        clock: BlockClock,
     ) -> None:
-        self._target, self._drafter, self.ids = target, drafter, list(prompt)
+        self._target, self._drafter, self.ids, self.clock = target, drafter, list(prompt), clock
         self.unread = [] if drafter is None else list(prompt)
         if drafter is not None:
             drafter.restart(prompt)
@@ -36,12 +77,17 @@ class Text:
         if self._window is None:
             self.end, self._shift_at = min(self.end, self._limit), sys.maxsize
 
+    @timed(PREFILL)
     def prefill(self) -> None:
         """The target reads all but the last token."""
         self._target.prefill(self.ids[:-1])
 
+    @timed(PREFILL)
     def prefill_drafter(self) -> None:
         """The drafter reads what is unread."""
+        self._read_drafter()
+
+    def _read_drafter(self) -> None:
         assert self._drafter is not None
         for _ in self._drafter.prefill_steps(self.unread):
             pass
@@ -52,6 +98,7 @@ class Text:
         length = len(self.ids)
         return length >= self._shift_at or not self._target.holds_for(length)
 
+    @timed(REREAD)
     def make_room(self) -> int:
         """Shift where the context is full; the target reads the text again. Returns how many tokens were dropped."""
         dropped, again = 0, False
@@ -62,11 +109,12 @@ class Text:
             if self._drafter is not None:
                 self._drafter.restart(self.ids)
                 again, self.unread = not self.unread, list(self.ids)  # it had read what is dropped
-        self.prefill()
+        self._target.prefill(self.ids[:-1])
         if again:
-            self.prefill_drafter()  # behind the target, whose hidden states a head reads
+            self._read_drafter()  # behind the target, whose hidden states a head reads
         return dropped
 
+    @timed(CHOOSE)
     def choose(self, schedule: Schedule) -> int:
         """γ of the next block, at most what there is room for, from whoever can draft it."""
         context = len(self.ids)
@@ -74,6 +122,16 @@ class Text:
         room = min(left, self._target.reach(context) - context, self._longest)
         return schedule.draft_length(context, room, self._drafter.origins(self.ids) if self._drafter else ())
 
+    @timed(DRAFT)
+    def draft(self, length: int, how: Warp, source: TokenSource, rule: Rule, origin: int) -> Draft:
+        """At most `length` tokens that may follow; nothing where nobody drafts. The arguments are those of `propose`."""
+        if self._drafter is None:
+            return NOTHING
+        if self.unread and origin == FROM_MODEL:
+            self.prefill_drafter()
+        return propose(self._drafter, self.ids, length, how, source, rule, origin)
+
+    @timed(VERIFY)
     def verify(self, drafted: list[int], size: int) -> Logits:
         """One pass of the target over the last token and the draft, padded to `size` where there is room; logits [size, V]."""
         last, context = self.ids[-1], len(self.ids)

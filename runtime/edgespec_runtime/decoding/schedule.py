@@ -10,8 +10,8 @@ from edgespec.core.metrics import RawCounts
 
 # Where a draft comes from. Copies cost nothing, and one after a long match is accepted more often than one after a short match.
 FROM_MODEL, SHORT_COPY, LONG_COPY = ORIGINS = range(3)
-# Parts of a block; the last: the text is read again, after a shift for instance.
-CHOOSE, DRAFT, VERIFY, REREAD = range(4)
+# What time goes to: the parts of a block (REREAD: the text is read again, after a shift for instance), and reading a prompt.
+CHOOSE, DRAFT, VERIFY, REREAD, PREFILL = range(5)
 
 
 class Outcome(NamedTuple):
@@ -77,20 +77,17 @@ class BlockClock:
     def begin(self) -> None:
         """A block begins."""
         self._start = self._last = perf_counter()
-        self._seconds = [0.0] * 4
+        self._seconds = [0.0] * PREFILL
 
     def lap(self, part: int) -> None:
-        """What was done since the last lap is this part of the block."""
+        """What was done since the last lap is this part. Reading a prompt is no part of a block, also where it happens in one."""
         now = perf_counter()
-        self._seconds[part] += now - self._last
-        self._last = now
-
-    def prefilled(self) -> None:
-        """A prompt was read since the last lap: no part of a block, also where it happens within one."""
-        now = perf_counter()
-        self._counts.prefill_seconds += now - self._last
-        self._start += now - self._last
-        self._last = now
+        seconds, self._last = now - self._last, now
+        if part == PREFILL:
+            self._counts.prefill_seconds += seconds
+            self._start += seconds
+        else:
+            self._seconds[part] += seconds
 
     def outcome(self, drafted: int, accepted: int, emitted: int, size: int, origin: int) -> Outcome:
         """Of the block so far, its sampling and the loop's work included; the arguments are those of `Outcome`."""
