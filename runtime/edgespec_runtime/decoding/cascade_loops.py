@@ -62,15 +62,16 @@ class Reply(Text):
         counts: RawCounts,
     ) -> None:
         super().__init__(target, drafter, prompt, options, BlockClock(counts))
-        self.target, self.draft, self.stop, self.counts = target, draft, stop, counts
+        self.target, self.draft_model, self.stop, self.counts = target, draft, stop, counts
         self.how, self.source = Warp.of(options), Uniforms(options.seed)
         self.emitted = len(prompt)  # of `ids`
         self.finish = ""
 
     def draft_logits(self) -> Logits | None:
         """The drafter's logits [V] behind `ids`; None where its context is too short for them."""
-        fits = len(self.ids) <= self.draft.engine.context_length
-        return self.draft.read(self.ids[len(self.draft.tokens) :]) if fits else None
+        model = self.draft_model
+        fits = len(self.ids) <= model.engine.context_length
+        return model.read(self.ids[len(model.tokens) :]) if fits else None
 
     @timed(VERIFY)
     def target_logits(self) -> Logits:

@@ -29,17 +29,17 @@ from edgespec_runtime.rules.sampling import TokenSource, Warp
 from edgespec_runtime.rules.table import MAX_DRAFT
 
 NOTHING = Draft()  # of a plain step: making one takes microseconds
+S = TypeVar("S", bound="Text")
 P = ParamSpec("P")
 T = TypeVar("T")
-Method = Callable[Concatenate["Text", P], T]
 
 
-def timed(part: int) -> Callable[[Method[P, T]], Method[P, T]]:
+def timed(part: int) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
     """For a method of a text: its time is this part of the block."""
 
-    def wrap(method: Method[P, T]) -> Method[P, T]:
+    def wrap(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         @wraps(method)
-        def measured(text: Text, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def measured(text: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
             found = method(text, *args, **kwargs)
             text.clock.lap(part)
             return found
