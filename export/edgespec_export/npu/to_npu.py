@@ -26,8 +26,9 @@ from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.npu.graph import MASKED, decoder
-from edgespec_export.npu.weights import DATA, DataFile, write_weights
+from edgespec_export.npu.weights import ALIGNED, DATA, write_weights
 from edgespec_export.onnx.families import rope_types
+from edgespec_export.onnx.folder import DataFile, written
 
 FLOAT_PRECISION = "fp32"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that do not depend on how much was read
@@ -47,7 +48,7 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
     blocks = {name: min(tokens, length) for name, tokens in wanted.items()}
     with whole_folder(out_folder) as folder:
         with open(folder / DATA, "wb") as stream:
-            weights = write_weights(model_folder, shape, length, DataFile(folder / DATA, stream))
+            weights = write_weights(model_folder, shape, length, DataFile(stream, ALIGNED))
         for name, tokens in blocks.items():
             graph = decoder(shape, tokens, length, weights, f"{model_folder.name}-{name}")
             (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
@@ -63,8 +64,7 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
         )
         write_json(folder / SETTINGS, settings.plain())
         copy_tokenizer(model_folder, folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": []}
+    return written(out_folder)
 
 
 def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +16,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.families import rope_tables, rotary_of
+from edgespec_export.onnx.folder import DataFile
 
-Array = np.ndarray[Any, Any]
 DATA = "weights.data"
 ALIGNED = 4096  # bytes; offsets are multiples, so that a tensor can be mapped
 _WHOLE = {
@@ -26,29 +26,6 @@ _WHOLE = {
     "lm_head.weight": "lm_head",
 }
 _LAYER = re.compile(r"model\.(layers\.\d+\.[\w.]+?)(\.weight|\.bias)")
-
-
-class DataFile:
-    """A data file under construction; `add` returns the TensorProto that points into it."""
-
-    def __init__(self, path: Path, stream: BinaryIO) -> None:
-        self.name = path.name
-        self.stream = stream
-
-    def add(self, name: str, values: Array) -> Any:
-        """Append one tensor of any numpy type that ONNX knows."""
-        from onnx import TensorProto, helper
-
-        self.stream.write(bytes(-self.stream.tell() % ALIGNED))
-        offset = self.stream.tell()
-        np.ascontiguousarray(values).tofile(self.stream)
-        tensor = TensorProto(
-            name=name, dims=values.shape, data_type=helper.np_dtype_to_tensor_dtype(values.dtype)
-        )
-        tensor.data_location = TensorProto.EXTERNAL
-        for key, value in (("location", self.name), ("offset", offset), ("length", values.nbytes)):
-            tensor.external_data.add(key=key, value=str(value))
-        return tensor
 
 
 def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) -> dict[str, Any]:

@@ -78,10 +78,6 @@ class SplitBlocks:
         """The matrix as the engine reads it: float32 [N, K]."""
         return np.concatenate([self.first.values(), self.rest.values()])
 
-    def parts(self, first: str, rest: str) -> dict[str, Blocks]:
-        """Both parts under names of their own."""
-        return {first: self.first, rest: self.rest}
-
 
 def split_kind(rows: int) -> str:
     """The kind of a table whose first `rows` are in int8."""

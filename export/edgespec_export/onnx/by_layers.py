@@ -25,7 +25,8 @@ from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.repeat import DATA, TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
+from edgespec_export.onnx.folder import DATA, written
+from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
 
 PRECISION = "int4"
@@ -100,8 +101,7 @@ def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: boo
             return made
 
         _join(exported, out_folder, shape.layers, model_folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": ["exported two layers at a time"]}
+    return written(out_folder, "exported two layers at a time")
 
 
 def _write_slice(

@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
 from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, written
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL
 
 PRECISIONS = ("int8", "fp32")
-GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", HEAD_FILE
 OPSET, CONTRIB = 21, "com.microsoft"
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 
 Array = NDArray[np.float32]
 
@@ -44,8 +43,10 @@ def write_head_graph(
     graph = _Graph(precision)
     model = graph.head(shape, weights, embedding)
     with whole_folder(out_folder) as folder:
-        onnx.save(model, folder / GRAPH, save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH)
-        write_json(folder / SETTINGS, {"shape": shape, "vocab_size": len(embedding)})
+        onnx.save(
+            model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
+        )
+        write_json(folder / HEAD_FILE, {"shape": shape, "vocab_size": len(embedding)})
 
 
 def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
@@ -57,8 +58,7 @@ def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precis
             f"{embedding.shape[1]}; train the head for this target"
         )
     write_head_graph(out_folder, shape, head_weights(head_folder), embedding, precision)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": ["the table of token embeddings is the target's, one byte a value"]}
+    return written(out_folder, "the table of token embeddings is the target's, one byte a value")
 
 
 class _Graph:

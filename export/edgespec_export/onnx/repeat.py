@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec_export.onnx.folder import DATA
 
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
-DATA = "model.onnx.data"
 ALIGNED = 2**16  # large tensors start at a multiple, so that they can be mapped
 LARGE = 2**20
 PIECE = 2**24

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
+from edgespec_export.onnx.folder import DATA, IN_GRAPH
 
-DATA = "model.onnx.data"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 UINT8_ZERO = 128.0
 _TABLES = ("cos_cache", "sin_cache")  # of RoPE; with other endings where a family has several
 
