@@ -1,4 +1,4 @@
-"""The folder of an ONNX export: its data file, and what is reported of it. Knows no models."""
+"""What every writer of ONNX folders needs: a data file under construction, a graph's new nodes, the report. Knows no models."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class DataFile:
         place = {"location": Path(self.stream.name).name, "offset": self.stream.tell(), "length": length}
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
+
+
+def set_nodes(graph: Any, nodes: list[Any]) -> None:
+    """Put `nodes`, in the order of computation, in place of all that a graph has."""
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def written(folder: Path, *notes: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from edgespec.core.errors import EdgespecError
 from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
-from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, set_nodes
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
 SUFFIX = ".MatMul.weight"
@@ -174,8 +174,7 @@ def _rewrite(
             made.embedding(node, parts[TABLE])
         else:
             made.nodes.append(node)
-    del graph.node[:]
-    graph.node.extend([*made.first, *made.nodes])
+    set_nodes(graph, [*made.first, *made.nodes])
     del graph.initializer[:]
     read = {name for node in graph.node for name in node.input}
     graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])

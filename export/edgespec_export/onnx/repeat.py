@@ -106,11 +106,8 @@ def _repeat_weights(weights: Any, layers: int, turn: int, source: BinaryIO, sink
     """Copies of the second layer's weights, each with its bytes at the end of the data file."""
     sink.seek(0, 2)
     made = list(copies(weights, layers))
-    for tensor in made:
-        if not tensor.external_data:  # small ones lie in the graph itself
-            continue
-        start = turn * (int(_LAYER.findall(tensor.name)[0]) - 1)
-        append_data(tensor, source, sink, start)
+    for tensor in (one for one in made if one.external_data):  # small ones lie in the graph itself
+        append_data(tensor, source, sink, turn * (int(_LAYER.findall(tensor.name)[0]) - 1))
     weights.extend(made)
 
 
