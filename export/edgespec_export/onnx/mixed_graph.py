@@ -242,9 +242,9 @@ class _Nodes:
             self.means[x] = mean = f"/mixed/{x}/means"
             self.add("AveragePool", [x], mean, mean, kernel_shape=[BLOCK], strides=[BLOCK])
         settings = {"N": part.rows, "K": part.columns, "bits": part.bits, "block_size": BLOCK}
-        settings |= {"accuracy_level": self.level, "domain": CONTRIB}
+        settings["accuracy_level"] = self.level
         output = f"{y}/scaled" if shifted else y
-        self.add("MatMulNBits", [x, part.packed, *part.tables], output, at, **settings)
+        self.add("MatMulNBits", [x, part.packed, *part.tables], output, at, domain=CONTRIB, **settings)
         if shifted:
             block = self.constant("/mixed/block", np.float32(BLOCK))
             self.folded("Mul", [f"{part.name}_shift", block], f"{part.name}/summed")

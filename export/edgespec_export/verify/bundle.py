@@ -211,20 +211,17 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
             for precision, name in table.items():
                 manifest.check_folder(name)
                 path = manifest.folder / name
-                if role == "drafter" and manifest.drafter.kind == HEAD:
-                    for graph in sorted(path.glob("*.onnx")):
-                        check_onnx(graph)
-                    files.append(ExportedFile(role, engine, precision, path, HEAD_PRECISION, is_head=True))
-                    continue
+                head = role == "drafter" and manifest.drafter.kind == HEAD
                 known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
-                if engine not in ENGINES or not known:
+                if not head and not (known and engine in ENGINES):
                     skipped.append(f"{role} {engine} {precision}")
                     continue
                 if path.is_file():
                     check_gguf(path)
                 for graph in sorted(path.glob("*.onnx")):
                     check_onnx(graph)
-                files.append(ExportedFile(role, engine, precision, path, _held(role, path)))
+                stored = HEAD_PRECISION if head else _held(role, path)
+                files.append(ExportedFile(role, engine, precision, path, stored, is_head=head))
     return files, skipped
 
 

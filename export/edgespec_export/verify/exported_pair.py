@@ -41,7 +41,6 @@ FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "
 LEAST = 3  # prompts that are decoded however long they take
 FLOAT_PAIR, DRAFTER, TARGET, BOTH = "float pair", "drafter quantised", "target quantised", "both quantised"
 
-
 Texts = dict[float, list[list[int]]]  # replies by temperature and prompt
 
 
@@ -176,7 +175,8 @@ def acceptance_by_cause(
     with progress("acceptance", len(pairs), "pairs") as bar:
         # what each engine's first pair wrote, for as many prompts as it did in time
         texts: dict[str, Texts] = {}
-        for engine, precision, cause, target, drafter in pairs:
+        for pair in pairs:
+            engine, precision, cause, target, drafter = pair
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
             opened: list[Engine] = []
             try:
@@ -187,9 +187,8 @@ def acceptance_by_cause(
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))
                 if cause == FLOAT_PAIR:
                     texts[engine] = wrote
-                names = engine, precision, cause, target, drafter
                 for temperature, each in done.items():
-                    runs.append(PairRun(*names, temperature, trials.draft_length, tuple(each)))
+                    runs.append(PairRun(*pair, temperature, trials.draft_length, tuple(each)))
             finally:
                 for model in opened:
                     model.close()

@@ -236,8 +236,8 @@ class _Ways(NamedTuple):
 
 
 def _ways(model: CachedEngine, passage: Passage) -> _Ways:
-    counts = (model.engine.block_length, 1, BLOCK)
-    return _Ways(*(fed(model, passage, count) for count in counts), _with_other_drafts(model, passage))
+    whole, singles, blocks = (fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
+    return _Ways(whole, singles, blocks, _with_other_drafts(model, passage))
 
 
 def _with_other_drafts(model: CachedEngine, passage: Passage) -> Array:

@@ -112,8 +112,8 @@ def head_logits(
         at = f"layers.{number}"
         y = norm(x, f"{at}.input_layernorm")
         q, k, v = ((y @ weights[f"{at}.{part}_proj.weight"].T).view(count, -1, size) for part in "qkv")
-        by_head = [part.transpose(0, 1)[None] for part in (rotated(q), rotated(k), v)]
-        mixed = functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)[0]
+        q, k, v = (part.transpose(0, 1)[None] for part in (rotated(q), rotated(k), v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
         x = x + mixed.transpose(0, 1).reshape(count, -1) @ weights[f"{at}.o_proj.weight"].T
         y = norm(x, f"{at}.post_attention_layernorm")
         inner = functional.silu(y @ weights[f"{at}.gate_proj.weight"].T)

@@ -227,12 +227,12 @@ def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
 
 
 def _first_difference(mine: Sequence[Any], theirs: Sequence[Any], *, exact: bool) -> int | None:
-    if len(mine) == len(theirs) and list(mine) == list(theirs):
-        return None
-    for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-        if a != b and (exact or abs(a - b) > 1e-4 * max(1.0, abs(a))):  # scores are float32 in the file
-            return place
-    return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    def alike(a: Any, b: Any) -> bool:
+        return a == b or (not exact and abs(a - b) <= 1e-4 * max(1.0, abs(a)))  # float32 in the file
+
+    both = enumerate(zip(mine, theirs, strict=False))
+    ends = None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    return next((place for place, (a, b) in both if not alike(a, b)), ends)
 
 
 def _take(check: TokenizerCheck, comparison: Comparison) -> None:
