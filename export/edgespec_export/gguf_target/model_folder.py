@@ -1,5 +1,5 @@
 """A GGUF file as a model folder in Hugging Face layout: what training, the ONNX export and verification read. The inverse of
-to_gguf.py for the families that both know.
+gguf/to_gguf.py for the families that both know.
 
 Weights are expanded a few rows at a time, so that memory holds a piece, not a matrix. F16 and BF16 tensors keep their type; the
 others become F32, which holds every value of a quantised type. The folder lies in the cache under the file's content hash: a file

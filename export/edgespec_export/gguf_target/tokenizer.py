@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file as the files of a Hugging Face folder. The inverse of gguf_vocabulary.py, with its table of
+"""The tokenizer in a GGUF file as the files of a Hugging Face folder. The inverse of gguf/vocabulary.py, with its table of
 pre-tokenizers. What comes out splits text as llama.cpp does with the file; a kind of tokenizer that is not known is refused.
 
 What a GGUF file does not hold, nobody adds: no normalizer (llama.cpp has none), no white space that special tokens swallow.

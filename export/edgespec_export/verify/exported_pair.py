@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
@@ -60,8 +60,7 @@ class Trials:
     seconds: float = 60.0
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Raw counts of one prompt. `overlap` is Σ_v min(p, q) summed over the `positions` of the text that was read."""
 
     blocks: int
@@ -247,7 +246,7 @@ def overlaps(
 
 def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:
     """Raw counts, prompt by prompt; exported_pair_report derives the rest."""
-    return [{**asdict(run), "trials": [list(asdict(trial).values()) for trial in run.trials]} for run in runs]
+    return [asdict(run) for run in runs]
 
 
 def from_json(rows: Sequence[dict[str, Any]]) -> list[PairRun]:
