@@ -6,6 +6,7 @@ What a GGUF file does not hold, nobody adds: no normalizer (llama.cpp has none),
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from edgespec_runtime.untrusted.gguf_config import AGAIN
 from edgespec_runtime.untrusted.gguf_file import Header, read_array
 from gguf.constants import TokenType
 
-from edgespec.core.errors import BundleError, InputError
+from edgespec.core.errors import InputError
 from edgespec.core.files import write_json, write_text
 from edgespec.model_folder.chat_template import TEMPLATE_FILE
 from edgespec_export.gguf.vocabulary import PRE_TOKENIZERS, ROLES
@@ -36,15 +37,13 @@ def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and the chat template, where the file has one.
 
     A reply ends at the eos and end-of-turn tokens that the file names, and at the token with which its template closes a turn.
-    Raises InputError for a tokenizer that is not known, and for tables that cannot be true.
+    Raises InputError for a tokenizer that is not known, and for tables that cannot be true; BundleError for one that the
+    tokenizers library does not read.
     """
     tables = Tables(file, header)
     spec = _byte_level(tables) if tables.model == "gpt2" else _sentencepiece(tables)
+    tokenizer = JsonTokenizer(file, json.dumps(spec))  # whether the library takes what was made
     write_json(folder / "tokenizer.json", spec)
-    try:
-        tokenizer = JsonTokenizer(folder / "tokenizer.json")
-    except BundleError as error:
-        raise InputError(f"{file} has a tokenizer that cannot be read: {error}") from error
     named = {f"{role}_token": tables.tokens[index] for role, index in tables.roles().items()}
     template = header.values.get("tokenizer.chat_template")
     settings = {

@@ -147,8 +147,8 @@ def _join(exported: Callable[[int], Path], out_folder: Path, layers: int, model:
     template = exported(0)
     graph_file = onnx.load(template / "model.onnx", load_external_data=False)
     graph = graph_file.graph
-    written = read_json(template / "genai_config.json")
-    written["model"]["decoder"]["num_hidden_layers"] = layers
+    settings = read_json(template / "genai_config.json")
+    settings["model"]["decoder"]["num_hidden_layers"] = layers
     with whole_folder(out_folder) as folder:
         shutil.move(template / DATA, folder / DATA)
         lengthen(graph, layers)
@@ -162,7 +162,7 @@ def _join(exported: Callable[[int], Path], out_folder: Path, layers: int, model:
                 graph.initializer.extend(_weights(part, first, layers, sink))
                 shutil.rmtree(part)
         onnx.save(graph_file, folder / "model.onnx")
-        write_json(folder / "genai_config.json", written)
+        write_json(folder / "genai_config.json", settings)
         copy_tokenizer(model, folder)
         write_fast_graph(folder)
     shutil.rmtree(template, ignore_errors=True)

@@ -23,13 +23,12 @@ from edgespec.model_folder.chat_template import read_chat_template
 
 
 class JsonTokenizer:
-    """A tokenizer.json in the tokenizers library. Raises BundleError where it cannot be read."""
+    """A tokenizer.json in the tokenizers library; `text`: its content, else the file's. Raises BundleError for what is none."""
 
-    def __init__(self, path: Path) -> None:
-        text = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES).decode("utf-8", "replace")
-        self._set(text, path)
-
-    def _set(self, text: str, path: Path) -> None:
+    def __init__(self, path: Path, text: str | None = None) -> None:
+        if text is None:
+            data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
+            text = data.decode("utf-8", "replace")
         try:
             self.special, self.plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
@@ -99,7 +98,7 @@ class FolderTokenizer(JsonTokenizer):
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
         self.whole.chat_template = read_chat_template(folder)
-        self._set(self.whole.backend_tokenizer.to_str(), folder)
+        super().__init__(folder, self.whole.backend_tokenizer.to_str())
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         if not special:
