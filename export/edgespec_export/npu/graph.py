@@ -26,6 +26,8 @@ from onnx import TensorProto, helper
 
 from edgespec.core.shapes import ModelShape
 
+DATA = "weights.data"  # what all graphs of a model read
+ALIGNED = 4096  # bytes; offsets in it are multiples, so that a tensor can be mapped
 OPSET = 21  # the first with 16-bit QuantizeLinear
 IR_VERSION = 10
 MASKED = -1e4  # float16 holds it; exp of it is 0 in every float

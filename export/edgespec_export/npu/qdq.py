@@ -32,7 +32,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_jsonl, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
-from edgespec_export.npu.to_npu import ALIGNED, DATA
+from edgespec_export.npu.graph import ALIGNED, DATA
 from edgespec_export.onnx.folder import IN_GRAPH, DataFile, written
 
 Array = np.ndarray[Any, Any]

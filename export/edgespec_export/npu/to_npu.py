@@ -30,12 +30,10 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus
 from edgespec.recipe.schema import ExportOptions
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.npu.graph import MASKED, decoder
+from edgespec_export.npu.graph import ALIGNED, DATA, MASKED, decoder
 from edgespec_export.onnx.families import rope_tables, rope_types, rotary_of
 from edgespec_export.onnx.folder import DataFile, written
 
-DATA = "weights.data"
-ALIGNED = 4096  # bytes; offsets are multiples, so that a tensor can be mapped
 _WHOLE = {
     "model.embed_tokens.weight": "embed_tokens",
     "model.norm.weight": "norm",
