@@ -1,13 +1,23 @@
-"""A GGUF file written anew with other keys or tensors, for tests of those who read files of strangers."""
+"""A GGUF file with other values, in place or written anew, for tests of those who read files of strangers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gguf import GGUFReader, GGUFValueType, GGUFWriter
+
+
+@contextmanager
+def in_place(file: Path, key: str) -> Iterator[list[np.ndarray]]:
+    """The values of one key, to be overwritten with others of the same size."""
+    reader = GGUFReader(file, "r+")
+    field = reader.fields[key]
+    yield [field.parts[place] for place in field.data]
+    reader.data.flush()
 
 
 def changed(

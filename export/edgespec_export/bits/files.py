@@ -21,7 +21,7 @@ from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import GgufRounding, OnnxRounding, Rounding
 from edgespec_export.bits.texts import Text, split
 from edgespec_export.gguf.to_gguf import Bits, Checkpoint, export_gguf
-from edgespec_export.onnx.mixed_graph import DATA
+from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
 

@@ -181,30 +181,36 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
         raise InputError(
             f"{path}: the normalizer {sorted(normalizers)} has no counterpart in GGUF; leave GGUF out"
         )
-    tokens, types = _table(spec, path, vocab_size)
+    tokens, types = _table(_entries(spec), path, vocab_size)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
     return Vocabulary("gpt2", pre, tokens, types, merges=merges)
 
 
-def _table(spec: dict[str, Any], path: Path, vocab_size: int) -> tuple[list[str], list[int]]:
+Entry = tuple[int, str, TokenType]
+"""Id, text and type of a token."""
+
+
+def _table(entries: Iterable[Entry], path: Path, vocab_size: int) -> tuple[list[str], list[int]]:
     """Token texts and types by id; rows of the embedding that no token uses are marked unused."""
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [int(TokenType.UNUSED)] * vocab_size
-    added = spec.get("added_tokens", ())
-    entries = [(index, text, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
-    for index, text, kind in [*entries, *(_added(token["id"], token) for token in added)]:
-        _place(tokens, types, path, index, text, kind)
+    for index, text, kind in entries:
+        if index >= vocab_size:
+            raise InputError(
+                f"{path} has token id {index}, but the model's vocabulary ends at {vocab_size - 1}"
+            )
+        tokens[index], types[index] = text, int(kind)
     return tokens, types
 
 
-def _place(tokens: list[str], types: list[int], path: Path, index: int, text: str, kind: TokenType) -> None:
-    if index >= len(tokens):
-        raise InputError(f"{path} has token id {index}, but the model's vocabulary ends at {len(tokens) - 1}")
-    tokens[index], types[index] = text, int(kind)
+def _entries(spec: Mapping[str, Any]) -> list[Entry]:
+    """The tokens of a tokenizer.json; an added one has the last word on its id."""
+    normal = [(index, text, TokenType.NORMAL) for text, index in spec["model"]["vocab"].items()]
+    return normal + [_added(token["id"], token) for token in spec.get("added_tokens", ())]
 
 
-def _added(index: int, token: Mapping[str, Any]) -> tuple[int, str, TokenType]:
-    """Id, text and type of an added token. Special ones are control tokens; the others are found in any text."""
+def _added(index: int, token: Mapping[str, Any]) -> Entry:
+    """Special added tokens are control tokens; the others are found in any text."""
     kind = TokenType.CONTROL if token.get("special") else TokenType.USER_DEFINED
     return index, token["content"], kind
 
@@ -212,18 +218,15 @@ def _added(index: int, token: Mapping[str, Any]) -> tuple[int, str, TokenType]:
 def _sentencepiece_model(model_file: Path, settings: Mapping[str, Any], vocab_size: int) -> Vocabulary:
     """A tokenizer.model alone, and the tokens that tokenizer_config.json adds to it."""
     model = _read_model(model_file)
-    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
-    types = [int(TokenType.UNUSED)] * vocab_size
-    scores = [_ADDED_SCORE] * vocab_size
-    for index, piece in enumerate(model.pieces):  # its types have the numbers of GGUF's
-        _place(tokens, types, model_file, index, piece.piece, TokenType(piece.type))
-        scores[index] = piece.score
-    unknown = [index for index, kind in enumerate(types) if kind == TokenType.UNKNOWN]
+    # its types have the numbers of GGUF's
+    pieces = [(index, piece.piece, TokenType(piece.type)) for index, piece in enumerate(model.pieces)]
     added = settings.get("added_tokens_decoder", {})
-    for index, token in added.items():
-        _place(tokens, types, model_file, *_added(int(index), token))
-    for index in unknown:
-        types[index] = int(TokenType.UNKNOWN)
+    entries = [*pieces, *(_added(int(index), token) for index, token in added.items())]
+    tokens, types = _table(entries, model_file, vocab_size)
+    scores = [*(piece.score for piece in model.pieces), *[_ADDED_SCORE] * (vocab_size - len(pieces))]
+    for index, _, kind in pieces:
+        if kind == TokenType.UNKNOWN:
+            types[index] = int(kind)
     prefix = bool(model.normalizer_spec.add_dummy_prefix)
     vocabulary = _sentencepiece_vocabulary(tokens, types, scores, added.values(), prefix=prefix)
     vocabulary.add_bos = bool(settings.get("add_bos_token", True))
@@ -269,7 +272,7 @@ def _sentencepiece_vocabulary(
 
 
 def _sentencepiece(spec: dict[str, Any], path: Path, vocab_size: int, model_file: Path) -> Vocabulary:
-    tokens, types = _table(spec, path, vocab_size)
+    tokens, types = _table(_entries(spec), path, vocab_size)
     for index, text in enumerate(tokens):
         if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             types[index] = int(TokenType.BYTE)

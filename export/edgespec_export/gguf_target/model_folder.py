@@ -1,5 +1,5 @@
 """A GGUF file as a model folder in Hugging Face layout: what training, the ONNX export and verification read. The inverse of
-to_gguf.py for the families that both know.
+gguf/to_gguf.py for the families that both know.
 
 Weights are expanded a few rows at a time, so that memory holds a piece, not a matrix. F16 and BF16 tensors keep their type; the
 others become F32, which holds every value of a quantised type. The folder lies in the cache under the file's content hash: a file
@@ -61,7 +61,7 @@ def folder_of(file: Path) -> Path:
         raise InputError(f"{file} does not exist; give a GGUF file")
     refuse_pointer(file)
     header, config = read_model(file)
-    check_file(header, config, file)
+    places = check_file(header, config, file)
     digest = sha256_of([file])[file]
     home = cache_folder() / "targets" / f"gguf-{digest[:16]}-v{SCHEMA}"
     model = home / MODEL
@@ -69,7 +69,7 @@ def folder_of(file: Path) -> Path:
     if not (model / "config.json").is_file():
         with held(home, f"reading {file}", wait=True):
             if not (model / "config.json").is_file():
-                _write(model, file, header, config)
+                _write(model, file, header, config, places)
     about.keep(model)
     return model
 
@@ -136,8 +136,9 @@ def _places(config: Mapping[str, Any], family: Family) -> dict[str, Place]:
     return found
 
 
-def _write(model: Path, file: Path, header: Header, config: Mapping[str, Any]) -> None:
-    places = check_file(header, config, file)
+def _write(
+    model: Path, file: Path, header: Header, config: Mapping[str, Any], places: Mapping[str, Place]
+) -> None:
     rope: dict[str, Any] = {}
     if ROPE_FACTORS in header.tensors:
         pieces = _pieces(file, header.tensors[ROPE_FACTORS], 1)
@@ -176,14 +177,15 @@ def _pieces(file: Path, tensor: TensorAt, multiple: int) -> Iterator[Array]:
     kind = Kind(tensor.kind)
     block, size = GGML_QUANT_SIZES[kind]
     vector = len(tensor.shape) == 1
-    rows, width = (1, tensor.shape[0]) if vector else (tensor.shape[0], int(np.prod(tensor.shape[1:])))
-    step = rows if vector else max(1, PIECE // (width * multiple)) * multiple
+    rows, *rest = (1, *tensor.shape) if vector else tensor.shape
+    width = prod(rest)
+    step = max(1, PIECE // (width * multiple)) * multiple
     with open(file, "rb") as stream:
         stream.seek(tensor.start)
         for first in range(0, rows, step):
             count = min(step, rows - first)
             expanded = _read(stream, kind, count, width // block * size)
-            yield expanded.reshape(-1 if vector else count, *([] if vector else tensor.shape[1:]))
+            yield expanded.reshape(rest if vector else (count, *rest))
 
 
 def _read(stream: BinaryIO, kind: Kind, rows: int, row_bytes: int) -> Array:

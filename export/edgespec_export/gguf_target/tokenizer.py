@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file as the files of a Hugging Face folder. The inverse of gguf_vocabulary.py, with its table of
+"""The tokenizer in a GGUF file as the files of a Hugging Face folder. The inverse of gguf/vocabulary.py, with its table of
 pre-tokenizers. What comes out splits text as llama.cpp does with the file; a kind of tokenizer that is not known is refused.
 
 What a GGUF file does not hold, nobody adds: no normalizer (llama.cpp has none), no white space that special tokens swallow.
@@ -7,6 +7,7 @@ What a GGUF file does not hold, nobody adds: no normalizer (llama.cpp has none),
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec_runtime.untrusted.gguf_config import AGAIN
 from edgespec_runtime.untrusted.gguf_file import Header, read_array
 from gguf.constants import TokenType
-from tokenizers import Tokenizer
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json, write_text
@@ -37,11 +37,12 @@ def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
     """Write tokenizer.json, tokenizer_config.json, generation_config.json and the chat template, where the file has one.
 
     A reply ends at the eos and end-of-turn tokens that the file names, and at the token with which its template closes a turn.
-    Raises InputError for a tokenizer that is not known, and for tables that cannot be true.
+    Raises InputError for a tokenizer that is not known, and for tables that cannot be true; BundleError for one that the
+    tokenizers library does not read.
     """
     tables = Tables(file, header)
-    spec = _byte_level(tables) if tables.text("model") == "gpt2" else _sentencepiece(tables)
-    _check(spec, file)
+    spec = _byte_level(tables) if tables.model == "gpt2" else _sentencepiece(tables)
+    tokenizer = JsonTokenizer(file, json.dumps(spec))  # whether the library takes what was made
     write_json(folder / "tokenizer.json", spec)
     named = {f"{role}_token": tables.tokens[index] for role, index in tables.roles().items()}
     template = header.values.get("tokenizer.chat_template")
@@ -60,7 +61,7 @@ def write_tokenizer(folder: Path, file: Path, header: Header) -> None:
     if stops:
         write_json(folder / "generation_config.json", {"eos_token_id": stops})
     if "chat_template" in settings:
-        closing = closing_id(ChatTokenizer(folder), JsonTokenizer(folder / "tokenizer.json"))
+        closing = closing_id(ChatTokenizer(folder), tokenizer)
         if closing is not None and closing not in stops:
             write_json(folder / "generation_config.json", {"eos_token_id": [*stops, closing]})
 
@@ -71,10 +72,9 @@ class Tables:
     def __init__(self, file: Path, header: Header) -> None:
         self.file, self.header = file, header
         self.model = self.text("model")
-        self.tokens = self.strings("tokens")
-        if len(set(self.tokens)) < len(self.tokens):
-            seen: set[str] = set()
-            twice = next(text for text in self.tokens if text in seen or seen.add(text))  # type: ignore[func-returns-value]
+        self.tokens = self.array("tokens", str)
+        twice = next((text for text, count in Counter(self.tokens).items() if count > 1), None)
+        if twice is not None:
             raise InputError(f"{file} has the token {twice[:60]!r} twice; {AGAIN}")
         longest = max(self.tokens, key=len)
         if len(longest) > LONGEST:
@@ -83,30 +83,27 @@ class Tables:
             )
         if not all(self.tokens):
             raise InputError(f"{file} has an empty token ({self.tokens.index('')}); {AGAIN}")
-        self.types = self.numbers("token_type") or [int(TokenType.NORMAL)] * len(self.tokens)
+        self.types = self.array("token_type", int | float) or [int(TokenType.NORMAL)] * len(self.tokens)
+
+    def _value(self, name: str) -> Any:
+        return self.header.values.get(f"tokenizer.ggml.{name}")
 
     def text(self, name: str) -> str:
-        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        seen = self._value(name)
         return seen if isinstance(seen, str) else "none"
 
     def number(self, name: str) -> int | None:
         """A token's id, None where the file names none of its tokens."""
-        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        seen = self._value(name)
         if not isinstance(seen, int) or isinstance(seen, bool):
             return None
         return seen if 0 <= seen < len(self.tokens) else None
 
     def flag(self, name: str, usual: bool) -> bool:
-        seen = self.header.values.get(f"tokenizer.ggml.{name}")
+        seen = self._value(name)
         return seen if isinstance(seen, bool) else usual
 
-    def strings(self, name: str) -> list[str]:
-        return self._array(name, str)
-
-    def numbers(self, name: str) -> list[Any]:
-        return self._array(name, int | float)
-
-    def _array(self, name: str, kind: Any) -> list[Any]:
+    def array(self, name: str, kind: Any) -> list[Any]:
         array = self.header.arrays.get(f"tokenizer.ggml.{name}")
         found = [] if array is None else read_array(self.file, array)
         if found and not isinstance(found[0], kind):
@@ -193,7 +190,7 @@ def _byte_level(tables: Tables) -> dict[str, Any]:
             f"{tables.file} splits text with the pre-tokenizer {pre[:40]!r}; {', '.join(PRE_TOKENIZERS.values())} are known: "
             "give the model's folder or hub id instead"
         )
-    merges = tables.strings("merges")
+    merges = tables.array("merges", str)
     vocabulary = tables.used()
     for merge in merges:
         left, space, right = merge.partition(" ")
@@ -222,7 +219,7 @@ def _step(name: str) -> dict[str, Any]:
 
 def _sentencepiece(tables: Tables) -> dict[str, Any]:
     """llama.cpp joins the neighbours whose text has the best score: in that order a merge for every way to cut every token."""
-    scores = tables.numbers("scores")
+    scores = tables.array("scores", int | float)
     if tables.model != "llama" or not scores:
         raise InputError(
             f"{tables.file} has the tokenizer {tables.model[:40]!r}; byte-level BPE ('gpt2') and SentencePiece ('llama', with "
@@ -274,13 +271,3 @@ def merges_of(
             )
         found += [[text[:cut], text[cut:]] for cut in cuts]
     return found
-
-
-def _check(spec: dict[str, Any], file: Path) -> None:
-    """Whether the tokenizers library takes what was made. Raises InputError."""
-    try:
-        Tokenizer.from_str(json.dumps(spec))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library's panics are no Exception
-        raise InputError(f"{file} has a tokenizer that cannot be read: {str(error)[:200]}") from error

@@ -26,52 +26,42 @@ from onnx import TensorProto, helper
 
 from edgespec.core.shapes import ModelShape
 
+DATA = "weights.data"  # what all graphs of a model read
+ALIGNED = 4096  # bytes; offsets in it are multiples, so that a tensor can be mapped
 OPSET = 21  # the first with 16-bit QuantizeLinear
 IR_VERSION = 10
 MASKED = -1e4  # float16 holds it; exp of it is 0 in every float
 FLOAT, INT32 = TensorProto.FLOAT, TensorProto.INT32
 
 
-class Graph:
-    """Nodes in the order of computation. Each method adds an operator and returns the name of what it computes."""
+class Decoder:
+    """A decoder for `tokens` new tokens behind a cache of `length`: nodes in the order of computation.
 
-    def __init__(self) -> None:
+    Each method adds operators and returns the name of what they compute. `turn`: names of the cosines and sines.
+    """
+
+    def __init__(self, model: ModelShape, tokens: int, length: int, weights: dict[str, Any]) -> None:
+        self.model, self.tokens, self.length, self.weights = model, tokens, length, weights
         self.nodes: list[Any] = []
-        self.constants: dict[str, tuple[int, ...]] = {}
-        self.floats: dict[str, float] = {}
+        self.dims: dict[str, Any] = {}  # constants by name
+        self.floats: dict[str, Any] = {}
 
     def add(self, kind: str, inputs: Iterable[str], output: str, **attributes: Any) -> str:
         self.nodes.append(helper.make_node(kind, list(inputs), [output], name=f"/{output}", **attributes))
         return output
 
-    def split(self, value: str, first: str, second: str) -> tuple[str, str]:
-        """Two halves of the last dimension."""
-        node = helper.make_node(
-            "Split", [value], [first, second], name=f"/{value}/split", axis=-1, num_outputs=2
-        )
-        self.nodes.append(node)
-        return first, second
-
     def shape(self, *dims: int) -> str:
         """The name of a constant list of dimensions."""
         name = "dims." + "x".join(map(str, dims))
-        self.constants[name] = dims
+        self.dims[name] = helper.make_tensor(name, TensorProto.INT64, (len(dims),), dims)
         return name
 
     def number(self, name: str, value: float) -> str:
-        self.floats[name] = value
+        self.floats[name] = helper.make_tensor(name, FLOAT, (), (value,))
         return name
 
     def reshape(self, value: str, output: str, *dims: int) -> str:
         return self.add("Reshape", (value, self.shape(*dims)), output)
-
-
-class Decoder(Graph):
-    """The parts of a decoder, for `tokens` new tokens behind a cache of `length`. `turn`: names of the cosines and sines."""
-
-    def __init__(self, model: ModelShape, tokens: int, length: int, weights: dict[str, Any]) -> None:
-        super().__init__()
-        self.model, self.tokens, self.length, self.weights = model, tokens, length, weights
 
     def layer(self, layer: int, hidden: str, turn: tuple[str, str]) -> str:
         at = f"layers.{layer}"
@@ -126,7 +116,10 @@ class Decoder(Graph):
     def turned(self, value: str, turn: tuple[str, str], output: str) -> str:
         """Rotary position embedding, halves against halves: [..., d] with the cosines and sines [1, 1, n, d/2]."""
         cos, sin = turn
-        first, second = self.split(value, f"{output}.first", f"{output}.second")
+        first, second = halves = [f"{output}.first", f"{output}.second"]
+        self.nodes.append(
+            helper.make_node("Split", [value], halves, name=f"/{value}/split", axis=-1, num_outputs=2)
+        )
 
         def times(half: str, table: str) -> str:
             return self.add("Mul", (half, table), f"{half}.{table}")
@@ -150,13 +143,12 @@ def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any]
     graph = Decoder(shape, tokens, length, weights)
     hidden = graph.add("Gather", ("embed_tokens", "input_ids"), "hidden.0")
     rows = (1, 1, tokens, shape.head_dim // 2)
-    tables = [
+    cos, sin = (
         graph.reshape(graph.add("Gather", (table, "position_ids"), f"{table}.rows"), f"{table}.here", *rows)
         for table in ("rope.cos", "rope.sin")
-    ]
-    turn = (tables[0], tables[1])
+    )
     for layer in range(shape.layers):
-        hidden = graph.layer(layer, hidden, turn)
+        hidden = graph.layer(layer, hidden, (cos, sin))
     graph.add("MatMul", (graph.norm(hidden, "norm"), "lm_head"), "logits")
     past, new = (1, shape.kv_heads, length, shape.head_dim), (1, shape.kv_heads, tokens, shape.head_dim)
     kinds = [(layer, kind) for layer in range(shape.layers) for kind in ("key", "value")]
@@ -171,14 +163,8 @@ def decoder(shape: ModelShape, tokens: int, length: int, weights: dict[str, Any]
         *(helper.make_tensor_value_info(f"new.{layer}.{kind}", FLOAT, new) for layer, kind in kinds),
     ]
     used = {value for node in graph.nodes for value in node.input}
-    constants = [
-        *(
-            helper.make_tensor(key, TensorProto.INT64, (len(dims),), dims)
-            for key, dims in graph.constants.items()
-        ),
-        *(helper.make_tensor(key, FLOAT, (), (value,)) for key, value in graph.floats.items()),
-        *(tensor for key, tensor in weights.items() if key in used),
-    ]
+    read = [tensor for key, tensor in weights.items() if key in used]
+    constants = [*graph.dims.values(), *graph.floats.values(), *read]
     proto = helper.make_graph(graph.nodes, name, inputs, outputs, constants)
     model = helper.make_model(
         proto, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgespec", ir_version=IR_VERSION

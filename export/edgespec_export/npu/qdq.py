@@ -31,7 +31,8 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_jsonl, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
-from edgespec_export.npu.weights import DATA, DataFile
+from edgespec_export.npu.graph import ALIGNED, DATA
+from edgespec_export.onnx.folder import IN_GRAPH, DataFile, written
 
 Array = np.ndarray[Any, Any]
 Ranges = dict[str, tuple[float, float]]
@@ -41,7 +42,6 @@ ROWS = 16
 """Rows of text that docs/devices.md was measured with."""
 QUANTISED = ("MatMul", "Add", "Mul", "Sigmoid", "Softmax", "Concat", "Reshape", "Transpose")
 FLOOR = 20.0
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def export_qdq(
     settings = read_static_settings(float_folder)
     with whole_folder(out_folder) as folder, tempfile.TemporaryDirectory() as scratch:
         with open(folder / DATA, "wb") as stream:
-            sink = DataFile(folder / DATA, stream)
+            sink = DataFile(stream, ALIGNED)
             shared: dict[tuple[str, bytes], Any] = {}
             for name in settings.blocks:
                 file = f"{name}.onnx"
@@ -77,8 +77,7 @@ def export_qdq(
         write_json(folder / SETTINGS, replace(settings, precision=precision).plain())
         write_json(folder / "calibration.json", asdict(calibration))
         copy_tokenizer(float_folder, folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": [f"calibrated on {calibration.tokens} tokens of {calibration.rows} rows"]}
+    return written(out_folder, f"calibrated on {calibration.tokens} tokens of {calibration.rows} rows")
 
 
 def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:

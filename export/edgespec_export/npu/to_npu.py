@@ -1,20 +1,23 @@
 """A model folder as static graphs for NPU compilers: fixed lengths, plain operators, one data file.
 
-    prefill.onnx  verify.onnx  step.onnx    the same decoder for 64, γ + 1 and 1 tokens (the graph: to_npu_graph)
-    weights.data                            what all three read
-    static.json                             lengths and names, for the runtime (engine_static reads it)
+    prefill.onnx  verify.onnx  step.onnx    the same decoder for 64, γ + 1 and 1 tokens (graph.py)
+    weights.data                            what all three read: float32, matrices as [in, out], and the RoPE tables
+    static.json                             lengths and names, for the runtime (engines/static.py reads it)
 
-The three are one function for three lengths; a host pads what it feeds up to the next length. No NPU was at hand: the graphs are
-compared with torch on ONNX Runtime's and OpenVINO's CPU devices (tests/export/npu/test_npu.py), and nothing more is claimed.
+The three are one function for three lengths; a host pads what it feeds up to the next length. The data file is written tensor by
+tensor: memory holds one of them, not the model. No NPU was at hand: the graphs are compared with torch on ONNX Runtime's and
+OpenVINO's CPU devices (tests/export/npu/test_npu.py), and nothing more is claimed.
 """
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from edgespec_runtime.engines.static import SETTINGS, StaticSettings
 from edgespec_runtime.engines.vocabulary import vocabulary_of
 
@@ -24,11 +27,19 @@ from edgespec.core.files import whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import is_surplus
 from edgespec.recipe.schema import ExportOptions
-from edgespec_export.npu.graph import MASKED, decoder
-from edgespec_export.npu.weights import DATA, DataFile, write_weights
-from edgespec_export.onnx.families import rope_types
+from edgespec_export.gguf.to_gguf import Checkpoint
+from edgespec_export.npu.graph import ALIGNED, DATA, MASKED, decoder
+from edgespec_export.onnx.families import rope_tables, rope_types, rotary_of
+from edgespec_export.onnx.folder import DataFile, written
 
+_WHOLE = {
+    "model.embed_tokens.weight": "embed_tokens",
+    "model.norm.weight": "norm",
+    "lm_head.weight": "lm_head",
+}
+_LAYER = re.compile(r"model\.(layers\.\d+\.[\w.]+?)(\.weight|\.bias)")
 FLOAT_PRECISION = "fp32"
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")  # angles that do not depend on how much was read
 
@@ -47,7 +58,7 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
     blocks = {name: min(tokens, length) for name, tokens in wanted.items()}
     with whole_folder(out_folder) as folder:
         with open(folder / DATA, "wb") as stream:
-            weights = write_weights(model_folder, shape, length, DataFile(folder / DATA, stream))
+            weights = write_weights(model_folder, shape, length, DataFile(stream, ALIGNED))
         for name, tokens in blocks.items():
             graph = decoder(shape, tokens, length, weights, f"{model_folder.name}-{name}")
             (folder / f"{name}.onnx").write_bytes(graph.SerializeToString(deterministic=True))
@@ -63,8 +74,45 @@ def export_npu(model_folder: Path, out_folder: Path, options: ExportOptions | No
         )
         write_json(folder / SETTINGS, settings.plain())
         copy_tokenizer(model_folder, folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": []}
+    return written(out_folder)
+
+
+def write_weights(folder: Path, shape: ModelShape, length: int, sink: DataFile) -> dict[str, Any]:
+    """Append every weight of the model folder and the tables for `length` positions; TensorProtos by name.
+
+    A tied embedding is written twice, once as rows to look up and once as the columns of the output head.
+    Raises InputError for a tensor that the graph has no place for, and for one that is missing.
+    """
+    checkpoint = Checkpoint(folder)
+    tensors: dict[str, Any] = {}
+    for stored in checkpoint:
+        if is_surplus(stored, tied=shape.tied):
+            continue
+        name = graph_name(stored)
+        if name is None:
+            raise InputError(f"{folder} has a tensor {stored!r}, which the static graph has no place for")
+        whole = np.concatenate(list(checkpoint.pieces(stored)))
+        if name != "embed_tokens" and whole.ndim == 2:
+            whole = whole.T
+        tensors[name] = sink.add(name, whole)
+        if name == "embed_tokens" and shape.tied:
+            tensors["lm_head"] = sink.add("lm_head", whole.T)
+    for name, table in zip(("rope.cos", "rope.sin"), rope_tables(rotary_of(folder), length), strict=True):
+        tensors[name] = sink.add(name, table)
+    missing = sorted(({str(graph_name(name)) for name in shape.tensors()} | {"lm_head"}) - set(tensors))
+    if missing:
+        raise InputError(
+            f"{folder} has no tensor for {missing[0]} ({len(missing)} are missing); fetch the model again"
+        )
+    return tensors
+
+
+def graph_name(stored: str) -> str | None:
+    """The name in the graph of a tensor of the checkpoint: 'model.layers.0.mlp.up_proj.weight' is 'layers.0.mlp.up_proj'."""
+    if stored in _WHOLE:
+        return _WHOLE[stored]
+    match = _LAYER.fullmatch(stored)
+    return None if match is None else match[1] + (".bias" if match[2] == ".bias" else "")
 
 
 def check_exportable(config: dict[str, Any], folder: Path, length: int) -> None:

@@ -48,21 +48,17 @@ class Blocks:
     def values(self) -> Array:
         """The matrix as the engine reads it: float32 [N, K]."""
         rows, blocks = self.scales.shape
-        if self.kind == INT8:
-            q = self.packed.astype(np.float32)
-        else:
-            q = (
-                np.stack([self.packed & 15, self.packed >> 4], axis=-1)
-                .reshape(rows, blocks, BLOCK)
-                .astype(np.float32)
-            )
+        q = self.packed
+        if self.kind != INT8:
+            q = np.stack([q & 15, q >> 4], axis=-1).reshape(rows, blocks, BLOCK)
         zeros: Any = np.float32(NEUTRAL[self.kind])
         if self.zeros is not None:
             pairs = np.stack([self.zeros & 15, self.zeros >> 4], axis=-1).reshape(rows, -1)
             zeros = pairs[:, :blocks, None].astype(np.float32)
-        whole = (q - zeros) * self.scales[:, :, None].astype(np.float32)
-        if self.shifts is not None:
-            whole += shift_of(self)[:, :, None]
+        scales = self.scales.astype(np.float32)
+        whole = (q.astype(np.float32) - zeros) * scales[:, :, None]
+        if self.shifts is not None:  # the file holds the value at q = 0, as GGUF does
+            whole += (self.shifts.astype(np.float32) + np.float32(8) * scales)[:, :, None]
         return np.ascontiguousarray(whole.reshape(rows, -1)[:, : self.columns])
 
 
@@ -78,10 +74,6 @@ class SplitBlocks:
         """The matrix as the engine reads it: float32 [N, K]."""
         return np.concatenate([self.first.values(), self.rest.values()])
 
-    def parts(self, first: str, rest: str) -> dict[str, Blocks]:
-        """Both parts under names of their own."""
-        return {first: self.first, rest: self.rest}
-
 
 def split_kind(rows: int) -> str:
     """The kind of a table whose first `rows` are in int8."""
@@ -92,12 +84,6 @@ def split_rows(kind: str) -> int:
     """How many rows of a split kind are in int8; 0 for a kind that is not split."""
     name, _, rows = kind.partition(":")
     return int(rows) if name == INT8 and rows else 0
-
-
-def shift_of(blocks: Blocks) -> Array:
-    """What is added to every weight of a block, float32 [N, blocks]: the file holds the value at q = 0, as GGUF does."""
-    assert blocks.shifts is not None
-    return blocks.shifts.astype(np.float32) + np.float32(8) * blocks.scales.astype(np.float32)
 
 
 def fits(columns: int, kind: str) -> bool:

@@ -7,7 +7,6 @@ and the weights are those that the builder makes of the whole model; a test hold
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,7 +24,8 @@ from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
-from edgespec_export.onnx.repeat import DATA, TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
+from edgespec_export.onnx.folder import DATA, written
+from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
 from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
 
 PRECISION = "int4"
@@ -89,29 +89,29 @@ def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: boo
         progress("export layers", shape.layers, "layers") as bar,
     ):
 
-        def exported(first: int, *, whole: bool) -> Path:
+        def exported(first: int) -> Path:
             """The ONNX folder of two layers from `first` on."""
             source, made = Path(scratch) / "model", Path(scratch) / f"onnx-{first}"
             shutil.rmtree(source, ignore_errors=True)
-            _write_slice(checkpoint, model_folder, config, source, first, whole=whole)
+            _write_slice(checkpoint, model_folder, config, source, first)
             export_onnx(source, made, PRECISION, hidden_states=hidden_states)
             shutil.rmtree(source)
             bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
             return made
 
         _join(exported, out_folder, shape.layers, model_folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": ["exported two layers at a time"]}
+    return written(out_folder, "exported two layers at a time")
 
 
 def _write_slice(
-    checkpoint: Checkpoint, model: Path, config: dict[str, Any], folder: Path, first: int, *, whole: bool
+    checkpoint: Checkpoint, model: Path, config: dict[str, Any], folder: Path, first: int
 ) -> None:
-    """A model folder with layers `first` and the next (where there is none, the one before once more), and all of the
-    vocabulary or a few rows."""
+    """A model folder with layers `first` and the next (where there is none, the one before once more). The first slice has all
+    of the vocabulary, the others a few rows of it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
+    whole = first == 0
     last = int(config["num_hidden_layers"]) - 1
     slots = {min(first, last): 0}
     slots[min(first + 1, last) if first < last else last - 1] = 1
@@ -131,25 +131,24 @@ def _write_slice(
         number = layer_of(name)
         if number is not None and number not in slots:
             continue
-        pieces = checkpoint.pieces(name)
         if number is None and not whole and checkpoint.shape(name)[0] == int(config["vocab_size"]):
             tensors[name] = np.zeros((FEW_TOKENS, *checkpoint.shape(name)[1:]), np.float32)
             continue
         placed = name if number is None else moved(name, slots[number] - number)
-        tensors[placed] = np.concatenate(list(pieces))
+        tensors[placed] = np.concatenate(list(checkpoint.pieces(name)))
         if name.endswith(".bias") and not tensors[placed].any():
             tensors[placed].fill(NEXT_TO_ZERO)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: Path) -> None:
+def _join(exported: Callable[[int], Path], out_folder: Path, layers: int, model: Path) -> None:
     import onnx
 
-    template = exported(0, whole=True)
+    template = exported(0)
     graph_file = onnx.load(template / "model.onnx", load_external_data=False)
     graph = graph_file.graph
-    written = read_json(template / "genai_config.json")
-    written["model"]["decoder"]["num_hidden_layers"] = layers
+    settings = read_json(template / "genai_config.json")
+    settings["model"]["decoder"]["num_hidden_layers"] = layers
     with whole_folder(out_folder) as folder:
         shutil.move(template / DATA, folder / DATA)
         lengthen(graph, layers)
@@ -159,11 +158,11 @@ def _join(exported: Callable[..., Path], out_folder: Path, layers: int, model: P
                 tensor.name = moved(tensor.name, layers - TEMPLATE_LAYERS)
         with open(folder / DATA, "ab") as sink:
             for first in range(TEMPLATE_LAYERS, layers, TEMPLATE_LAYERS):
-                part = exported(first, whole=False)
-                graph.initializer.extend(list(_weights(part, first, layers, sink)))
+                part = exported(first)
+                graph.initializer.extend(_weights(part, first, layers, sink))
                 shutil.rmtree(part)
         onnx.save(graph_file, folder / "model.onnx")
-        write_json(folder / "genai_config.json", written)
+        write_json(folder / "genai_config.json", settings)
         copy_tokenizer(model, folder)
         write_fast_graph(folder)
     shutil.rmtree(template, ignore_errors=True)
@@ -179,8 +178,7 @@ def _weights(part: Path, first: int, layers: int, sink: BinaryIO) -> Iterator[An
             slot = layer_of(tensor.name)
             if slot not in range(min(TEMPLATE_LAYERS, layers - first)):
                 continue
-            made = copy.deepcopy(tensor)
-            made.name = moved(tensor.name, first)
-            if made.external_data:
-                append_data(made, source, sink)
-            yield made
+            tensor.name = moved(tensor.name, first)
+            if tensor.external_data:
+                append_data(tensor, source, sink)
+            yield tensor

@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from edgespec.core.errors import InputError
 from edgespec.core.files import whole_folder, write_json
 from edgespec.model_folder.head import BLOCK, HEAD_FILE, head_shape, head_weights, in_bytes, target_embedding
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, written
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL
 
-PRECISIONS = ("int8", "fp32")
-GRAPH, DATA, SETTINGS = "model.onnx", "model.onnx.data", HEAD_FILE
 OPSET, CONTRIB = 21, "com.microsoft"
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 
 Array = NDArray[np.float32]
 
@@ -41,11 +39,12 @@ def write_head_graph(
     """
     import onnx
 
-    graph = _Graph(precision)
-    model = graph.head(shape, weights, embedding)
+    model = _Graph(precision, shape, weights).head(embedding)
     with whole_folder(out_folder) as folder:
-        onnx.save(model, folder / GRAPH, save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH)
-        write_json(folder / SETTINGS, {"shape": shape, "vocab_size": len(embedding)})
+        onnx.save(
+            model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
+        )
+        write_json(folder / HEAD_FILE, {"shape": shape, "vocab_size": len(embedding)})
 
 
 def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precision: str) -> dict[str, Any]:
@@ -57,15 +56,14 @@ def export_head(head_folder: Path, target_folder: Path, out_folder: Path, precis
             f"{embedding.shape[1]}; train the head for this target"
         )
     write_head_graph(out_folder, shape, head_weights(head_folder), embedding, precision)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": ["the table of token embeddings is the target's, one byte a value"]}
+    return written(out_folder, "the table of token embeddings is the target's, one byte a value")
 
 
 class _Graph:
-    """Nodes and tensors of one head, in the order of its computation."""
+    """Nodes and tensors of one head, in the order of its computation. A matrix or norm has the name of its weight."""
 
-    def __init__(self, precision: str) -> None:
-        self.precision = precision
+    def __init__(self, precision: str, shape: dict[str, Any], weights: dict[str, Array]) -> None:
+        self.precision, self.shape, self.weights = precision, shape, weights
         self.nodes: list[Any] = []
         self.tensors: list[Any] = []
 
@@ -75,36 +73,31 @@ class _Graph:
         self.tensors.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
         return name
 
-    def add(
-        self, kind: str, inputs: list[str], name: str, outputs: list[str] | None = None, **settings: Any
-    ) -> str:
+    def add(self, kind: str, inputs: list[str], name: str, *outputs: str, **settings: Any) -> str:
+        """Append a node; the name of its first output."""
         from onnx import helper
 
         domain = CONTRIB if kind in ("GroupQueryAttention", "MatMulNBits") else ""
-        made = outputs or [f"{name}/out"]
+        made = outputs or (f"{name}/out",)
         self.nodes.append(helper.make_node(kind, inputs, made, name=name, domain=domain, **settings))
         return made[0]
 
-    def linear(self, x: str, matrix: Array, name: str, out: str | None = None) -> str:
-        """x [1, n, K] times `matrix` [N, K] transposed."""
-        outputs = None if out is None else [out]
+    def linear(self, x: str, name: str, *output: str) -> str:
+        """x [1, n, K] times a matrix [N, K] transposed."""
+        matrix = self.weights[f"{name}.weight"]
         if self.precision == "fp32":
-            weight = self.constant(f"{name}.weight", matrix.T)
-            return self.add("MatMul", [x, weight], name, outputs)
+            return self.add("MatMul", [x, self.constant(f"{name}.weight", matrix.T)], name, *output)
         data, scales = in_bytes(matrix)
-        inputs = [
-            x,
-            self.constant(f"{name}.bytes", data),
-            self.constant(f"{name}.scales", scales.reshape(-1)),
-        ]
+        tables = [self.constant(f"{name}.bytes", data), self.constant(f"{name}.scales", scales.reshape(-1))]
         rows, columns = matrix.shape
         settings = {"N": rows, "K": columns, "bits": 8, "block_size": BLOCK}
-        return self.add("MatMulNBits", inputs, name, outputs, accuracy_level=FAST_ACCURACY_LEVEL, **settings)
+        settings["accuracy_level"] = FAST_ACCURACY_LEVEL
+        return self.add("MatMulNBits", [x, *tables], name, *output, **settings)
 
-    def norm(self, x: str, weight: Array, eps: float, name: str, out: str | None = None) -> str:
-        scale = self.constant(f"{name}.weight", weight)
-        outputs = None if out is None else [out]
-        return self.add("SimplifiedLayerNormalization", [x, scale], name, outputs, axis=-1, epsilon=eps)
+    def norm(self, x: str, name: str, *output: str) -> str:
+        scale = self.constant(f"{name}.weight", self.weights[f"{name}.weight"])
+        settings = {"axis": -1, "epsilon": self.shape["rms_norm_eps"]}
+        return self.add("SimplifiedLayerNormalization", [x, scale], name, *output, **settings)
 
     def embedded(self, embedding: Array) -> str:
         """Rows of the target's table: bytes and a scale for each row."""
@@ -119,48 +112,42 @@ class _Graph:
         step = self.add("Gather", [scale, "input_ids"], "embedding/scale")
         return self.add("Mul", [wide, step], "embedding")
 
-    def layer(self, x: str, number: int, shape: dict[str, Any], weights: dict[str, Array]) -> str:
-        at, eps = f"layers.{number}", shape["rms_norm_eps"]
-
-        def matrix(part: str, x: str) -> str:
-            return self.linear(x, weights[f"{at}.{part}.weight"], f"{at}.{part}")
-
-        y = self.norm(x, weights[f"{at}.input_layernorm.weight"], eps, f"{at}.input_layernorm")
-        joined = [matrix(part, y) for part in ("q_proj", "k_proj", "v_proj")]
+    def layer(self, x: str, number: int) -> str:
+        at, shape = f"layers.{number}", self.shape
+        y = self.norm(x, f"{at}.input_layernorm")
+        joined = [self.linear(y, f"{at}.{part}_proj") for part in "qkv"]
         cache = [f"past_key_values.{number}.{part}" for part in ("key", "value")]
         attended = self.add(
             "GroupQueryAttention",
             [*joined, *cache, "seqlens_k", "total_length", "cos_cache", "sin_cache"],
             f"{at}.attention",
-            [f"{at}.attention/out", f"present.{number}.key", f"present.{number}.value"],
+            *(f"{at}.attention/out", f"present.{number}.key", f"present.{number}.value"),
             num_heads=shape["heads"],
             kv_num_heads=shape["kv_heads"],
             do_rotary=1,
         )
-        x = self.add("Add", [x, matrix("o_proj", attended)], f"{at}.attended")
-        y = self.norm(
-            x, weights[f"{at}.post_attention_layernorm.weight"], eps, f"{at}.post_attention_layernorm"
-        )
-        gate = matrix("gate_proj", y)
+        x = self.add("Add", [x, self.linear(attended, f"{at}.o_proj")], f"{at}.attended")
+        y = self.norm(x, f"{at}.post_attention_layernorm")
+        gate = self.linear(y, f"{at}.gate_proj")
         silu = self.add("Mul", [gate, self.add("Sigmoid", [gate], f"{at}.sigmoid")], f"{at}.silu")
-        inner = self.add("Mul", [silu, matrix("up_proj", y)], f"{at}.inner")
-        return self.add("Add", [x, matrix("down_proj", inner)], f"{at}.left")
+        inner = self.add("Mul", [silu, self.linear(y, f"{at}.up_proj")], f"{at}.inner")
+        return self.add("Add", [x, self.linear(inner, f"{at}.down_proj")], f"{at}.left")
 
-    def head(self, shape: dict[str, Any], weights: dict[str, Array], embedding: Array) -> Any:
+    def head(self, embedding: Array) -> Any:
+        """The whole model."""
         from onnx import TensorProto, helper
 
-        eps, size = shape["rms_norm_eps"], shape["head_dim"]
+        shape, size = self.shape, self.shape["head_dim"]
         rates = shape["rope_theta"] ** (-np.arange(0, size, 2, dtype=np.float64) / size)
         angles = np.arange(shape["context_length"])[:, None] * rates
         self.constant("cos_cache", np.cos(angles).astype(np.float32))
         self.constant("sin_cache", np.sin(angles).astype(np.float32))
-        known = self.norm(self.embedded(embedding), weights["embedding_norm.weight"], eps, "embedding_norm")
-        seen = self.norm("features", weights["feature_norm.weight"], eps, "feature_norm")
-        x = self.linear(self.add("Concat", [known, seen], "joined", axis=-1), weights["fc.weight"], "fc")
+        known = self.norm(self.embedded(embedding), "embedding_norm")
+        seen = self.norm("features", "feature_norm")
+        x = self.linear(self.add("Concat", [known, seen], "joined", axis=-1), "fc")
         for number in range(shape["layers"]):
-            x = self.layer(x, number, shape, weights)
-        own = self.norm(x, weights["norm.weight"], eps, "norm", "own_features")
-        self.linear(own, weights["lm_head.weight"], "lm_head", "logits")
+            x = self.layer(x, number)
+        self.linear(self.norm(x, "norm", "own_features"), "lm_head", "logits")
 
         value, whole, real = helper.make_tensor_value_info, TensorProto.INT64, TensorProto.FLOAT
         inputs = [

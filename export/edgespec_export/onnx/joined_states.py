@@ -58,8 +58,8 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
 
     model = onnx.load(graph_file, load_external_data=False)
     graph = model.graph
-    norms = {f"model.layers.{layer}.input_layernorm.weight" for layer in early}
-    found = {name: node.output[0] for node in graph.node for name in norms & {*node.input}}
+    norms = [f"model.layers.{layer}.input_layernorm.weight" for layer in early]
+    found = {name: node.output[0] for node in graph.node for name in {*norms} & {*node.input}}
     if len(found) < len(norms) or HIDDEN_STATES not in {output.name for output in graph.output}:
         raise EdgespecError(
             f"{graph_file} gives no states of the layers {list(early)}; this onnxruntime-genai writes layers otherwise"
@@ -68,10 +68,8 @@ def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) ->
     for node in graph.node:
         for names in (node.input, node.output):
             names[:] = [last if name == HIDDEN_STATES else name for name in names]
-    states = [found[f"model.layers.{layer}.input_layernorm.weight"] for layer in early]
-    graph.node.append(
-        helper.make_node("Concat", [*states, last], [AT + "states"], name=AT + "Concat", axis=-1)
-    )
+    states = [*(found[name] for name in norms), last]
+    graph.node.append(helper.make_node("Concat", states, [AT + "states"], name=AT + "Concat", axis=-1))
     inputs, made = [AT + "states", AT + "weight"], {"weight": matrix.T}
     kind, settings = "MatMul", {}
     if any(node.op_type == QUANTISED for node in graph.node):

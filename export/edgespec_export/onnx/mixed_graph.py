@@ -13,33 +13,71 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
 from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, set_nodes
 
-DATA = "model.onnx.data"
 HEAD, TABLE = "lm_head", "model.embed_tokens"
-FIRST, REST = ".first", ".rest"  # the parts of a split matrix, behind its name
 SUFFIX = ".MatMul.weight"
 CONTRIB = "com.microsoft"
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 ALIGNED = 64  # bytes at which a tensor in the data file starts
 EXACT_LEVEL, FAST_LEVEL = 1, 4  # accuracy levels of MatMulNBits: float activations, int8 activations
 
 Array = np.ndarray[Any, Any]
 
 
-def stems_of(graph: Any) -> dict[str, tuple[int, int]]:
-    """{the builder's name of a matrix, without its ending: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an
-    untied embedding."""
+class _Part(NamedTuple):
+    """A matrix of the file: one of the builder's, or one of the two that a split one is made of."""
+
+    stem: str
+    kind: str
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.stem}{SUFFIX}"
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.kind == INT8 else 4
+
+    @property
+    def packed(self) -> str:
+        return f"{self.name}_Q{self.bits}"
+
+    @property
+    def tables(self) -> list[str]:
+        """What the operators on blocks read behind the packed values."""
+        return [f"{self.name}_scales", *([f"{self.name}_zeros"] if self.kind == INT4 else [])]
+
+
+def _parts_of(stem: str, kind: str, rows: int, columns: int) -> list[_Part]:
+    first = split_rows(kind)
+    if not first:
+        return [_Part(stem, kind, rows, columns)]
+    return [
+        _Part(f"{stem}.first", INT8, first, columns),
+        _Part(f"{stem}.rest", OFFSET4, rows - first, columns),
+    ]
+
+
+def _stem_of(node: Any) -> str:
+    """The builder's name of the matrix that a MatMulNBits reads, without its ending."""
+    return str(node.input[1].removesuffix("_Q4").removesuffix(SUFFIX))
+
+
+def _sizes(graph: Any) -> dict[str, tuple[int, int]]:
+    """{stem: (N, K)} of every MatMulNBits of a builder's int4 graph, and of an untied embedding."""
     found = {}
     for node in graph.node:
         if node.op_type == "MatMulNBits":
             settings = {attribute.name: attribute.i for attribute in node.attribute}
-            found[node.input[1].removesuffix("_Q4").removesuffix(SUFFIX)] = (settings["N"], settings["K"])
+            found[_stem_of(node)] = (settings["N"], settings["K"])
     for tensor in graph.initializer:
         if tensor.name == f"{TABLE}.weight":  # an untied embedding, floats
             found[TABLE] = (tensor.dims[0], tensor.dims[1])
@@ -57,91 +95,99 @@ def write_graphs(
     import onnx
 
     model = onnx.load(source / "model.onnx", load_external_data=False)
-    stems = stems_of(model.graph)
-    if not set(stems) - {TABLE}:
+    sizes = _sizes(model.graph)
+    if not set(sizes) - {TABLE}:
         raise EdgespecError(f"{source} has no MatMulNBits; this onnxruntime-genai quantises otherwise")
-    replaced = {f"{stem}{SUFFIX}{end}" for stem in stems for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
-    made: dict[str, tuple[str, list[Any]]] = {}
-    with open(folder / DATA, "wb") as sink:
-        kept = [tensor for tensor in model.graph.initializer if tensor.name not in replaced]
+    replaced = {f"{stem}{SUFFIX}{end}" for stem in sizes for end in ("_Q4", "_scales")} | {f"{TABLE}.weight"}
+    kept = [tensor for tensor in model.graph.initializer if tensor.name not in replaced]
+    parts: dict[str, list[_Part]] = {}
+    own: list[Any] = []
+    with open(folder / DATA, "wb") as stream:
+        sink = DataFile(stream, ALIGNED)
         for tensor in kept:
             _move_data(tensor, source, sink)
-        for stem in stems:
+        for stem, size in sizes.items():
             blocks = blocks_of(stem)
-            parts = {stem: blocks} if isinstance(blocks, Blocks) else blocks.parts(stem + FIRST, stem + REST)
-            tensors = [tensor for name, part in parts.items() for tensor in _tensors(name, part)]
-            made[stem] = blocks.kind, [_stored(*each, sink) for each in tensors]
+            parts[stem] = _parts_of(stem, blocks.kind, *size)
+            pieces = [blocks] if isinstance(blocks, Blocks) else [blocks.first, blocks.rest]
+            for part, piece in zip(parts[stem], pieces, strict=True):
+                own += _stored(part, piece, sink)
     for name, level in graphs.items():
         graph = onnx.ModelProto()
         graph.CopyFrom(model)
-        _rewrite(graph.graph, kept, made, stems, level)
+        _rewrite(graph.graph, kept, own, parts, level)
         onnx.save(graph, folder / name)
 
 
-def parts_of(stem: str, kind: str, rows: int) -> list[tuple[str, str, int]]:
-    """(name, kind, rows) of the matrices that a stem is made of: one, or the two of a split kind."""
-    if first := split_rows(kind):
-        return [(stem + FIRST, INT8, first), (stem + REST, OFFSET4, rows - first)]
-    return [(stem, kind, rows)]
+def _stored(part: _Part, blocks: Blocks, sink: DataFile) -> list[Any]:
+    """The TensorProtos of a matrix, whose bytes lie in the data file (small ones: in the graph)."""
+    from onnx import numpy_helper
 
-
-def _tensors(stem: str, blocks: Blocks) -> list[tuple[str, Array]]:
-    name = f"{stem}{SUFFIX}"
-    found = [
-        (f"{name}_{'Q8' if blocks.kind == INT8 else 'Q4'}", blocks.packed),
-        (f"{name}_scales_F16", blocks.scales),
+    values = {
+        part.packed: blocks.packed,
+        f"{part.name}_scales_F16": blocks.scales,
+        f"{part.name}_zeros": blocks.zeros,
+        f"{part.name}_shifts_F16": blocks.shifts,
+    }
+    return [
+        numpy_helper.from_array(value, name) if value.nbytes < IN_GRAPH else sink.add(name, value)
+        for name, value in values.items()
+        if value is not None
     ]
-    if blocks.zeros is not None:
-        found.append((f"{name}_zeros", blocks.zeros))
-    if blocks.shifts is not None:
-        found.append((f"{name}_shifts_F16", blocks.shifts))
-    return found
 
 
-def _stored(name: str, value: Array, sink: BinaryIO) -> Any:
-    """A TensorProto whose bytes lie in the data file (small ones: in the graph)."""
-    from onnx import TensorProto, helper, numpy_helper
-
-    value = np.ascontiguousarray(value)
-    if value.nbytes < IN_GRAPH:
-        return numpy_helper.from_array(value, name)
-    sink.write(bytes(-sink.tell() % ALIGNED))
-    tensor = TensorProto(name=name, data_type=helper.np_dtype_to_tensor_dtype(value.dtype), dims=value.shape)
-    _point(tensor, sink.tell(), value.nbytes)
-    value.tofile(sink)
-    return tensor
-
-
-def _point(tensor: Any, offset: int, length: int) -> None:
-    from onnx import TensorProto
-
-    tensor.data_location = TensorProto.EXTERNAL
-    del tensor.external_data[:]
-    for key, value in (("location", DATA), ("offset", offset), ("length", length)):
-        tensor.external_data.add(key=key, value=str(value))
-
-
-def _move_data(tensor: Any, source: Path, sink: BinaryIO) -> None:
+def _move_data(tensor: Any, source: Path, sink: DataFile) -> None:
     """The tensor's bytes from the builder's data file to the new one."""
     if not tensor.external_data:
         return
     place = {entry.key: entry.value for entry in tensor.external_data}
-    offset, length = int(place.get("offset", 0)), int(place["length"])
-    sink.write(bytes(-sink.tell() % ALIGNED))
-    _point(tensor, sink.tell(), length)
     with open(source / place["location"], "rb") as stream:
-        stream.seek(offset)
-        data = stream.read(length)
-    if len(data) != length:
+        stream.seek(int(place.get("offset", 0)))
+        data = stream.read(int(place["length"]))
+    if len(data) != int(place["length"]):
         raise EdgespecError(f"{source / DATA} ends within {tensor.name}; export again")
-    sink.write(data)
+    sink.begin(tensor, len(data))
+    sink.stream.write(data)
+
+
+def _rewrite(
+    graph: Any, kept: list[Any], own: list[Any], parts: Mapping[str, list[_Part]], level: int
+) -> None:
+    made = _Nodes(level)
+    heads: set[str] = set()  # reshaped tables of the output head
+    for part in (part for one in parts.values() for part in one):
+        made.widened(f"{part.name}_scales")
+        if part.kind == OFFSET4:
+            made.shift(part.name)
+    for node in graph.node:
+        if node.op_type == "MatMulNBits":
+            made.product(node, parts[_stem_of(node)])
+        elif node.op_type == "Reshape" and node.input[0] == f"{HEAD}{SUFFIX}_Q4":
+            heads.add(node.output[0])
+        elif node.op_type == "GatherBlockQuantized":
+            if node.input[0] not in heads:
+                raise EdgespecError(
+                    f"{node.name} does not read the output head; this onnxruntime-genai writes int4 otherwise"
+                )
+            made.embedding(node, parts[HEAD])
+        elif node.op_type == "Gather" and node.input[0] == f"{TABLE}.weight":
+            made.embedding(node, parts[TABLE])
+        else:
+            made.nodes.append(node)
+    set_nodes(graph, [*made.first, *made.nodes])
+    del graph.initializer[:]
+    read = {name for node in graph.node for name in node.input}
+    graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
+    graph.initializer.extend(made.constants.values())
 
 
 class _Nodes:
     """Nodes and constants made for one graph, under names of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, level: int) -> None:
+        self.level = level
         self.first: list[Any] = []  # made of constants: computed when the graph is loaded
+        self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {}
         self.means: dict[str, str] = {}  # the means of an input's blocks, shared by the matrices that read it
 
@@ -151,190 +197,120 @@ class _Nodes:
         self.constants.setdefault(name, numpy_helper.from_array(np.asarray(value), name))
         return name
 
-    def folded(self, kind: str, inputs: list[str], output: str, **settings: Any) -> str:
+    def folded(self, kind: str, inputs: list[str], output: str, **settings: Any) -> None:
         from onnx import helper
 
         self.first.append(helper.make_node(kind, inputs, [output], name=output, **settings))
-        return output
 
-    def widened(self, name: str) -> str:
+    def add(self, kind: str, inputs: list[str], output: str, name: str, **settings: Any) -> None:
+        from onnx import helper
+
+        self.nodes.append(helper.make_node(kind, inputs, [output], name=name, **settings))
+
+    def widened(self, name: str) -> None:
         """A float16 table as float32."""
         from onnx import TensorProto
 
-        return self.folded("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
+        self.folded("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
 
+    def shift(self, name: str) -> None:
+        """The shifts of an offset4 matrix in float32 [N, blocks]: the value at q = 0, and 8 scales."""
+        self.widened(f"{name}_shifts")
+        eight = self.constant("/mixed/eight", np.float32(8))
+        self.folded("Mul", [f"{name}_scales", eight], f"{name}_eight_scales")
+        self.folded("Add", [f"{name}_shifts", f"{name}_eight_scales"], f"{name}_shift")
 
-def _rewrite(
-    graph: Any,
-    kept: list[Any],
-    made: Mapping[str, tuple[str, list[Any]]],
-    stems: Mapping[str, tuple[int, int]],
-    level: int,
-) -> None:
-    nodes = _Nodes()
-    rest: list[Any] = []
-    reshaped: dict[str, Any] = {}
-    for stem, (whole, _) in made.items():
-        for name, kind, _ in parts_of(stem, whole, stems[stem][0]):
-            nodes.widened(f"{name}{SUFFIX}_scales")
-            if kind == OFFSET4:
-                _shifts(nodes, f"{name}{SUFFIX}")
-    for node in graph.node:
-        if node.op_type == "MatMulNBits":
-            stem = node.input[1].removesuffix("_Q4").removesuffix(SUFFIX)
-            rest += _product(nodes, node, stem, made[stem][0], stems[stem], level)
-        elif node.op_type == "Reshape" and node.input[0] == f"{HEAD}{SUFFIX}_Q4":
-            reshaped[node.output[0]] = node
-        elif node.op_type == "GatherBlockQuantized":
-            if node.input[0] not in reshaped:
-                raise EdgespecError(
-                    f"{node.name} does not read the output head; this onnxruntime-genai writes int4 otherwise"
-                )
-            rest += _embedding(nodes, node, HEAD, made[HEAD][0], stems[HEAD])
-        elif node.op_type == "Gather" and node.input[0] == f"{TABLE}.weight":
-            rest += _embedding(nodes, node, TABLE, made[TABLE][0], stems[TABLE])
-        else:
-            rest.append(node)
-    del graph.node[:]
-    graph.node.extend([*nodes.first, *rest])
-    del graph.initializer[:]
-    read = {name for node in graph.node for name in node.input}
-    own = [tensor for _, tensors in made.values() for tensor in tensors]
-    graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
-    graph.initializer.extend(nodes.constants.values())
+    def product(self, node: Any, parts: list[_Part]) -> None:
+        """In place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
+        x, y = node.input[0], node.output[0]
+        if len(parts) == 1:
+            self.matrix(parts[0], node.name, x, y)
+            return
+        outputs = [f"{y}/{part.stem}" for part in parts]
+        for part, output in zip(parts, outputs, strict=True):
+            self.matrix(part, f"{node.name}/{part.stem}", x, output)
+        self.add("Concat", outputs, y, f"{node.name}/Concat", axis=-1)
 
+    def matrix(self, part: _Part, at: str, x: str, y: str) -> None:
+        """The product of x with one matrix; `at`: the name of its node."""
+        if part.kind == INT8 and self.level == EXACT_LEVEL:
+            self.widened_matrix(part)
+            self.add("MatMul", [x, f"{part.name}/matrix"], y, at)
+            return
+        shifted = part.kind == OFFSET4
+        if shifted and x not in self.means:  # a pool: one node where Reshape and ReduceSum are two
+            self.means[x] = mean = f"/mixed/{x}/means"
+            self.add("AveragePool", [x], mean, mean, kernel_shape=[BLOCK], strides=[BLOCK])
+        settings = {"N": part.rows, "K": part.columns, "bits": part.bits, "block_size": BLOCK}
+        settings["accuracy_level"] = self.level
+        output = f"{y}/scaled" if shifted else y
+        self.add("MatMulNBits", [x, part.packed, *part.tables], output, at, domain=CONTRIB, **settings)
+        if shifted:
+            block = self.constant("/mixed/block", np.float32(BLOCK))
+            self.folded("Mul", [f"{part.name}_shift", block], f"{part.name}/summed")
+            self.folded("Transpose", [f"{part.name}/summed"], f"{part.name}/shift_matrix", perm=[1, 0])
+            self.add("MatMul", [self.means[x], f"{part.name}/shift_matrix"], f"{y}/shifted", f"{at}/Shift")
+            self.add("Add", [output, f"{y}/shifted"], y, f"{at}/Add")
 
-def _shifts(nodes: _Nodes, name: str) -> None:
-    """The shifts of an offset4 matrix in float32 [N, blocks]: the value at q = 0, and 8 scales."""
-    nodes.widened(f"{name}_shifts")
-    eight = nodes.constant("/mixed/eight", np.float32(8))
-    nodes.folded("Mul", [f"{name}_scales", eight], f"{name}_eight_scales")
-    nodes.folded("Add", [f"{name}_shifts", f"{name}_eight_scales"], f"{name}_shift")
+    def widened_matrix(self, part: _Part) -> None:
+        """An int8 matrix [K, N] in floats."""
+        from onnx import TensorProto
 
+        name, rows, columns = part.name, part.rows, part.columns
+        shape = self.constant(f"/mixed/blocks_{rows}_{columns}", np.array([rows, columns // BLOCK, BLOCK]))
+        whole = self.constant(f"/mixed/whole_{rows}_{columns}", np.array([rows, columns]))
+        last = self.constant("/mixed/last", np.array([-1]))
+        zero = self.constant("/mixed/zero8", np.float32(128))
+        self.folded("Cast", [part.packed], f"{name}/float", to=TensorProto.FLOAT)
+        self.folded("Sub", [f"{name}/float", zero], f"{name}/centred")
+        self.folded("Reshape", [f"{name}/centred", shape], f"{name}/blocks")
+        self.folded("Unsqueeze", [f"{name}_scales", last], f"{name}/scales")
+        self.folded("Mul", [f"{name}/blocks", f"{name}/scales"], f"{name}/scaled")
+        self.folded("Reshape", [f"{name}/scaled", whole], f"{name}/rows")
+        self.folded("Transpose", [f"{name}/rows"], f"{name}/matrix", perm=[1, 0])
 
-def _product(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int], level: int) -> list[Any]:
-    """The nodes in place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
-    from onnx import helper
+    def embedding(self, node: Any, parts: list[_Part]) -> None:
+        """The embedding: rows of the blocks; of a split table, each token's row from the part that has it."""
+        from onnx import TensorProto
 
-    x, y = node.input[0], node.output[0]
-    parts = parts_of(stem, kind, size[0])
-    if len(parts) == 1:
-        return _matrix(nodes, node.name, stem, kind, size, level, x, y)
-    found, outputs = list[Any](), [f"{y}/{name}" for name, _, _ in parts]
-    for (name, own, rows), output in zip(parts, outputs, strict=True):
-        found += _matrix(nodes, f"{node.name}/{name}", name, own, (rows, size[1]), level, x, output)
-    return [*found, helper.make_node("Concat", outputs, [y], name=f"{node.name}/Concat", axis=-1)]
+        ids, y, at = node.input[1], node.output[0], "/mixed/embed_tokens/"
+        if len(parts) == 1:
+            self.rows(parts[0], node.name, ids, y, at)
+            return
+        count = parts[0].rows
+        border, none = self.constant(at + "border", np.array(count)), self.constant(at + "none", np.array(0))
+        last = self.constant(at + "last_of_first", np.array(count - 1))
+        axis = self.constant("/mixed/last", np.array([-1]))
 
+        def made(kind: str, inputs: list[str], output: str, **settings: Any) -> None:
+            self.add(kind, inputs, output, f"{output}/{kind}", **settings)
 
-def _matrix(
-    nodes: _Nodes, at: str, stem: str, kind: str, size: tuple[int, int], level: int, x: str, y: str
-) -> list[Any]:
-    """The product of x with one matrix; `at`: the name of its node."""
-    from onnx import TensorProto, helper
+        made("Cast", [ids], at + "ids", to=TensorProto.INT64)
+        made("Min", [at + "ids", last], at + "ids_first")
+        made("Sub", [at + "ids", border], at + "behind")
+        made("Max", [at + "behind", none], at + "ids_rest")
+        made("Less", [at + "ids", border], at + "is_first")
+        made("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
+        for part, name in zip(parts, ("first", "rest"), strict=True):
+            self.rows(part, f"{node.name}/{name}", f"{at}ids_{name}", at + name, f"{at}{name}/")
+        made("Where", [at + "is_first_row", at + "first", at + "rest"], y)
 
-    name, (rows, columns) = f"{stem}{SUFFIX}", size
-    if kind == INT8 and level == EXACT_LEVEL:
-        shape = nodes.constant(f"/mixed/blocks_{rows}_{columns}", np.array([rows, columns // BLOCK, BLOCK]))
-        whole = nodes.constant(f"/mixed/whole_{rows}_{columns}", np.array([rows, columns]))
-        last = nodes.constant("/mixed/last", np.array([-1]))
-        zero = nodes.constant("/mixed/zero8", np.float32(128))
-        nodes.folded("Cast", [f"{name}_Q8"], f"{name}/float", to=TensorProto.FLOAT)
-        nodes.folded("Sub", [f"{name}/float", zero], f"{name}/centred")
-        nodes.folded("Reshape", [f"{name}/centred", shape], f"{name}/blocks")
-        nodes.folded("Unsqueeze", [f"{name}_scales", last], f"{name}/scales")
-        nodes.folded("Mul", [f"{name}/blocks", f"{name}/scales"], f"{name}/scaled")
-        nodes.folded("Reshape", [f"{name}/scaled", whole], f"{name}/rows")
-        nodes.folded("Transpose", [f"{name}/rows"], f"{name}/matrix", perm=[1, 0])
-        return [helper.make_node("MatMul", [x, f"{name}/matrix"], [y], name=at)]
-    inputs = [x, f"{name}_{'Q8' if kind == INT8 else 'Q4'}", f"{name}_scales"]
-    if kind == INT4:
-        inputs.append(f"{name}_zeros")
-    settings = {
-        "N": rows,
-        "K": columns,
-        "bits": 8 if kind == INT8 else 4,
-        "block_size": BLOCK,
-        "accuracy_level": level,
-    }
-    output = f"{y}/scaled" if kind == OFFSET4 else y
-    made = [helper.make_node("MatMulNBits", inputs, [output], name=at, domain=CONTRIB, **settings)]
-    if kind != OFFSET4:
-        return made
-    nodes.folded(
-        "Mul", [f"{name}_shift", nodes.constant("/mixed/block", np.float32(BLOCK))], f"{name}/summed"
-    )
-    nodes.folded("Transpose", [f"{name}/summed"], f"{name}/shift_matrix", perm=[1, 0])
-    before: list[Any] = []
-    if x not in nodes.means:  # a pool: one node where Reshape and ReduceSum are two
-        nodes.means[x] = mean = f"/mixed/{x}/means"
-        pool = {"kernel_shape": [BLOCK], "strides": [BLOCK]}
-        before = [helper.make_node("AveragePool", [x], [mean], name=mean, **pool)]
-    shifted = f"{y}/shifted"
-    return [
-        *before,
-        *made,
-        helper.make_node("MatMul", [nodes.means[x], f"{name}/shift_matrix"], [shifted], name=f"{at}/Shift"),
-        helper.make_node("Add", [output, shifted], [y], name=f"{at}/Add"),
-    ]
-
-
-def _embedding(nodes: _Nodes, node: Any, stem: str, kind: str, size: tuple[int, int]) -> list[Any]:
-    """The embedding: rows of the blocks of `stem`; of a split table, each token's row from the part that has it."""
-    from onnx import TensorProto, helper
-
-    ids, y, at = node.input[1], node.output[0], "/mixed/embed_tokens/"
-    parts = parts_of(stem, kind, size[0])
-    if len(parts) == 1:
-        return _rows(nodes, node.name, stem, kind, size, ids, y, at)
-    count = parts[0][2]
-    border, none = nodes.constant(at + "border", np.array(count)), nodes.constant(at + "none", np.array(0))
-    last = nodes.constant(at + "last_of_first", np.array(count - 1))
-    axis = nodes.constant("/mixed/last", np.array([-1]))
-
-    def made(op: str, inputs: list[str], output: str, **settings: Any) -> Any:
-        return helper.make_node(op, inputs, [output], name=f"{output}/{op}", **settings)
-
-    found = [
-        made("Cast", [ids], at + "ids", to=TensorProto.INT64),
-        made("Min", [at + "ids", last], at + "ids_first"),
-        made("Sub", [at + "ids", border], at + "behind"),
-        made("Max", [at + "behind", none], at + "ids_rest"),
-        made("Less", [at + "ids", border], at + "is_first"),
-        made("Unsqueeze", [at + "is_first", axis], at + "is_first_row"),
-    ]
-    for (name, own, rows), part in zip(parts, ("first", "rest"), strict=True):
-        inside = (rows, size[1]), f"{at}ids_{part}", at + part, f"{at}{part}/"
-        found += _rows(nodes, f"{node.name}/{part}", name, own, *inside)
-    return [*found, made("Where", [at + "is_first_row", at + "first", at + "rest"], y)]
-
-
-def _rows(
-    nodes: _Nodes, node: str, stem: str, kind: str, size: tuple[int, int], ids: str, y: str, at: str
-) -> list[Any]:
-    """Rows of one table."""
-    from onnx import helper
-
-    name, (rows, columns) = f"{stem}{SUFFIX}", size
-    bits = 8 if kind == INT8 else 4
-    shape = nodes.constant(at + "shape", np.array([rows, -(-columns // BLOCK) * BLOCK * bits // 8]))
-    table = helper.make_node("Reshape", [f"{name}_Q{bits}", shape], [at + "table"], name=at + "Reshape")
-    inputs = [at + "table", ids, f"{name}_scales", *([f"{name}_zeros"] if kind == INT4 else [])]
-    settings = {"bits": bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-    output = at + "scaled" if kind == OFFSET4 else y
-    made = [
-        table,
-        helper.make_node("GatherBlockQuantized", inputs, [output], name=node, domain=CONTRIB, **settings),
-    ]
-    if kind != OFFSET4:
-        return made
-    last = nodes.constant("/mixed/last", np.array([-1]))
-    blocks = nodes.constant(f"/mixed/split_{columns}", np.array([0, 0, columns // BLOCK, BLOCK]))
-    whole = nodes.constant(f"/mixed/join_{columns}", np.array([0, 0, columns]))
-    return [
-        *made,
-        helper.make_node("Gather", [f"{name}_shift", ids], [at + "shift"], name=at + "GatherShift"),
-        helper.make_node("Unsqueeze", [at + "shift", last], [at + "shifts"], name=at + "Unsqueeze"),
-        helper.make_node("Reshape", [output, blocks], [at + "blocks"], name=at + "ReshapeBlocks"),
-        helper.make_node("Add", [at + "blocks", at + "shifts"], [at + "shifted"], name=at + "Add"),
-        helper.make_node("Reshape", [at + "shifted", whole], [y], name=at + "ReshapeRows"),
-    ]
+    def rows(self, part: _Part, node: str, ids: str, y: str, at: str) -> None:
+        """Rows of one table; `node`: the name of what gathers them, `at`: the beginning of all other names."""
+        width = -(-part.columns // BLOCK) * BLOCK * part.bits // 8
+        shape = self.constant(at + "shape", np.array([part.rows, width]))
+        self.add("Reshape", [part.packed, shape], at + "table", at + "Reshape")
+        settings = {"bits": part.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
+        output = at + "scaled" if part.kind == OFFSET4 else y
+        inputs = [at + "table", ids, *part.tables]
+        self.add("GatherBlockQuantized", inputs, output, node, domain=CONTRIB, **settings)
+        if part.kind != OFFSET4:
+            return
+        last = self.constant("/mixed/last", np.array([-1]))
+        blocks = self.constant(f"/mixed/split_{part.columns}", np.array([0, 0, part.columns // BLOCK, BLOCK]))
+        whole = self.constant(f"/mixed/join_{part.columns}", np.array([0, 0, part.columns]))
+        self.add("Gather", [f"{part.name}_shift", ids], at + "shift", at + "GatherShift")
+        self.add("Unsqueeze", [at + "shift", last], at + "shifts", at + "Unsqueeze")
+        self.add("Reshape", [output, blocks], at + "blocks", at + "ReshapeBlocks")
+        self.add("Add", [at + "blocks", at + "shifts"], at + "shifted", at + "Add")
+        self.add("Reshape", [at + "shifted", whole], y, at + "ReshapeRows")

@@ -19,10 +19,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER, SPARE_TOKENS
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_file
+from edgespec_export.onnx.folder import set_nodes
 
 ATTENTION = "GroupQueryAttention"
 ROWS = slice(0, 3)  # inputs of the attention: queries, keys and values, or all of them in the first
@@ -33,13 +35,12 @@ AT = "/one_more_row/"
 
 
 def attend_one_more_row(graph_file: Path) -> bool:
-    """Rewrite a graph file: in a single step its attention reads a row of zeros more. The data file stays.
+    """Rewrite a graph file, and return whether that was done: in a single step its attention reads a row of zeros more.
 
-    Returns whether it was rewritten.
-
-    Raises EdgespecError where the graph has no attention of the expected kind.
+    The data file stays. Raises EdgespecError where the graph has no attention of the expected kind.
     """
     import onnx
+    from onnx import numpy_helper
 
     model = onnx.load(graph_file, load_external_data=False)
     attentions = [node for node in model.graph.node if node.op_type == ATTENTION]
@@ -54,9 +55,11 @@ def attend_one_more_row(graph_file: Path) -> bool:
     longer: dict[str, Any] = {}  # by a length's name: the node that adds one to it, made once
     for node in model.graph.node:
         nodes += _with_a_row(node, longer) if node.op_type == ATTENTION else [node]
-    del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    model.graph.initializer.extend(_constants())
+    set_nodes(model.graph, nodes)
+    constants = {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}
+    model.graph.initializer.extend(
+        numpy_helper.from_array(np.array(value, np.int64), AT + name) for name, value in constants.items()
+    )
     model.metadata_props.add(key=SPARE_TOKENS, value="1")
     with whole_file(graph_file) as temporary:
         onnx.save(model, temporary)
@@ -100,15 +103,6 @@ def _how_many_rows() -> list[Any]:
         node("Cast", ["single"], "more_64", to=TensorProto.INT64),
         node("Cast", ["single"], "more", to=TensorProto.INT32),
         node("Squeeze", ["more"], "more_rows"),
-        node(
-            "Concat", ["before", "more_64", "zero"], "pads", axis=0
-        ),  # of [batch, rows, width]: at the rows' end
+        # of [batch, rows, width]: at the rows' end
+        node("Concat", ["before", "more_64", "zero"], "pads", axis=0),
     ]
-
-
-def _constants() -> list[Any]:
-    import numpy as np
-    from onnx import numpy_helper
-
-    values = {"two": [2], "before": [0, 0, 0, 0], "zero": [0], "axis": [1]}
-    return [numpy_helper.from_array(np.array(value, np.int64), AT + name) for name, value in values.items()]

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec_export.onnx.folder import DATA
 
 TEMPLATE_LAYERS = 2  # the first layer is written in another way than all that follow
-DATA = "model.onnx.data"
 ALIGNED = 2**16  # large tensors start at a multiple, so that they can be mapped
 LARGE = 2**20
 PIECE = 2**24
@@ -106,11 +106,8 @@ def _repeat_weights(weights: Any, layers: int, turn: int, source: BinaryIO, sink
     """Copies of the second layer's weights, each with its bytes at the end of the data file."""
     sink.seek(0, 2)
     made = list(copies(weights, layers))
-    for tensor in made:
-        if not tensor.external_data:  # small ones lie in the graph itself
-            continue
-        start = turn * (int(_LAYER.findall(tensor.name)[0]) - 1)
-        append_data(tensor, source, sink, start)
+    for tensor in (one for one in made if one.external_data):  # small ones lie in the graph itself
+        append_data(tensor, source, sink, turn * (int(_LAYER.findall(tensor.name)[0]) - 1))
     weights.extend(made)
 
 

@@ -21,7 +21,8 @@ from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
 from edgespec_export.onnx.by_layers import export_int4
-from edgespec_export.onnx.mixed_graph import DATA, EXACT_LEVEL, FAST_LEVEL, write_graphs
+from edgespec_export.onnx.folder import DATA, written
+from edgespec_export.onnx.mixed_graph import EXACT_LEVEL, FAST_LEVEL, write_graphs
 from edgespec_export.onnx.to_onnx import FAST_GRAPH
 
 Array = np.ndarray[Any, Any]
@@ -65,8 +66,7 @@ def export_mixed(
             return in_blocks(weight, kinds[name], importance.get(name))
 
         write_graphs(source, folder, blocks_of, {"model.onnx": EXACT_LEVEL, FAST_GRAPH: FAST_LEVEL})
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": []}
+    return written(out_folder)
 
 
 def parts_of(stem: str, names: set[str]) -> list[tuple[str, int, int]]:

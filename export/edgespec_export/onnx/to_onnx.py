@@ -27,6 +27,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
+from edgespec_export.onnx.folder import written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
 
@@ -106,8 +107,7 @@ def export_onnx(
             widen_int8(folder)
         if precision == "fp16":
             store_halves(folder)
-    size = sum(file.stat().st_size for file in out_folder.iterdir())
-    return {"bytes": size, "notes": []}
+    return written(out_folder)
 
 
 def write_fast_graph(folder: Path) -> None:

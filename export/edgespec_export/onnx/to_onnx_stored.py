@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
+from edgespec_export.onnx.folder import DATA, IN_GRAPH, set_nodes
 
-DATA = "model.onnx.data"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.MatMul.weight"
-IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
 UINT8_ZERO = 128.0
 _TABLES = ("cos_cache", "sin_cache")  # of RoPE; with other endings where a family has several
 
@@ -35,7 +34,7 @@ def store_halves(folder: Path) -> None:
 
     model = onnx.load(folder / "model.onnx")
     graph = model.graph
-    casts = []
+    casts = []  # like all nodes of constants, before the others: a graph is listed in the order of its computation
     for tensor in graph.initializer:
         if tensor.data_type != TensorProto.FLOAT or len(tensor.dims) < 2 or tensor.name.startswith(_TABLES):
             continue
@@ -48,7 +47,7 @@ def store_halves(folder: Path) -> None:
         stored, name = f"{tensor.name}_F16", f"/widen/{tensor.name}"
         casts.append(helper.make_node("Cast", [stored], [tensor.name], name=name, to=TensorProto.FLOAT))
         tensor.CopyFrom(numpy_helper.from_array(values.astype(np.float16), stored))
-    _put_first(graph, casts)
+    set_nodes(graph, [*casts, *graph.node])
     _save_whole(model, folder)
 
 
@@ -69,7 +68,8 @@ def share_int8_table(folder: Path) -> None:
             f"{folder} does not read {TABLE} with one Gather; this onnxruntime-genai writes int8 otherwise"
         )
     width = tensors[TABLE].dims[1]
-    ids, output, at = readers[0].input[1], readers[0].output[0], "/widen/embed_tokens/"
+    reader, at = readers[0], "/widen/embed_tokens/"
+    ids, output = reader.input[1], reader.output[0]
     constants = {"zero": np.float32(UINT8_ZERO), "last": np.array([-1]), "rows": np.array([0, 0, width])}
     nodes = [
         helper.make_node("Gather", [f"{HEAD}_Q8", ids], [at + "bytes"], name=at + "GatherBytes"),
@@ -80,10 +80,7 @@ def share_int8_table(folder: Path) -> None:
         helper.make_node("Mul", [at + "centred", at + "scales"], [at + "blocks"], name=at + "Mul"),
         helper.make_node("Reshape", [at + "blocks", at + "rows"], [output], name=at + "Reshape"),
     ]
-    before = list(graph.node)
-    place = before.index(readers[0])
-    del graph.node[:]
-    graph.node.extend([*before[:place], *nodes, *before[place + 1 :]])
+    set_nodes(graph, [new for old in graph.node for new in (nodes if old == reader else [old])])
     graph.initializer.remove(tensors[TABLE])
     graph.initializer.extend(
         numpy_helper.from_array(np.asarray(value), at + name) for name, value in constants.items()
@@ -131,7 +128,7 @@ def widen_int8(folder: Path) -> None:
     graph.initializer.extend(
         numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()
     )
-    _put_first(graph, added)
+    set_nodes(graph, [*added, *graph.node])
     onnx.save(model, folder / "model.onnx")
 
 
@@ -143,10 +140,3 @@ def _save_whole(model: Any, folder: Path) -> None:
     onnx.save(
         model, folder / "model.onnx", save_as_external_data=True, location=DATA, size_threshold=IN_GRAPH
     )
-
-
-def _put_first(graph: Any, nodes: list[Any]) -> None:
-    """Nodes of constants go before all others: a graph is listed in the order of its computation."""
-    rest = list(graph.node)
-    del graph.node[:]
-    graph.node.extend([*nodes, *rest])

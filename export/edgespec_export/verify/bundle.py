@@ -107,7 +107,6 @@ def verify_bundle(options: Options) -> dict[str, Any]:
 
     Raises BundleError for a bundle that is incomplete, altered or harmful, InputError for prompts or models that cannot be used.
     """
-    from edgespec_runtime.engines.vocabulary import read_vocabulary
     from edgespec_runtime.text.prompts import read_chats
     from edgespec_runtime.text.tokenizer import ChatTokenizer
 
@@ -146,27 +145,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
 
         result = verify_with_models(files, folders, checked, trials, tokenizer_folder, questions)
     else:
-        from edgespec_export.answers.held_out import HeldOut
-        from edgespec_export.verify.files import NOT_CHECKED, Standard, as_numbered, shape_of, verify_files
-        from edgespec_export.verify.tokenizers import Source
-
-        source = Source(tokenizer_folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
-        name = manifest.drafter.vocabulary
-        subset = None if name is None else read_vocabulary(manifest.folder / name)
-        numbered = {"target": checked, "drafter": as_numbered(checked, subset)}
-        head = manifest.drafter.kind == HEAD
-        standards = []
-        for role, own in numbered.items():
-            if head and role == "drafter":
-                continue
-            model = getattr(manifest, role)
-            standards.append((role, Standard(shape_of(model, role), model.parameters, source, own)))
-        if questions is not None:
-            standards[0][1].held = HeldOut(questions, standards[0][1].shape)
-        result = verify_files(files, standards, subset, trials, tokenizer_folder)
-        result["not_checked"] = (
-            f"{NOT_CHECKED} The head's graph is checked only with these folders." if head else NOT_CHECKED
-        )
+        result = _without_models(manifest, files, checked, trials, questions)
     found = check_manifest(manifest, folders)
     return {
         "edgespec": __version__,
@@ -181,6 +160,33 @@ def verify_bundle(options: Options) -> dict[str, Any]:
             *(below(result, options.min_agreement) if options.min_agreement else ()),
         ],
     }
+
+
+def _without_models(
+    manifest: Manifest, files: list[Any], prompts: list[list[int]], trials: Any, questions: Any
+) -> dict[str, Any]:
+    """The files of each model against its most exact one and the manifest; a head's graph has nothing to be held against."""
+    from edgespec_runtime.engines.vocabulary import read_vocabulary
+
+    from edgespec_export.answers.held_out import HeldOut
+    from edgespec_export.verify.files import NOT_CHECKED, Standard, as_numbered, shape_of, verify_files
+    from edgespec_export.verify.tokenizers import Source
+
+    assert manifest.folder is not None
+    folder, drafter = manifest.folder / TOKENIZER, manifest.drafter
+    source = Source(folder, {"vocab_size": manifest.pair["vocab_size"]}, whole=False)
+    subset = None if drafter.vocabulary is None else read_vocabulary(manifest.folder / drafter.vocabulary)
+    target = Standard(shape_of(manifest.target, "target"), manifest.target.parameters, source, prompts)
+    standards, not_checked = [("target", target)], NOT_CHECKED
+    if questions is not None:
+        target.held = HeldOut(questions, target.shape)
+    if drafter.kind == HEAD:
+        not_checked = f"{NOT_CHECKED} The head's graph is checked only with these folders."
+    else:
+        own = as_numbered(prompts, subset)
+        standards.append(("drafter", Standard(shape_of(drafter, "drafter"), drafter.parameters, source, own)))
+    result = verify_files(files, standards, subset, trials, folder)
+    return {**result, "not_checked": not_checked}
 
 
 def replies_in(manifest: Manifest) -> list[Any]:
@@ -211,20 +217,17 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
             for precision, name in table.items():
                 manifest.check_folder(name)
                 path = manifest.folder / name
-                if role == "drafter" and manifest.drafter.kind == HEAD:
-                    for graph in sorted(path.glob("*.onnx")):
-                        check_onnx(graph)
-                    files.append(ExportedFile(role, engine, precision, path, HEAD_PRECISION, is_head=True))
-                    continue
+                head = role == "drafter" and manifest.drafter.kind == HEAD
                 known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
-                if engine not in ENGINES or not known:
+                if not head and not (known and engine in ENGINES):
                     skipped.append(f"{role} {engine} {precision}")
                     continue
                 if path.is_file():
                     read_header(path)
                 for graph in sorted(path.glob("*.onnx")):
                     check_onnx(graph)
-                files.append(ExportedFile(role, engine, precision, path, _held(role, path)))
+                stored = HEAD_PRECISION if head else _held(role, path)
+                files.append(ExportedFile(role, engine, precision, path, stored, is_head=head))
     return files, skipped
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
@@ -41,7 +41,6 @@ FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "
 LEAST = 3  # prompts that are decoded however long they take
 FLOAT_PAIR, DRAFTER, TARGET, BOTH = "float pair", "drafter quantised", "target quantised", "both quantised"
 
-
 Texts = dict[float, list[list[int]]]  # replies by temperature and prompt
 
 
@@ -61,8 +60,7 @@ class Trials:
     seconds: float = 60.0
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Raw counts of one prompt. `overlap` is Σ_v min(p, q) summed over the `positions` of the text that was read."""
 
     blocks: int
@@ -176,7 +174,8 @@ def acceptance_by_cause(
     with progress("acceptance", len(pairs), "pairs") as bar:
         # what each engine's first pair wrote, for as many prompts as it did in time
         texts: dict[str, Texts] = {}
-        for engine, precision, cause, target, drafter in pairs:
+        for pair in pairs:
+            engine, precision, cause, target, drafter = pair
             bar.set_postfix_str(f"{engine} {precision}: {cause}")
             opened: list[Engine] = []
             try:
@@ -187,9 +186,8 @@ def acceptance_by_cause(
                 done, wrote = _run_pair(models, fitting, trials, texts.get(engine))
                 if cause == FLOAT_PAIR:
                     texts[engine] = wrote
-                names = engine, precision, cause, target, drafter
                 for temperature, each in done.items():
-                    runs.append(PairRun(*names, temperature, trials.draft_length, tuple(each)))
+                    runs.append(PairRun(*pair, temperature, trials.draft_length, tuple(each)))
             finally:
                 for model in opened:
                     model.close()
@@ -248,7 +246,7 @@ def overlaps(
 
 def as_json(runs: Sequence[PairRun]) -> list[dict[str, Any]]:
     """Raw counts, prompt by prompt; exported_pair_report derives the rest."""
-    return [{**asdict(run), "trials": [list(asdict(trial).values()) for trial in run.trials]} for run in runs]
+    return [asdict(run) for run in runs]
 
 
 def from_json(rows: Sequence[dict[str, Any]]) -> list[PairRun]:

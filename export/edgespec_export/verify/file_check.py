@@ -184,6 +184,13 @@ def relative(difference: float, size: float) -> float:
     return float(np.sqrt(difference / size)) if size else float(np.sqrt(difference))
 
 
+def note_weight(check: FileCheck, name: str, difference: float, size: float) -> None:
+    """Note a tensor that lies farther from the model's than all before it, by mean squares; NaN is the farthest of all."""
+    error = relative(difference, size)
+    if np.isnan(error) or error > (check.weights_relative or 0.0):
+        check.weights_relative, check.worst_weight = error, name
+
+
 def compare_engine(
     check: FileCheck | FastCheck,
     open_engine: Callable[[], Engine],
@@ -198,6 +205,7 @@ def compare_engine(
     engine = open_engine()
     try:
         model = CachedEngine(engine)
+        # all ways of one passage before the next: what comes before its start is read once
         ways = [_ways(model, passage) for passage in passages]
         check.answers = answer(model)
     finally:
@@ -228,8 +236,7 @@ class _Ways(NamedTuple):
 
 
 def _ways(model: CachedEngine, passage: Passage) -> _Ways:
-    """All ways of one passage before the next: what comes before its start is read once."""
-    whole, singles, blocks = (_fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
+    whole, singles, blocks = (fed(model, passage, count) for count in (model.engine.block_length, 1, BLOCK))
     return _Ways(whole, singles, blocks, _with_other_drafts(model, passage))
 
 
@@ -264,7 +271,7 @@ def logit_distance(a: Array, b: Array) -> float:
     return relative(float(np.square(a - b).mean()), float(np.square(b).mean()))
 
 
-def _fed(model: CachedEngine, passage: Passage, count: int) -> Array:
+def fed(model: CachedEngine, passage: Passage, count: int) -> Array:
     """Logits of a passage fed `count` tokens at a time, behind what comes before its start."""
     model.prefill(passage.tokens[: passage.start])
     return np.array(model.read_rows(passage.compared, count))

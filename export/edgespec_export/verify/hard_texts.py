@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from edgespec_runtime.engines.session import common_length
+
 _COMPOSED = "Ångström café naïve Å Ç"
 _ZALGO = (
     "Z\u0351\u036b\u0343\u036a\u0302\u036bA\u0363\u034c\u034dL\u0364\u0348\u0353G\u035c\u0317O\u0332\u0347"
@@ -104,23 +106,16 @@ def compare(
         ways = [special for special in (True, False) if not excuse(text, special)]
         if len(ways) < 2:
             found.excused.append(name)
-        alike, kept = True, True
-        for special in ways:
-            wanted, seen = reference.encode(text, special=special), other.encode(text, special=special)
-            if wanted != seen:
-                alike = False
-                found.first = found.first or _difference(name, wanted, seen)
-            kept = kept and (reference.decode(wanted) != text or other.decode(seen) == text)
-        if not alike:
+        ids = [[one.encode(text, special=special) for one in (reference, other)] for special in ways]
+        different = [pair for pair in ids if pair[0] != pair[1]]
+        if different:
             found.different.append(name)
-        if not kept:
+            found.first = found.first or _difference(name, *different[0])
+        if any(reference.decode(wanted) == text != other.decode(seen) for wanted, seen in ids):
             found.lost.append(name)
     return found
 
 
 def _difference(name: str, wanted: list[int], seen: list[int]) -> str:
-    at = next(
-        (place for place, (a, b) in enumerate(zip(wanted, seen, strict=False)) if a != b),
-        min(len(wanted), len(seen)),
-    )
+    at = common_length(wanted, seen)
     return f"{name!r} from token {at}: {seen[at : at + 4]} instead of {wanted[at : at + 4]}"

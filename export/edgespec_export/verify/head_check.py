@@ -18,11 +18,10 @@ from torch.nn import functional
 
 from edgespec.model_folder.head import JOINING, head_shape, head_weights
 from edgespec_export.formats.export import ExportedFile
-from edgespec_export.verify.file_check import FileCheck, Passage, judge, logit_distance, measure, relative
+from edgespec_export.verify.file_check import FileCheck, Passage, judge, logit_distance, measure, note_weight
 
 Array = np.ndarray[Any, Any]
-HEAD = "head-int8"
-"""Its name among the bounds."""
+HEAD = "head-int8"  # its name among the bounds
 
 
 def check_head(
@@ -42,9 +41,7 @@ def check_head(
     stored, table = read_back(file.path)
     for name, value in stored.items():
         wanted = weights[name]
-        error = relative(float((value - wanted).square().mean()), float(wanted.square().mean()))
-        if not error <= (check.weights_relative or 0.0):
-            check.weights_relative, check.worst_weight = error, name
+        note_weight(check, name, float((value - wanted).square().mean()), float(wanted.square().mean()))
     missing = sorted(set(weights) - set(stored) - {JOINING})  # that one is in the target's graph
     if missing:
         check.broken.append(f"{len(missing)} tensors are absent ({missing[0]} ...)")
@@ -114,14 +111,9 @@ def head_logits(
     for number in range(shape["layers"]):
         at = f"layers.{number}"
         y = norm(x, f"{at}.input_layernorm")
-        q, k, v = (
-            (y @ weights[f"{at}.{part}_proj.weight"].T).view(count, -1, size).transpose(0, 1)
-            for part in ("q", "k", "v")
-        )
-        q, k = (rotated(part.transpose(0, 1)).transpose(0, 1) for part in (q, k))
-        mixed = functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, enable_gqa=True
-        )[0]
+        q, k, v = ((y @ weights[f"{at}.{part}_proj.weight"].T).view(count, -1, size) for part in "qkv")
+        q, k, v = (part.transpose(0, 1)[None] for part in (rotated(q), rotated(k), v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0]
         x = x + mixed.transpose(0, 1).reshape(count, -1) @ weights[f"{at}.o_proj.weight"].T
         y = norm(x, f"{at}.post_attention_layernorm")
         inner = functional.silu(y @ weights[f"{at}.gate_proj.weight"].T)

@@ -35,10 +35,10 @@ from edgespec_export.answers.in_torch import adopt_from_torch
 from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials
-from edgespec_export.verify.file_check import FileCheck, relative
+from edgespec_export.verify.file_check import FileCheck, note_weight
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
 from edgespec_export.verify.head_check import check_head
-from edgespec_export.verify.readback import gguf_settings, static_weights, weights_of
+from edgespec_export.verify.readback import Weights, gguf_settings, weights_of
 from edgespec_export.verify.report import broken_of, report_of
 from edgespec_export.verify.tokenizers import Source
 
@@ -94,7 +94,7 @@ class Reference(Standard):
         given = own_file(self.folder) if file.engine == "llama.cpp" else None
         if given is not None and not given.is_in(file.path):
             check.broken.append(f"it is not the target's own file (sha256 {given.sha256[:12]})")
-        weights = _compare_weights(check, _read(file, self.shape), self)
+        weights = _compare_weights(check, weights_of(file.path, self.shape), self)
         if file.engine == "llama.cpp":
             check.settings = gguf_settings(file.path, self.shape, usual=given is not None)
         return self.run(weights) if weights else self.logits
@@ -190,15 +190,7 @@ def verify_with_models(
     return verify_files(files, standards(), vocabulary_of(folders["drafter"]), trials, tokenizer_folder)
 
 
-def _read(file: ExportedFile, shape: ModelShape) -> Iterable[tuple[str, Array]]:
-    if file.engine == "static":
-        return static_weights(file.path)
-    return weights_of(file.path, shape)
-
-
-def _compare_weights(
-    check: FileCheck, found: Iterable[tuple[str, Array]], reference: Reference
-) -> dict[str, torch.Tensor]:
+def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> dict[str, torch.Tensor]:
     """The file's weights as a state for torch; empty where they do not fit the model."""
     state: dict[str, torch.Tensor] = {}
     check.weights_relative = 0.0
@@ -214,9 +206,7 @@ def _compare_weights(
         # Gemma multiplies by 1 + w and its files hold that sum, so w itself has lost its last digits there
         offset = reference.norm_offset if name.endswith("norm.weight") else 0.0
         lies, should = state[name] + offset, wanted + offset
-        error = relative(float((lies - should).square().mean()), float(should.square().mean()))
-        if not error <= check.weights_relative:
-            check.weights_relative, check.worst_weight = error, name
+        note_weight(check, name, float((lies - should).square().mean()), float(should.square().mean()))
     for name, wanted in reference.weights.items():
         # the ONNX model builder leaves out biases that are zero, and adding them changes nothing
         if name not in state and name.endswith(".bias") and not wanted.any():

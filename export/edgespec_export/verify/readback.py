@@ -6,7 +6,7 @@ Written apart from the exporters on purpose: a mistake there is not repeated her
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from edgespec.core.shapes import ModelShape
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
 
+STATIC = "verify.onnx"  # the graph that the weights of static graphs are read from
 _ROPE_TABLES = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _GGUF_WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GGUF_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -32,8 +33,10 @@ _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def weights_of(path: Path, shape: ModelShape) -> Weights:
-    """(name, tensor) of a GGUF file or of a folder that the model builder made."""
-    return gguf_weights(path, shape) if path.is_file() else onnx_weights(path, shape)
+    """(name, tensor) of a GGUF file, of static graphs, or of a folder that the model builder made."""
+    if path.is_file():
+        return gguf_weights(path, shape)
+    return static_weights(path) if (path / STATIC).is_file() else onnx_weights(path, shape)
 
 
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:
@@ -142,83 +145,65 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     halves: dict[str, Array] = {}  # the first part of a table that the graph has as two, by its name
 
-    def read(name: str) -> Array:
-        return tensor_values(tensors[name], folder)
+    def read(name: str) -> Array | None:
+        """A mixed file's tables are float16, under names of their own."""
+        stored = next((one for one in (name, f"{name}_F16") if one in tensors), None)
+        return None if stored is None else tensor_values(tensors[stored], folder)
 
     for stored in tensors:
-        name = stored.removesuffix("_F16")
-        if name.endswith(".MatMul.weight"):
-            whole = read(stored).astype(np.float32, copy=False)
-            yield from _named(name.removesuffix(".MatMul.weight"), "weight", whole.T, shape, joined)
-        elif name.endswith(".MatMul.weight_Q4"):
-            stem = name.removesuffix("_Q4")
-            columns = _columns(stem, shape)
-            whole = _int4(read(name), *_tables(tensors, stem, read), columns)
-            if ".rest." in stem:
-                stem = stem.replace(".rest.", ".")
-                whole = np.concatenate([halves.pop(stem), whole])
-            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
-        elif name.endswith(".MatMul.weight_Q8"):
-            stem = name.removesuffix("_Q8")
-            scales, _, _ = _tables(tensors, stem, read)
-            whole = _int8(read(name), scales, _columns(stem, shape))
-            if ".first." in stem:
-                halves[stem.replace(".first.", ".")] = whole
+        name, kind = stored.removesuffix("_F16"), "weight"
+        stem, found, end = name.partition(".MatMul.weight")
+        if found and end in ("_Q4", "_Q8"):
+            whole = _expanded(stem + found, int(end[-1]), read, _columns(stem, shape))
+            if stem.endswith(".first"):
+                halves[stem.removesuffix(".first")] = whole
                 continue
-            yield from _named(stem.removesuffix(".MatMul.weight"), "weight", whole, shape, joined)
+            if stem.endswith(".rest"):
+                stem = stem.removesuffix(".rest")
+                whole = np.concatenate([halves.pop(stem), whole])
+        elif found and not end:
+            whole = tensor_values(tensors[stored], folder).astype(np.float32, copy=False).T
         elif name.endswith(".Add.bias"):
-            yield from _named(name.removesuffix(".Add.bias"), "bias", read(name), shape, joined)
+            stem, kind = name.removesuffix(".Add.bias"), "bias"
+            whole = tensor_values(tensors[stored], folder)
         elif name.endswith(("norm.weight", "embed_tokens.weight")):
-            whole = read(stored).astype(np.float32, copy=False)
-            yield from _named(
-                name.removesuffix(".weight").removesuffix(".layernorm"), "weight", whole, shape, joined
-            )
+            stem = name.removesuffix(".weight").removesuffix(".layernorm")
+            whole = tensor_values(tensors[stored], folder).astype(np.float32, copy=False)
+        else:  # a table, or what a quantised matrix goes with
+            continue
+        yield from _named(stem, kind, whole, shape, joined)
 
 
 def _columns(stem: str, shape: ModelShape) -> int:
-    if ".o_proj." in stem:
+    if stem.endswith(".o_proj"):
         return shape.heads * shape.head_dim
-    return shape.intermediate if ".down_proj." in stem else shape.hidden
+    return shape.intermediate if stem.endswith(".down_proj") else shape.hidden
 
 
-def _tables(
-    tensors: Mapping[str, Any], stem: str, read: Callable[[str], Array]
-) -> tuple[Array, Array | None, Array | None]:
-    """Scales, zero points (two in a byte) and shifts of a matrix; a mixed file's are float16."""
+def _expanded(name: str, bits: int, read: Callable[[str], Array | None], columns: int) -> Array:
+    """MatMulNBits: scale * (q - zero point) in blocks, the zero point given or in the middle of what q can be.
 
-    def table(name: str) -> Array | None:
-        found = next((one for one in (name, f"{name}_F16") if one in tensors), None)
-        return None if found is None else read(found)
-
-    scales, shifts = table(f"{stem}_scales"), table(f"{stem}_shifts")
-    if scales is None:
-        raise EdgespecError(f"{stem} has no scales; export it again")
-    wide = None if shifts is None else shifts.astype(np.float32)
-    return scales.astype(np.float32), table(f"{stem}_zeros"), wide
-
-
-def _int4(packed: Array, scales: Array, zeros: Array | None, shifts: Array | None, columns: int) -> Array:
-    """MatMulNBits: two 4-bit values in a byte, low one first, zero point 8 or given; packed [N, blocks, 16], scales [N, blocks].
-
-    With `shifts` [N, blocks] a value is scale * q + shift, as in Q4_1.
+    packed [N, blocks, bytes], scales [N, blocks]. With shifts [N, blocks] a value is scale * q + shift, as in Q4_1.
     """
+    ends = (f"_Q{bits}", "_scales", "_zeros", "_shifts")
+    packed, scales, zeros, shifts = (read(name + end) for end in ends)
+    if packed is None or scales is None:
+        raise EdgespecError(f"{name} has no scales; export it again")
     rows, blocks = packed.shape[:2]
-    values = np.stack([packed & 0x0F, packed >> 4], axis=-1).reshape(rows, blocks, -1).astype(np.float32)
+    values = (packed if bits == 8 else _halves(packed)).reshape(rows, blocks, -1).astype(np.float32)
     if zeros is not None:
-        pairs = np.stack([zeros & 0x0F, zeros >> 4], axis=-1).reshape(rows, -1)[:, :blocks]
-        values -= pairs[:, :, None]
+        values -= _halves(zeros).reshape(rows, -1)[:, :blocks, None]
     elif shifts is None:
-        values -= 8.0
-    whole = values * scales.reshape(rows, blocks, 1)
+        values -= 2.0 ** (bits - 1)
+    values *= scales.astype(np.float32).reshape(rows, blocks, 1)
     if shifts is not None:
-        whole += shifts.reshape(rows, blocks, 1)
-    return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
+        values += shifts.astype(np.float32).reshape(rows, blocks, 1)
+    return np.ascontiguousarray(values.reshape(rows, -1)[:, :columns])
 
 
-def _int8(packed: Array, scales: Array, columns: int) -> Array:
-    """MatMulNBits with 8 bits: zero point 128; packed [N, blocks, 32], scales [N, blocks]."""
-    whole = (packed.astype(np.float32) - 128.0) * scales.reshape(*packed.shape[:2], 1)
-    return np.ascontiguousarray(whole.reshape(packed.shape[0], -1)[:, :columns])
+def _halves(packed: Array) -> Array:
+    """Both values of 4 bits in every byte, low one first: [..., 2]."""
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1)
 
 
 def _named(
@@ -244,7 +229,7 @@ def static_weights(folder: Path) -> Weights:
     """(name, tensor) of the verification graph, whose weights all graphs share; int8 matrices expanded."""
     import onnx
 
-    graph = onnx.load(folder / "verify.onnx", load_external_data=False).graph
+    graph = onnx.load(folder / STATIC, load_external_data=False).graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
 
     def read(name: str) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def verification_table(path: Path, *, colour: bool = False) -> str:
     found = read_json(path)
     if not found.get("files"):
         raise EdgespecError(f"{path} lists no checked file; remove its folder and run the same command again")
-    return report_of(found, colour=colour, side_by_side=False)
+    return report_of(found, colour=colour)
 
 
 def report_of(found: dict[str, Any], *, colour: bool = False, side_by_side: bool = False) -> str:
@@ -32,17 +31,14 @@ def report_of(found: dict[str, Any], *, colour: bool = False, side_by_side: bool
 
     `colour`: changed files in red. `side_by_side`: replies of the model and of each file too.
     """
-    parts = []
-    if found.get("files"):
-        parts.append(files_table(found["files"]))
-    if answers := answers_report(found, colour=colour, side_by_side=side_by_side):
-        parts.append(answers)
-    if found.get("tokenizers"):
-        parts.append(tokenizer_table(found["tokenizers"]))
-    if found.get("acceptance"):
-        stored = found["acceptance"]
-        parts.append(f"{acceptance_table(stored)}\n{about(stored)}")
-    return "\n\n".join(parts)
+    stored = found.get("acceptance")
+    parts = [
+        files_table(found["files"]) if found.get("files") else "",
+        answers_report(found, colour=colour, side_by_side=side_by_side),
+        tokenizer_table(found["tokenizers"]) if found.get("tokenizers") else "",
+        f"{acceptance_table(stored)}\n{about(stored)}" if stored else "",
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 def broken_of(found: dict[str, Any]) -> list[str]:
@@ -54,42 +50,26 @@ def broken_of(found: dict[str, Any]) -> list[str]:
 
 
 def files_table(checks: list[dict[str, Any]]) -> str:
-    """Relative differences first, then the distance of the logits to the float model."""
+    """Relative differences first, then the distance of the logits to the float model; a file's fast mode below its own row."""
     rows = []
     for check in checks:
-        rows.append(list(_cells(check)))
+        mine, theirs = check.get("perplexity"), check.get("torch_perplexity")
+        distance = [
+            *_numbers(check, "largest", "mean", "kl"),
+            "-" if check.get("top1") is None else f"{check['top1']:.1%}",
+            "-" if mine is None or theirs is None else f"{mine:.4g} ({theirs:.4g})",
+        ]
+        name = f"{check['role']} {check['engine']} {check['precision']}"
+        modes = [(name, check, distance, "BROKEN" if check["broken"] else "ok")]
         if check.get("fast"):
-            rows.append(list(_fast_cells(check)))
+            modes.append(("  in fast mode", check["fast"], ["-"] * len(distance), ""))
+        for label, seen, distances, verdict in modes:
+            relative = _numbers(seen, "weights_relative", "engine_relative", "block_relative", "block_leak")
+            flips = "-" if seen["block_flips"] is None else f"{seen['block_flips']}/{check['positions']}"
+            rows.append([label, *relative, *distances, flips, check["checked_with"], verdict])
     return table(HEADERS, rows)
 
 
-def _cells(check: dict[str, Any]) -> Iterator[str]:
-    yield f"{check['role']} {check['engine']} {check['precision']}"
-    relative = ("weights_relative", "engine_relative", "block_relative", "block_leak")
-    yield from (_number(check.get(name)) for name in (*relative, "largest", "mean", "kl"))
-    yield _share(check.get("top1"))
-    mine, theirs = check.get("perplexity"), check.get("torch_perplexity")
-    yield "-" if mine is None or theirs is None else f"{mine:.4g} ({theirs:.4g})"
-    yield "-" if check["block_flips"] is None else f"{check['block_flips']}/{check['positions']}"
-    yield check["checked_with"]
-    yield "BROKEN" if check["broken"] else "ok"
-
-
-def _fast_cells(check: dict[str, Any]) -> Iterator[str]:
-    """The row of a file's fast mode, below its own."""
-    fast = check["fast"]
-    yield "  in fast mode"
-    yield "-"
-    yield from (_number(fast.get(name)) for name in ("engine_relative", "block_relative", "block_leak"))
-    yield from "-" * 5
-    yield f"{fast['block_flips']}/{check['positions']}"
-    yield check["checked_with"]
-    yield ""
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _numbers(measured: dict[str, Any], *names: str) -> list[str]:
+    values = (measured.get(name) for name in names)
+    return ["-" if value is None else f"{value:.1e}" for value in values]

@@ -7,7 +7,6 @@ says to the same prompts must be what torch says with the file's own weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec_runtime.engines.engine import Engine
+from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
 from torch import Tensor
 
@@ -26,9 +26,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of
+from edgespec_export.verify.file_check import BLOCK, Passage, fed, logit_distance, relative
 from edgespec_export.verify.readback import Weights, weights_of
-
-BLOCK = 4
 
 Array = np.ndarray[Any, Any]
 
@@ -57,15 +56,16 @@ def check_streamed(
     distance = _Distance(Checkpoint(model_folder))
     expected = streamed_logits(distance.watched(weights), model_folder, prompts)
     ours = np.concatenate(expected)
+    model = CachedEngine(engine)
     theirs, steps, blocks = (
-        np.concatenate([_fed(engine, prompt, count) for prompt in prompts])
+        np.concatenate([fed(model, Passage(prompt), count) for prompt in prompts])
         for count in (engine.block_length, 1, BLOCK)
     )
     return StreamedCheck(
         weights=distance.largest,
         worst=distance.worst,
-        engine=_logit_distance(theirs, ours),
-        block=_logit_distance(blocks, steps),
+        engine=logit_distance(theirs, ours),
+        block=logit_distance(blocks, steps),
         top1=float((theirs.argmax(-1) == ours.argmax(-1)).mean()),
         positions=len(ours),
     )
@@ -86,9 +86,9 @@ class _Distance:
                 difference += float(np.square(part - piece, dtype=np.float64).sum())
                 size += float(np.square(piece, dtype=np.float64).sum())
                 at += len(piece)
-            relative = math.sqrt(difference / max(size, 1e-30))
-            if relative > self.largest:
-                self.largest, self.worst = relative, name
+            error = relative(difference, size)
+            if np.isnan(error) or error > self.largest:
+                self.largest, self.worst = error, name
             yield name, tensor
 
 
@@ -149,20 +149,6 @@ def _one_layer(model_folder: Path) -> tuple[Any, int]:
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:1]
     return AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval(), config.num_hidden_layers
-
-
-def _fed(engine: Engine, prompt: list[int], count: int) -> Array:
-    """Logits [n, V] of a prompt read in passes of `count` tokens."""
-    engine.rewind(0)
-    return np.concatenate(
-        [engine.forward(prompt[at : at + count]).copy() for at in range(0, len(prompt), count)]
-    )
-
-
-def _logit_distance(a: Array, b: Array) -> float:
-    """Root mean square of the difference over that of b's logits around their mean."""
-    centred = b - b.mean(-1, keepdims=True)
-    return float(np.sqrt(np.square(a - b).mean() / max(np.square(centred).mean(), 1e-30)))
 
 
 def opened(path: Path, shape: ModelShape, context: int) -> tuple[Weights, Engine]:

@@ -23,13 +23,12 @@ from edgespec.model_folder.chat_template import read_chat_template
 
 
 class JsonTokenizer:
-    """A tokenizer.json in the tokenizers library. Raises BundleError where it cannot be read."""
+    """A tokenizer.json in the tokenizers library; `text`: its content, else the file's. Raises BundleError for what is none."""
 
-    def __init__(self, path: Path) -> None:
-        text = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES).decode("utf-8", "replace")
-        self._set(text, path)
-
-    def _set(self, text: str, path: Path) -> None:
+    def __init__(self, path: Path, text: str | None = None) -> None:
+        if text is None:
+            data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
+            text = data.decode("utf-8", "replace")
         try:
             self.special, self.plain = Tokenizer.from_str(text), Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
@@ -99,7 +98,7 @@ class FolderTokenizer(JsonTokenizer):
         except Exception as error:  # the tokenizers library raises nothing narrower
             raise InputError(f"the tokenizer in {folder} cannot be loaded: {str(error)[:300]}") from error
         self.whole.chat_template = read_chat_template(folder)
-        self._set(self.whole.backend_tokenizer.to_str(), folder)
+        super().__init__(folder, self.whole.backend_tokenizer.to_str())
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         if not special:
@@ -115,28 +114,28 @@ class FolderTokenizer(JsonTokenizer):
 
 
 class GgufTokenizer:
-    """The tokenizer in a GGUF file, run by llama.cpp without the weights. `opened` frees it."""
+    """The tokenizer in a GGUF file, run by llama.cpp without the weights."""
 
-    def __init__(self, file: Path) -> None:
-        self._lib: Any = load_library()
-        read_header(file)
-        params = self._lib.llama_model_default_params()
-        params.vocab_only = True
-        self._model = self._lib.llama_model_load_from_file(os.fsencode(file), params)
-        if not self._model:
-            raise BundleError(f"llama.cpp cannot read the tokenizer of {file}; export it again")
-        self._vocab = self._lib.llama_model_get_vocab(self._model)
-        self._prefixed: bool | None = None  # whether text begins with a space nobody wrote
+    def __init__(self, library: Any, vocabulary: Any) -> None:
+        self._lib, self._vocab = library, vocabulary
+        first = self.encode("a", special=False)
+        self._prefix = " " if first and self._piece(first[0]).startswith(b" ") else ""  # which nobody wrote
 
     @classmethod
     @contextmanager
     def opened(cls, file: Path) -> Iterator[GgufTokenizer]:
         """Raises BundleError for a file that llama.cpp cannot load, MissingExtra without llama.cpp."""
-        tokenizer = cls(file)
+        library: Any = load_library()
+        read_header(file)
+        params = library.llama_model_default_params()
+        params.vocab_only = True
+        model = library.llama_model_load_from_file(os.fsencode(file), params)
+        if not model:
+            raise BundleError(f"llama.cpp cannot read the tokenizer of {file}; export it again")
         try:
-            yield tokenizer
+            yield cls(library, library.llama_model_get_vocab(model))
         finally:
-            tokenizer._lib.llama_model_free(tokenizer._model)
+            library.llama_model_free(model)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         data = text.encode("utf-8")
@@ -145,19 +144,12 @@ class GgufTokenizer:
         return list(buffer[: max(count, 0)])
 
     def decode(self, ids: Sequence[int]) -> str:
-        data = b"".join(map(self._piece, ids))
-        if self._prefixed is None:
-            first = self.encode("a", special=False)
-            self._prefixed = bool(first) and self._piece(first[0]).startswith(b" ")
-        return data.decode("utf-8", "replace").removeprefix(" " if self._prefixed else "")
+        return b"".join(map(self._piece, ids)).decode("utf-8", "replace").removeprefix(self._prefix)
 
     def _piece(self, token: int) -> bytes:
         """The bytes a token is shown as, also to those who stream it."""
-        size = 256
-        buffer = ctypes.create_string_buffer(size)
-        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, True)
-        if count < 0:
-            size = -count
-            buffer = ctypes.create_string_buffer(size)
-            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, True)
-        return bytes(buffer.raw[: max(count, 0)])
+        count = -256
+        while count < 0:  # less the bytes that it needs
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        return bytes(buffer.raw[:count])

@@ -9,7 +9,7 @@ tables in a GGUF file are read value by value (a swapped pair of merges may not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,8 @@ def _compare_templates(check: TokenizerCheck, chat: ChatTokenizer, reference: Js
             return
 
 
-def check_onnx(file: ExportedFile, source: Source, reference: JsonTokenizer) -> TokenizerCheck:
+def _check_onnx(check: TokenizerCheck, file: ExportedFile, source: Source, reference: JsonTokenizer) -> None:
     """The copies beside a graph, which onnxruntime-genai reads: tokenizer, template, and the ids in genai_config.json."""
-    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
     own = JsonTokenizer(file.path / "tokenizer.json")
     _take(check, compare(reference, own, torture_set(reference.specials())))
     template = read_chat_template(source.folder)
@@ -161,7 +160,6 @@ def check_onnx(file: ExportedFile, source: Source, reference: JsonTokenizer) -> 
         if wanted and seen is not None and not any(ids == one for one in wanted):
             told = " or ".join(str(sorted(one)) for one in wanted)
             check.broken.append(f"{role}_token_id is {seen} instead of {told}")
-    return check
 
 
 def _ids_of(source: Source, role: str) -> list[set[int]]:
@@ -175,26 +173,25 @@ def _ids_of(source: Source, role: str) -> list[set[int]]:
     return found
 
 
-def check_gguf(
-    file: ExportedFile, source: Source, reference: JsonTokenizer, *, subset: bool
-) -> TokenizerCheck:
+def _check_gguf(
+    check: TokenizerCheck, file: ExportedFile, source: Source, reference: JsonTokenizer, *, subset: bool
+) -> None:
     """The vocabulary in a GGUF file: its tables, and its splitting where llama.cpp is there.
 
     `subset`: the file has token numbers of its own; edgespec gives it ids, and nothing splits text with it.
     """
     from gguf import GGUFReader
 
-    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
     if subset and not source.whole:
         check.notes.append("not compared: it has token numbers of its own")
-        return check
+        return
     if own_file(source.folder) is None:  # else the folder's tokenizer is made from these very tables
         _compare_tables(check, source, GGUFReader(file.path))
     if subset:
-        return check
+        return
     if not is_available():
         check.notes.append("not split: llama.cpp is not installed")
-        return check
+        return
     beyond = reference.beyond_llama_cpp()
 
     def known(text: str, special: bool) -> bool:
@@ -206,7 +203,6 @@ def check_gguf(
         check.notes.append(
             f"llama.cpp splits {len(check.comparison.excused)} texts otherwise, which no file can change: {'; '.join(beyond)}"
         )
-    return check
 
 
 def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
@@ -231,12 +227,12 @@ def _compare_tables(check: TokenizerCheck, source: Source, reader: Any) -> None:
 
 
 def _first_difference(mine: Sequence[Any], theirs: Sequence[Any], *, exact: bool) -> int | None:
-    if len(mine) == len(theirs) and list(mine) == list(theirs):
-        return None
-    for place, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-        if a != b and (exact or abs(a - b) > 1e-4 * max(1.0, abs(a))):  # scores are float32 in the file
-            return place
-    return None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    def alike(a: Any, b: Any) -> bool:
+        return a == b or (not exact and abs(a - b) <= 1e-4 * max(1.0, abs(a)))  # float32 in the file
+
+    both = enumerate(zip(mine, theirs, strict=False))
+    ends = None if len(mine) == len(theirs) else min(len(mine), len(theirs))
+    return next((place for place, (a, b) in both if not alike(a, b)), ends)
 
 
 def _take(check: TokenizerCheck, comparison: Comparison) -> None:
@@ -265,40 +261,38 @@ def check_tokenizers(
         checks.append(check_folder("tokenizer", tokenizer_folder, sources["target"], references["target"]))
         step()
     for file in files:
-        source, reference = sources[file.role], references[file.role]
-        try:
-            if not (file.path.is_file() or (file.path / "tokenizer.json").exists()):
-                step()  # a graph without a tokenizer of its own
-                continue
-            if file.engine == "llama.cpp":
-                one = subset and file.role == "drafter"
-                checks.append(check_gguf(file, source, reference, subset=one))
-            else:
-                checks.append(check_onnx(file, source, reference))
-        except (EdgespecError, OSError, KeyError) as error:
-            where = f"{file.role} {file.engine} {file.precision}"
-            checks.append(TokenizerCheck(where, source.name, broken=[str(error)[:300]]))
+        if file.path.is_file() or (file.path / "tokenizer.json").exists():  # else it has none of its own
+            own_numbers = subset and file.role == "drafter"
+            checks.append(_check_file(file, sources[file.role], references[file.role], subset=own_numbers))
         step()
     return checks
 
 
+def _check_file(
+    file: ExportedFile, source: Source, reference: JsonTokenizer, *, subset: bool
+) -> TokenizerCheck:
+    check = TokenizerCheck(f"{file.role} {file.engine} {file.precision}", source.name)
+    try:
+        if file.engine == "llama.cpp":
+            _check_gguf(check, file, source, reference, subset=subset)
+        else:
+            _check_onnx(check, file, source, reference)
+    except (EdgespecError, OSError, KeyError) as error:
+        check.broken.append(str(error)[:300])
+    return check
+
+
 def tokenizer_table(checks: Sequence[dict[str, Any]]) -> str:
     """verify.json's `tokenizers` as a table, and what is to be said about single ones below."""
-    rows = []
+    rows, told = [], dict[str, list[str]]()
     for check in checks:
         numbers: tuple[object, ...] = "-", "-", "-"
         if (seen := check["comparison"]) is not None:
             texts = f"{seen['texts'] - len(seen['excused'])}/{seen['texts']}"
             numbers = len(seen["different"]), len(seen["lost"]), texts
         rows.append((check["where"], *numbers, "BROKEN" if check["broken"] else "ok"))
-    headers = ("tokenizer", "other ids", "not back", "texts", "")
-    return "\n".join([table(headers, rows), *_remarks(checks)])
-
-
-def _remarks(checks: Sequence[dict[str, Any]]) -> Iterator[str]:
-    told: dict[str, list[str]] = {}
-    for check in checks:
         for text in (*check["broken"], *check["notes"]):
             told.setdefault(text, []).append(check["where"])
-    for text, places in told.items():
-        yield f"  {', '.join(places)}: {text}"
+    headers = ("tokenizer", "other ids", "not back", "texts", "")
+    remarks = (f"  {', '.join(places)}: {text}" for text, places in told.items())
+    return "\n".join([table(headers, rows), *remarks])

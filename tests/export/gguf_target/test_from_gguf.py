@@ -27,7 +27,9 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec_runtime.untrusted.gguf_file import read_array, read_header
 from gguf_cases import BOUND, CASES, TOKENS, float_logits
 from safetensors.numpy import load_file
-from tiny_models import make_model_folder, save_tokenizer, torch_logits
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file
+from tiny_models import byte_level_tokenizer, make_model_folder, save_tokenizer, torch_logits
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from transformers import PreTrainedTokenizerFast
 
@@ -35,6 +37,7 @@ from edgespec.building.find_target import find_target
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.weights_files import SINGLE, read_tensors
 from edgespec.recipe.targets import find_shape
 from edgespec.stages.own_gguf import own_file
 
@@ -53,7 +56,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_of(folder: Path) -> dict[str, np.ndarray]:
-    return load_file(folder / "model.safetensors")
+    return load_file(folder / SINGLE)
+
+
+def assert_same(seen: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert wanted.keys() == seen.keys()
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(seen[name], value, err_msg=name)
+
+
+def assert_split_as_llama_cpp(file: Path, ours: JsonTokenizer, texts: dict[str, str]) -> None:
+    with GgufTokenizer.opened(file) as theirs:
+        found = compare(ours, theirs, texts)
+    assert (found.different, found.lost) == ([], []), found.first
 
 
 @pytest.mark.parametrize("case", OURS)
@@ -64,10 +79,7 @@ def test_a_float_file_gives_the_model_back(
     source = make_model_folder(tmp_path / "source", family, **settings)
     export_gguf(source, tmp_path / "m.gguf", "f32")
     folder = folder_of(tmp_path / "m.gguf")
-    wanted, seen = weights_of(source), weights_of(folder)
-    assert wanted.keys() == seen.keys()
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(seen[name], value, err_msg=name)
+    assert_same(weights_of(folder), weights_of(source))
     shapes = [ModelShape.from_config(read_json(one / "config.json")) for one in (source, folder)]
     assert shapes[0] == shapes[1] == find_shape(str(tmp_path / "m.gguf")) == check_model_folder(folder)
     ours, theirs = torch_logits(folder, TOKENS), torch_logits(source, TOKENS)
@@ -87,24 +99,10 @@ def test_a_rounded_file_gives_its_own_values(
     folder = folder_of(tmp_path / "m.gguf")
     shape = ModelShape.from_config(read_json(folder / "config.json"))
     wanted = dict(gguf_weights(tmp_path / "m.gguf", shape))  # written apart from what is tested
-    seen = from_torch(folder)
-    assert wanted.keys() == seen.keys()
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(seen[name], value, err_msg=name)
-    kinds = {entry.dtype for entry in from_gguf_header(folder).values()}
+    seen = {name: value.float().numpy() for name, value in load_torch(folder / SINGLE).items()}
+    assert_same(seen, wanted)
+    kinds = {entry.dtype for entry in read_tensors(folder).values()}
     assert kinds == {"f16": {"F16", "F32"}, "bf16": {"BF16", "F32"}}.get(precision, {"F32"})
-
-
-def from_torch(folder: Path) -> dict[str, np.ndarray]:
-    from safetensors.torch import load_file as load
-
-    return {name: value.float().numpy() for name, value in load(folder / "model.safetensors").items()}
-
-
-def from_gguf_header(folder: Path) -> Any:
-    from edgespec.model_folder.weights_files import read_tensors
-
-    return read_tensors(folder)
 
 
 def test_the_tokenizer_splits_as_the_model_and_as_llama_cpp(tiny: Path) -> None:
@@ -112,8 +110,7 @@ def test_the_tokenizer_splits_as_the_model_and_as_llama_cpp(tiny: Path) -> None:
     ours, source = FolderTokenizer(folder), FolderTokenizer(tiny.parent / "source")
     texts = torture_set(source.specials())
     assert compare(source, ours, texts).different == []
-    with GgufTokenizer.opened(tiny) as theirs:
-        assert compare(ours, theirs, texts).different == []
+    assert_split_as_llama_cpp(tiny, ours, texts)
     chats = [ChatTokenizer(one) for one in (folder, tiny.parent / "source")]
     talk = [{"role": "user", "content": "Hello <|im_end|>"}]
     assert chats[0].render(talk) == chats[1].render(talk)
@@ -137,9 +134,7 @@ def test_every_pre_tokenizer_splits_as_llama_cpp(tiny: Path, tmp_path: Path, pre
     texts = torture_set(ours.specials()) | {
         "words": "Zebra Zebra zebras they'll WE'LL xyzzy 12 123 1234 aB CamelCase/x"
     }
-    with GgufTokenizer.opened(file) as theirs:
-        found = compare(ours, theirs, texts)
-    assert (found.different, found.lost) == ([], []), found.first
+    assert_split_as_llama_cpp(file, ours, texts)
     whole = ours.encode("xyzzy", special=False) == [503]
     assert whole == (pre in ("llama-bpe", "llama3", "tekken"))
 
@@ -169,13 +164,10 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path, prefix: str) -> None:
     folder = folder_of(tmp_path / "m.gguf")
     ours, texts = JsonTokenizer(folder / "tokenizer.json"), torture_set(["<s>", "</s>", "<unk>"])
     texts |= {"joined": "a inst [INST] in st sta nst", "spaces": "  a  inst "}
-    with GgufTokenizer.opened(tmp_path / "m.gguf") as theirs:
-        found = compare(ours, theirs, texts)
-    assert (found.different, found.lost) == ([], [])
+    assert_split_as_llama_cpp(tmp_path / "m.gguf", ours, texts)
     assert compare(JsonTokenizer(source / "tokenizer.json"), ours, {"plain": "a inst in st"}).different == []
-    assert ours.special.encode("a").ids[0] == (
-        1 if read_json_flag(tmp_path / "m.gguf") else ours.encode("a", special=True)[0]
-    )
+    bos_first = read_header(tmp_path / "m.gguf").values["tokenizer.ggml.add_bos_token"]
+    assert ours.special.encode("a").ids[0] == (1 if bos_first else ours.encode("a", special=True)[0])
 
 
 def test_merges_of_a_strangers_vocabulary_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,10 +177,6 @@ def test_merges_of_a_strangers_vocabulary_are_bounded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(reading, "MOST_MERGED", 10_000)
     with pytest.raises(InputError, match="merges have more than 10000 characters"):
         merges_of(*given)
-
-
-def read_json_flag(file: Path) -> bool:
-    return bool(read_header(file).values["tokenizer.ggml.add_bos_token"])
 
 
 def test_bos_and_the_end_of_a_turn(tiny: Path, tmp_path: Path) -> None:
@@ -355,14 +343,12 @@ def test_memory_holds_a_piece(tmp_path: Path) -> None:
     import tracemalloc
 
     source = make_model_folder(tmp_path / "source", hidden=64, layers=1)
-    save_tokenizer(source, _padded_tokenizer())
+    save_tokenizer(source, byte_level_tokenizer())
     config = read_json(source / "config.json")
     write_json(source / "config.json", {**config, "vocab_size": 2**18})
     state = {name: torch.from_numpy(value) for name, value in weights_of(source).items()}
     state["model.embed_tokens.weight"] = torch.randn(2**18, 64)
-    from safetensors.torch import save_file
-
-    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, source / SINGLE, metadata={"format": "pt"})
     export_gguf(source, tmp_path / "m.gguf", "q8_0")
     header, read = from_gguf.read_model(tmp_path / "m.gguf")
     places = from_gguf.check_file(header, read, tmp_path / "m.gguf")
@@ -371,12 +357,5 @@ def test_memory_holds_a_piece(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert (tmp_path / "out.safetensors").stat().st_size > 2**26
-    assert (
-        peak < 2**27
-    )  # pieces of 16 MiB and what dequantising them takes; the matrix and its copies would take more
-
-
-def _padded_tokenizer() -> Any:
-    from tiny_models import byte_level_tokenizer
-
-    return byte_level_tokenizer()
+    # pieces of 16 MiB and what dequantising them takes; the matrix and its copies would take more
+    assert peak < 2**27

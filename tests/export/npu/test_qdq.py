@@ -71,9 +71,8 @@ def test_logits_are_near_the_float_graphs_and_nearer_with_16_bits(
     eight, sixteen = (
         relative(fed(quantised[family, one], 4, backend), reference) for one in ("qdq8", "qdq16")
     )
-    assert (
-        1e-3 < sixteen < 0.06
-    )  # of random weights; measured 0.02 to 0.034, of which the int8 weights are the most
+    # of random weights; measured 0.02 to 0.034, of which the int8 weights are the most
+    assert 1e-3 < sixteen < 0.06
     assert sixteen < eight < 0.15
 
 
@@ -124,9 +123,7 @@ def test_matrices_are_int8_by_column_and_activations_unsigned(
         numbers = {name: onnx.numpy_helper.to_array(t).tolist() for name, t in tensors.items() if not t.dims}
         scales.append({name: value for name, value in numbers.items() if name.endswith("_scale")})
     assert scales[0] == scales[1] == scales[2]
-    weights, floating = (
-        sum((f / "weights.data").stat().st_size for f in (one,)) for one in (folder, floats["qwen3"])
-    )
+    weights, floating = ((one / "weights.data").stat().st_size for one in (folder, floats["qwen3"]))
     assert weights < 0.5 * floating  # the embedding stays in floats
 
 
@@ -148,10 +145,8 @@ def test_weights_read_back_are_the_models(
 
 def test_ranges_hold_what_was_read_and_no_masked_score(calibration: dict[str, Calibration]) -> None:
     seen = calibration["qwen3"]
-    assert (seen.rows, seen.tokens) == (
-        6,
-        6 * 99,
-    )  # two prompt blocks of 32 and seven turns of 4 + 1; the last token fills none
+    # two prompt blocks of 32 and seven turns of 4 + 1; the last token fills none
+    assert (seen.rows, seen.tokens) == (6, 6 * 99)
     for layer in range(2):
         low, high = seen.ranges[f"layers.{layer}.self_attn.scores.masked"]
         assert -FLOOR - 100 < low < -FLOOR

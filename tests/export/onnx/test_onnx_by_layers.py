@@ -43,8 +43,7 @@ def test_by_layers_is_the_same_as_whole(
     export_by_layers(model, tmp_path / "slices", hidden_states=hidden_states)
     names = [sorted(file.name for file in (tmp_path / one).iterdir()) for one in ("whole", "slices")]
     assert names[0] == names[1]
-    shape = ModelShape.from_config(read_json(model / "config.json"))
-    whole, slices = (dict(onnx_weights(tmp_path / one, shape)) for one in ("whole", "slices"))
+    whole, slices = (dict(onnx_weights(tmp_path / one, shape_of(model))) for one in ("whole", "slices"))
     assert whole.keys() == slices.keys()
     for name, weight in whole.items():
         np.testing.assert_array_equal(weight, slices[name], name)
@@ -109,25 +108,27 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"model": model, "f32": root / "f32.gguf", "q4_0": root / "q4_0.gguf", "int4": root / "int4"}
 
 
+def shape_of(model: Path) -> ModelShape:
+    return ModelShape.from_config(read_json(model / "config.json"))
+
+
 def checked(exported: dict[str, Path], name: str, model: Path | None = None) -> StreamedCheck:
-    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
-    weights, engine = opened(exported[name], shape, 64)
+    weights, engine = opened(exported[name], shape_of(exported["model"]), 64)
     return check_streamed(weights, engine, model or exported["model"], PROMPTS)
 
 
 def test_layer_by_layer_is_torch(exported: dict[str, Path]) -> None:
-    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
-    found = streamed_logits(gguf_weights(exported["f32"], shape), exported["model"], PROMPTS)
+    weights = gguf_weights(exported["f32"], shape_of(exported["model"]))
+    found = streamed_logits(weights, exported["model"], PROMPTS)
     for prompt, logits in zip(PROMPTS, found, strict=True):
         np.testing.assert_allclose(logits, torch_logits(exported["model"], prompt).numpy(), atol=1e-4)
 
 
 def test_weights_in_any_order(exported: dict[str, Path]) -> None:
-    shape = ModelShape.from_config(read_json(exported["model"] / "config.json"))
-    backwards = reversed(list(gguf_weights(exported["f32"], shape)))
-    found = streamed_logits(backwards, exported["model"], PROMPTS)
+    weights = list(gguf_weights(exported["f32"], shape_of(exported["model"])))
+    found = streamed_logits(reversed(weights), exported["model"], PROMPTS)
     np.testing.assert_allclose(found[0], torch_logits(exported["model"], PROMPTS[0]).numpy(), atol=1e-4)
-    some = [pair for pair in gguf_weights(exported["f32"], shape) if "layers.2.mlp" not in pair[0]]
+    some = [pair for pair in weights if "layers.2.mlp" not in pair[0]]
     with pytest.raises(InputError, match="the file has 2 whole layers of 4"):
         streamed_logits(iter(some), exported["model"], PROMPTS)
 
@@ -171,13 +172,11 @@ def test_layers_whose_biases_are_zero(tmp_path: Path, silent: tuple[int, ...]) -
             weights[f"model.layers.{layer}.self_attn.{part}_proj.bias"].fill(0)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     export_by_layers(model, tmp_path / "slices")
-    shape = ModelShape.from_config(read_json(model / "config.json"))
-    found = dict(onnx_weights(tmp_path / "slices", shape))
+    found = dict(onnx_weights(tmp_path / "slices", shape_of(model)))
     biases = {name: value for name, value in weights.items() if name.endswith(".bias")}
     for name, bias in biases.items():
         np.testing.assert_allclose(found[name], bias, atol=1e-36, rtol=1e-7)
-    read, engine = opened(tmp_path / "slices", shape, 64)
-    assert check_streamed(read, engine, model, PROMPTS).engine < 1e-5
     export_onnx(model, tmp_path / "whole", "int4")  # goes without them
-    read, engine = opened(tmp_path / "whole", shape, 64)
-    assert check_streamed(read, engine, model, PROMPTS).engine < 1e-5
+    for name in ("slices", "whole"):
+        read, engine = opened(tmp_path / name, shape_of(model), 64)
+        assert check_streamed(read, engine, model, PROMPTS).engine < 1e-5

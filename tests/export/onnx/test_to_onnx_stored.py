@@ -52,18 +52,16 @@ def test_rounding_is_that_of_the_weights_alone(
         if check.fast is not None:
             assert 1e-3 < (check.fast.engine_relative or 0.0) < 0.1
         floats = ExportedFile("target", "onnxruntime", "fp32", stored[family, "fp32"])
-        assert (
-            abs(streamed_bytes(file) / streamed_bytes(floats) - 1) < 0.05
-        )  # what is read is what was widened
+        # what is read is what was widened
+        assert abs(streamed_bytes(file) / streamed_bytes(floats) - 1) < 0.05
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_files_are_a_half_and_a_quarter(stored: dict[tuple[str, str], Path], family: str) -> None:
     size = {one: (stored[family, one] / "model.onnx.data").stat().st_size for one in ("fp32", "fp16", "int8")}
     assert size["fp16"] < 0.56 * size["fp32"]  # RoPE tables stay
-    assert (
-        size["int8"] < (0.35 if family == "llama" else 0.5) * size["fp32"]
-    )  # an untied embedding stays in floats
+    # an untied embedding stays in floats
+    assert size["int8"] < (0.35 if family == "llama" else 0.5) * size["fp32"]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])
@@ -109,10 +107,7 @@ def test_a_weight_beyond_float16_is_refused(families: dict[str, Path], tmp_path:
 
 def test_the_engine_runs_both_graphs_of_int8(stored: dict[tuple[str, str], Path]) -> None:
     folder = stored["qwen2", "int8"]
-    exact, fast = (
-        OnnxRuntimeEngine(folder, threads=1),
-        OnnxRuntimeEngine(folder, threads=1, graph=folder / FAST_GRAPH),
-    )
+    exact, fast = (OnnxRuntimeEngine(folder, threads=1, graph=graph) for graph in (None, folder / FAST_GRAPH))
     difference = np.abs(exact.forward(PROMPTS[0]) - fast.forward(PROMPTS[0])).max()
     exact.close()
     fast.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[ExportedFile]:
     return exported_files(root / "export", options)
 
 
+@pytest.fixture
+def floats(files: list[ExportedFile]) -> Iterator[tuple[CachedEngine, CachedEngine]]:
+    """The fp32 files of target and drafter, opened."""
+    engines = [open_file(file, PARAMETERS[file.role], None) for file in files if file.precision == "fp32"]
+    yield CachedEngine(engines[0]), CachedEngine(engines[1])
+    for engine in engines:
+        engine.close()
+
+
 def named(engine: str, *names: str) -> list[ExportedFile]:
     return [ExportedFile(role, engine, name, Path()) for role in ("target", "drafter") for name in names]
 
@@ -85,34 +95,20 @@ def test_what_is_run_and_counted(runs: list[PairRun]) -> None:
             assert trial.accepted <= trial.tested
             assert 0 <= trial.overlap <= trial.positions
     for temperature in (0.0, 1.0):  # all pairs read the float pair's text
-        texts = {
-            tuple(trial.positions for trial in run.trials) for run in runs if run.temperature == temperature
-        }
-        assert len(texts) == 1
-    float_greedy = runs[0]
-    assert [trial.emitted for trial in float_greedy.trials] == [
-        trial.positions for trial in float_greedy.trials
-    ]
+        same = [run for run in runs if run.temperature == temperature]
+        assert len({tuple(trial.positions for trial in run.trials) for run in same}) == 1
+    assert all(trial.emitted == trial.positions for trial in runs[0].trials)  # the float pair's, greedy
     # at temperature 0 a token passes where the argmaxes agree: what is counted is what is expected, and both move with int4
     greedy = [run for run in runs if run.temperature == 0]
     assert len({tuple(trial.overlap for trial in run.trials) for run in greedy}) == 4
     assert all(trial.overlap == int(trial.overlap) for run in greedy for trial in run.trials)
 
 
-def test_the_text_that_is_read_is_the_one_given(files: list[ExportedFile]) -> None:
-    by_role = {file.role: file for file in files if file.precision == "fp32"}
-    opened = [open_file(by_role[role], PARAMETERS[role], None) for role in ("target", "drafter")]
+def test_the_text_that_is_read_is_the_one_given(floats: tuple[CachedEngine, CachedEngine]) -> None:
     trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=8, temperatures=(1.0,))
     text: exported_pair.Texts = {1.0: [[5, 6, 7], [8, 9]]}
-    models = CachedEngine(opened[0]), CachedEngine(opened[1])
-    try:
-        done, wrote = exported_pair._run_pair(models, PROMPTS, trials, text)
-        wanted = [
-            sum(overlaps(*models, PROMPTS[row], text[1.0][row], Warp(temperature=1.0))) for row in (0, 1)
-        ]
-    finally:
-        for engine in opened:
-            engine.close()
+    done, wrote = exported_pair._run_pair(floats, PROMPTS, trials, text)
+    wanted = [sum(overlaps(*floats, PROMPTS[row], text[1.0][row], Warp(temperature=1.0))) for row in (0, 1)]
     assert [trial.positions for trial in done[1.0]] == [3, 2]
     assert [trial.overlap for trial in done[1.0]] == pytest.approx(wanted)
     assert len(wrote[1.0]) == 2
@@ -121,31 +117,23 @@ def test_the_text_that_is_read_is_the_one_given(files: list[ExportedFile]) -> No
 
 def test_the_numbers_are_the_same_when_run_again(files: list[ExportedFile], runs: list[PairRun]) -> None:
     trials = Trials(PROMPTS, frozenset({2}), max_new_tokens=24)
-    floats = [file for file in files if file.precision == "fp32"]
-    again = acceptance_by_cause(floats, PARAMETERS, None, trials)
+    float_files = [file for file in files if file.precision == "fp32"]
+    again = acceptance_by_cause(float_files, PARAMETERS, None, trials)
     assert again == runs[:2]
 
 
-def test_overlap_is_one_less_tvd(files: list[ExportedFile]) -> None:
+def test_overlap_is_one_less_tvd(floats: tuple[CachedEngine, CachedEngine]) -> None:
     """Against softmax and sums written out, on the engines' own logits."""
-    by_role = {file.role: file for file in files if file.precision == "fp32"}
-    opened = [
-        CachedEngine(open_file(by_role[role], PARAMETERS[role], None)) for role in ("target", "drafter")
-    ]
     prompt, reply = PROMPTS[0], PROMPTS[1]
-    try:
-        found = list(overlaps(opened[0], opened[1], prompt, reply, Warp(temperature=1.0)))
-        rows = []
-        for model in opened:
-            model.rewind(0)
-            logits = np.array(model.forward([*prompt, *reply[:-1]]), np.float64)[len(prompt) - 1 :]
-            weights = np.exp(logits - logits.max(1, keepdims=True))
-            rows.append(weights / weights.sum(1, keepdims=True))
-        wanted = 1 - np.abs(rows[0] - rows[1]).sum(1) / 2
-        greedy = list(overlaps(opened[0], opened[1], prompt, reply, Warp(temperature=0.0)))
-    finally:
-        for model in opened:
-            model.engine.close()
+    found = list(overlaps(*floats, prompt, reply, Warp(temperature=1.0)))
+    rows = []
+    for model in floats:
+        model.rewind(0)
+        logits = np.array(model.forward([*prompt, *reply[:-1]]), np.float64)[len(prompt) - 1 :]
+        weights = np.exp(logits - logits.max(1, keepdims=True))
+        rows.append(weights / weights.sum(1, keepdims=True))
+    wanted = 1 - np.abs(rows[0] - rows[1]).sum(1) / 2
+    greedy = list(overlaps(*floats, prompt, reply, Warp(temperature=0.0)))
     assert found == pytest.approx(wanted, abs=1e-5)
     assert greedy == (rows[0].argmax(1) == rows[1].argmax(1)).astype(float).tolist()
     assert 0.05 < wanted.mean() < 0.95
@@ -160,9 +148,8 @@ def test_prompts_that_take_too_long_are_left_out_for_all(files: list[ExportedFil
 def test_nothing_to_run(files: list[ExportedFile], monkeypatch: pytest.MonkeyPatch) -> None:
     assert acceptance_by_cause(files, PARAMETERS, None, Trials([], frozenset())) == []
     monkeypatch.setattr(exported_pair, "is_available", lambda: False)
-    assert (
-        acceptance_by_cause(named("llama.cpp", "q8_0"), PARAMETERS, None, Trials(PROMPTS, frozenset())) == []
-    )
+    trials = Trials(PROMPTS, frozenset())
+    assert acceptance_by_cause(named("llama.cpp", "q8_0"), PARAMETERS, None, trials) == []
     assert acceptance_table([]) == about([]) == ""
 
 

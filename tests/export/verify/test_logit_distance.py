@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.file_check import FileCheck, Passage, compare_engine, judge
+from edgespec_export.verify.file_check import FileCheck, Passage, compare_engine, judge, note_weight
 from edgespec_export.verify.logit_distance import distance
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
@@ -39,6 +39,14 @@ def test_kl_has_a_direction() -> None:
 def test_one_token_has_no_perplexity_and_no_number_shows() -> None:
     assert np.isnan(distance([P[:1]], [P[:1]], [[1]]).perplexity)
     assert np.isnan(distance([P * np.nan], [P], [[0, 1, 2]]).largest)
+
+
+def test_weights_that_are_no_numbers_stay_the_worst() -> None:
+    check = FileCheck("target", "onnxruntime", "fp32", "onnxruntime")
+    for name, difference in (("near", 1e-20), ("broken", np.nan), ("last", 1e-20)):
+        note_weight(check, name, difference, 1.0)
+    judge(check)
+    assert check.broken == ["weights difference nan above 1e-07 (broken)"]
 
 
 def test_activations_rounded_by_block_leak(families: dict[str, Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from changed_gguf import in_place
 from edgespec_export.formats.export import ExportedFile, check_possible
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
@@ -31,7 +32,6 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair import bundle
 from family_cases import LONG
 from float_cache import float_engine
-from gguf import GGUFReader
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 from transformers import AutoModelForCausalLM
@@ -60,18 +60,19 @@ def made(folder: Path, case: str, **settings: Any) -> Path:
     return make_model_folder(folder, "phi3", seed=3, **known)
 
 
+def exports_of(model: Path, out: Path) -> dict[str, Path]:
+    """The model's float file for each engine."""
+    export_onnx(model, out / "onnx", "fp32")
+    export_gguf(model, out / "a.gguf", "f32")
+    return dict(zip(ENGINES, (out / "onnx", out / "a.gguf"), strict=True))
+
+
 @pytest.fixture(scope="module", params=CASES)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model, and its exports by engine."""
     root = tmp_path_factory.mktemp("longrope")
-    found = {
-        "model": made(root / "model", request.param),
-        "onnxruntime": root / "onnx",
-        "llama.cpp": root / "a.gguf",
-    }
-    export_onnx(found["model"], found["onnxruntime"], "fp32")
-    export_gguf(found["model"], found["llama.cpp"], "f32")
-    return found
+    model = made(root / "model", request.param)
+    return {"model": model, **exports_of(model, root)}
 
 
 @pytest.fixture(params=ENGINES)
@@ -88,6 +89,14 @@ def opened(name: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     if name == "llama.cpp":
         return across_border(float_engine(file, monkeypatch))
     return bundle.load_engine(name, file, None, 1)
+
+
+def read(engine: Engine, text: Sequence[int], step: int | None = None) -> np.ndarray:
+    """[n, V] logits of a text in passes of `step` tokens, as long as may be by default."""
+    step = step or engine.block_length
+    return np.concatenate(
+        [np.array(engine.forward(text[at : at + step])) for at in range(0, len(text), step)]
+    )
 
 
 def torch_model(folder: Path) -> Any:
@@ -111,8 +120,7 @@ def test_every_place_has_the_logits_of_transformers(files: dict[str, Path], engi
     wanted, text = law(model, TEXT, PLACES), TEXT[: PLACES[-1] + 1]
     for step in (1, 7, engine.block_length):
         engine.rewind(0)
-        rows = [np.array(engine.forward(text[at : at + step])) for at in range(0, len(text), step)]
-        assert difference(np.concatenate(rows)[list(PLACES)], wanted) < BOUND, step
+        assert difference(read(engine, text, step)[list(PLACES)], wanted) < BOUND, step
     with torch.inference_mode():  # would the other factors have done as well?
         long = model(torch.tensor([text])).logits[0].numpy()
     assert difference(long[PLACES[:3],], wanted[:3]) > 0.1
@@ -134,17 +142,12 @@ def test_greedy_replies_are_those_of_generate(
     model = torch_model(files["model"])
     model.generation_config.eos_token_id = None
     said = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count)[0, len(prompt) :]
-    other = disturbed(files["model"], tmp_path / "drafter", noise=0.1)
-    exports = {"onnxruntime": tmp_path / "onnx", "llama.cpp": tmp_path / "a.gguf"}
-    export_onnx(other, exports["onnxruntime"], "fp32")
-    export_gguf(other, exports["llama.cpp"], "f32")
+    exports = exports_of(disturbed(files["model"], tmp_path / "drafter", noise=0.1), tmp_path)
     for name in ENGINES:
         target, draft = (CachedEngine(opened(name, each[name], monkeypatch)) for each in (files, exports))
         for drafter in (None, draft):
-            counts, options = (
-                RawCounts(),
-                DecodingOptions(temperature=0.0, draft_length=4, max_new_tokens=count),
-            )
+            counts = RawCounts()
+            options = DecodingOptions(temperature=0.0, draft_length=4, max_new_tokens=count)
             blocks = decode(target, drafter, prompt, options, (), counts)
             assert [token for block in blocks for token in block.tokens] == said.tolist(), name
         assert 0 < sum(counts.accepted) < sum(counts.tested), name
@@ -212,8 +215,8 @@ def test_where_llama_cpp_has_no_short_context(tmp_path: Path) -> None:
 def test_a_foreign_file_with_such_a_border_is_refused(files: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(files["llama.cpp"].read_bytes())
-    field = GGUFReader(path, "r+").fields["phi3.rope.scaling.original_context_length"]
-    field.parts[field.data[0]][0] = 100
+    with in_place(path, "phi3.rope.scaling.original_context_length") as values:
+        values[0][0] = 100
     with pytest.raises(
         BundleError, match=r"changes its RoPE factors at 100 tokens.*run the model in ONNX Runtime"
     ):
@@ -233,16 +236,10 @@ def test_a_border_in_a_graph_is_checked(files: dict[str, Path], tmp_path: Path) 
 def test_a_model_whose_context_ends_at_the_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One set of factors, the short one: the builder would write plain RoPE."""
     model = made(tmp_path / "model", "phi-3", context=BORDER)
-    export_onnx(model, tmp_path / "onnx", "fp32")
-    export_gguf(model, tmp_path / "a.gguf", "f32")
     wanted = law(torch_model(model), TEXT, (0, 100, BORDER - 1))
-    for name, file in zip(ENGINES, (tmp_path / "onnx", tmp_path / "a.gguf"), strict=True):
+    for name, file in exports_of(model, tmp_path).items():
         engine = opened(name, file, monkeypatch)
-        step = engine.block_length
-        rows = np.concatenate(
-            [np.array(engine.forward(TEXT[at : at + step])) for at in range(0, BORDER, step)]
-        )
-        assert difference(rows[[0, 100, BORDER - 1]], wanted) < BOUND
+        assert difference(read(engine, TEXT[:BORDER])[[0, 100, BORDER - 1]], wanted) < BOUND
         assert not isinstance(engine, BorderedEngine)
         engine.close()
 
@@ -253,17 +250,11 @@ def test_dynamic_rope_is_plain_as_far_as_the_context_goes(
     """Its base grows with the text beyond max_position_embeddings, and there every engine's context ends."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     model = make_model_folder(tmp_path / "model", context=BORDER, rope_parameters=rope)
-    export_onnx(model, tmp_path / "onnx", "fp32")
-    export_gguf(model, tmp_path / "a.gguf", "f32")
-    reference = torch_model(model)
-    for name, file in zip(ENGINES, (tmp_path / "onnx", tmp_path / "a.gguf"), strict=True):
+    wanted = law(torch_model(model), TEXT, (0, BORDER - 1))
+    for name, file in exports_of(model, tmp_path).items():
         engine = opened(name, file, monkeypatch)
         assert engine.context_length == BORDER
-        step = engine.block_length
-        rows = np.concatenate(
-            [np.array(engine.forward(TEXT[at : at + step])) for at in range(0, BORDER, step)]
-        )
-        assert difference(rows[[0, BORDER - 1]], law(reference, TEXT, (0, BORDER - 1))) < BOUND
+        assert difference(read(engine, TEXT[:BORDER])[[0, BORDER - 1]], wanted) < BOUND
         with pytest.raises(InputError, match="exceed the context of 256"):
             engine.forward(TEXT[:1])
         assert bundle.load_engine(name, file, CONTEXT, 1).context_length == BORDER

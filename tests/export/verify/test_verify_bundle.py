@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from altered_bundle import change_manifest, settle
+from changed_gguf import in_place
 from gguf import GGUFReader
 from repository import REPOSITORY
 
@@ -41,23 +42,14 @@ def test_a_good_bundle(both: Path, models: str, tmp_path: Path, capsys: pytest.C
     assert main(["verify", str(both), "--models", models, "--max-new-tokens", "8", "--json", str(json)]) == 0
     text = capsys.readouterr().out
     assert "files have the size and sha256 that the manifest gives" in text
-    for word in (
-        "leak",
-        "KL",
-        "top-1",
-        "perplexity",
-        "other ids",
-        "α teacher-forced",
-        "llama.cpp q8_0: both quantised",
-    ):
+    words = ("leak", "KL", "top-1", "perplexity", "other ids", "α teacher-forced")
+    for word in (*words, "llama.cpp q8_0: both quantised"):
         assert word in text
     assert "BROKEN" not in text
     assert "Not checked" not in text
     found = read_json(json)
     assert found["broken"] == found["manifest"] == found["skipped"] == []
-    exact = next(
-        check for check in found["files"] if (check["role"], check["precision"]) == ("target", "fp32")
-    )
+    [exact] = [one for one in found["files"] if (one["role"], one["precision"]) == ("target", "fp32")]
     assert exact["checked_with"] == "onnxruntime"
     assert 0 <= exact["kl"] < 1e-8
     assert exact["top1"] == 1.0
@@ -119,11 +111,8 @@ def test_a_file_is_judged_by_what_it_is_and_not_by_its_pairs_name(
 
 def gguf_value(key: str, value: float) -> Callable[[Path], None]:
     def alter(bundle: Path) -> None:
-        reader = GGUFReader(bundle / GGUF, "r+")
-        field = reader.get_field(key)
-        assert field is not None
-        field.parts[field.data[0]][0] = value
-        reader.data.flush()
+        with in_place(bundle / GGUF, key) as values:
+            values[0][0] = value
         settle(bundle, GGUF)
 
     return alter

@@ -6,22 +6,18 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from changed_gguf import in_place
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify import tokenizers as verify_tokenizers
-from edgespec_export.verify.tokenizers import (
-    Source,
-    TokenizerCheck,
-    check_tokenizers,
-    tokenizer_table,
-)
-from gguf import GGUFReader
+from edgespec_export.verify.tokenizers import Source, TokenizerCheck, check_tokenizers, tokenizer_table
 from tiny_models import make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 
@@ -54,12 +50,8 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pieces")
     model = make_model_folder(root / "model", **ONE)
     sentencepiece_like("normalizer").save(str(model / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-    }
+    tokens = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
     write_json(model / "tokenizer_config.json", settings)
     (model / "chat_template.jinja").write_text(LLAMA_2)
     ids = {"bos_token_id": 1, "eos_token_id": 2}
@@ -122,12 +114,9 @@ def add_one(key: str) -> Callable[[dict[str, Any]], None]:
 
 def set_gguf(key: str, value: int) -> Callable[[Path], None]:
     def alter(folder: Path) -> None:
-        reader = GGUFReader(folder / "f16.gguf", "r+")
-        field = reader.get_field(f"tokenizer.{key}")
-        assert field is not None
-        assert field.parts[field.data[0]][0] != value
-        field.parts[field.data[0]][0] = value
-        reader.data.flush()
+        with in_place(folder / "f16.gguf", f"tokenizer.{key}") as values:
+            assert values[0][0] != value
+            values[0][0] = value
 
     return alter
 
@@ -136,19 +125,11 @@ def swap_gguf(key: str) -> Callable[[Path], None]:
     """Exchange the first two values of a table that are of one size and differ."""
 
     def alter(folder: Path) -> None:
-        reader = GGUFReader(folder / "f16.gguf", "r+")
-        field = reader.get_field(f"tokenizer.ggml.{key}")
-        assert field is not None
-        values = [field.parts[place] for place in field.data]
-        first, second = next(
-            (a, b)
-            for at, a in enumerate(values)
-            for b in values[at + 1 :]
-            if len(a) == len(b) and not np.array_equal(a, b)
-        )
-        kept = first.copy()
-        first[:], second[:] = second, kept
-        reader.data.flush()
+        with in_place(folder / "f16.gguf", f"tokenizer.ggml.{key}") as values:
+            first, second = next(
+                (a, b) for a, b in combinations(values, 2) if len(a) == len(b) and not np.array_equal(a, b)
+            )
+            first[:], second[:] = second.copy(), first.copy()
 
     return alter
 
@@ -162,11 +143,8 @@ def write_template(place: str) -> Callable[[Path], None]:
 
 
 def change_gguf_template(folder: Path) -> None:
-    reader = GGUFReader(folder / "f16.gguf", "r+")
-    field = reader.get_field("tokenizer.chat_template")
-    assert field is not None
-    field.parts[field.data[0]][-1] = ord("!")
-    reader.data.flush()
+    with in_place(folder / "f16.gguf", "tokenizer.chat_template") as values:
+        values[0][-1] = ord("!")
 
 
 def swap_merges(value: dict[str, Any]) -> None:
@@ -256,9 +234,13 @@ def test_without_the_model_the_places_are_held_against_each_other(byte_level: Pa
         "tokenizer",
         "the template ends a turn with id 2, and [3] end a reply",
     )
-    for number, name in enumerate(
-        ("GGUF: tokens exchanged", "GGUF: chat template", "GGUF: eos off by one", "ONNX: eos off by one")
-    ):
+    damages = (
+        "GGUF: tokens exchanged",
+        "GGUF: chat template",
+        "GGUF: eos off by one",
+        "ONNX: eos off by one",
+    )
+    for number, name in enumerate(damages):
         folder = copied(byte_level, tmp_path / str(number))
         damage, where, words = DAMAGES[name]
         damage(folder)

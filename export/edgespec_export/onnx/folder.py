@@ -1,0 +1,50 @@
+"""What every writer of ONNX folders needs: a data file under construction, a graph's new nodes, the report. Knows no models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+DATA = "model.onnx.data"
+IN_GRAPH = 1024  # bytes below which a tensor stays in the graph file
+
+
+class DataFile:
+    """A data file under construction. `aligned`: bytes; offsets are multiples, so that a tensor can be mapped."""
+
+    def __init__(self, stream: BinaryIO, aligned: int) -> None:
+        self.stream, self.aligned = stream, aligned
+
+    def add(self, name: str, values: np.ndarray[Any, Any]) -> Any:
+        """Append one tensor of any numpy type that ONNX knows; the TensorProto that points to it."""
+        from onnx import TensorProto, helper
+
+        kind = helper.np_dtype_to_tensor_dtype(values.dtype)
+        tensor = TensorProto(name=name, dims=values.shape, data_type=kind)
+        self.begin(tensor, values.nbytes)
+        np.ascontiguousarray(values).tofile(self.stream)
+        return tensor
+
+    def begin(self, tensor: Any, length: int) -> None:
+        """Point a tensor to the next aligned place, where its `length` bytes are written then."""
+        from onnx import TensorProto
+
+        self.stream.write(bytes(-self.stream.tell() % self.aligned))
+        tensor.data_location = TensorProto.EXTERNAL
+        del tensor.external_data[:]
+        place = {"location": Path(self.stream.name).name, "offset": self.stream.tell(), "length": length}
+        for key, value in place.items():
+            tensor.external_data.add(key=key, value=str(value))
+
+
+def set_nodes(graph: Any, nodes: list[Any]) -> None:
+    """Put `nodes`, in the order of computation, in place of all that a graph has."""
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def written(folder: Path, *notes: str) -> dict[str, Any]:
+    """What an export returns of a folder without sub-folders: {"bytes", "notes"}."""
+    return {"bytes": sum(file.stat().st_size for file in folder.iterdir()), "notes": list(notes)}
