@@ -273,9 +273,10 @@ def write_shards(
                     log.warning("%s; it is made again", error)
                     remade.append(number)
             start = time.monotonic()
-            rows, states = writer.rows_and_states(number, shards[number], bar)
+            answers, states = writer.answers(number, shards[number], bar)
             seconds += time.monotonic() - start
-            written += sum(len(row["response_ids"]) for row in rows)
+            written += sum(map(len, answers))
+            rows = [request.row(answer) for request, answer in zip(shards[number], answers, strict=True)]
             write_shard(path, rows, states, writer.wanted)
     processes.wait()
     rate = rate_of_all(written, seconds)

@@ -27,7 +27,7 @@ from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.kept.top_k import record_type, records_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -132,7 +132,7 @@ class FileWriter(Writer):
         self.stops = stop_ids_of(target.folder, tokenizer)
         self.context_length, self.precision = target.context_length, target.precision
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         answered, counts = [], RawCounts()
         for request in requests:
             how = DecodingOptions(
@@ -144,6 +144,6 @@ class FileWriter(Writer):
                 rule=LOSSLESS,
             )
             blocks = decode(self.target.engine, None, request.prompt_ids, plain(how), self.stops, counts)
-            answered.append(row_of(request, [token for block in blocks for token in block.tokens]))
+            answered.append([token for block in blocks for token in block.tokens])
             bar.update(1)
-        return answered
+        return answered, {}

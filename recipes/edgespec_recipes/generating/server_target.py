@@ -22,7 +22,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.kept.top_k import LEAST, record_type
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -241,17 +241,17 @@ class ServerWriter(Writer):
         self.context_length, self.precision = target.context_length, target.precision
         self.stops = stop_ids_of(target.folder, target.tokenizer)
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        rows = []
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
+        answered = []
         with ThreadPoolExecutor(self.target.how.parallel) as pool:
             try:
-                for request, answer in zip(requests, pool.map(self._answer, requests), strict=True):
-                    rows.append(row_of(request, answer))
+                for answer in pool.map(self._answer, requests):
+                    answered.append(answer)
                     bar.update(1)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return rows
+        return answered, {}
 
     def _answer(self, request: Request) -> list[int]:
         text = "" if self.target.sends_ids else self._text(request)

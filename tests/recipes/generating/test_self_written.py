@@ -18,7 +18,7 @@ from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.generating import self_written
 from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request
 from edgespec_recipes.generating.self_written import (
     INSTRUCTIONS,
     TEXT,
@@ -70,18 +70,18 @@ class Typist:
         self.shards: list[int] = []
         self.beginnings: list[list[int]] = []
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         self.shards.append(number)
         self.beginnings += [list(request.prompt_ids) for request in requests]
         drawn = random.Random(f"{self.seed} {number}")
-        rows, before = [], ""
-        for place, request in enumerate(requests):
+        answers, before = [], ""
+        for place in range(len(requests)):
             text = " ".join(drawn.choice(WORDS) for _ in range(6)) + ("?" if place % 3 else "")
             text = "hm" if place % 3 == 0 else text
             text, before = (f"  {before.upper()} " if place == 5 else text), text  # said before, in capitals
-            rows.append(row_of(request, self.tokenizer.encode(f"{text}{END}", add_special_tokens=False)))
+            answers.append(self.tokenizer.encode(f"{text}{END}", add_special_tokens=False))
             bar.update(1)
-        return rows
+        return answers, {}
 
 
 @pytest.fixture
@@ -231,9 +231,9 @@ def test_a_killed_writing_goes_on(
             raise KeyboardInterrupt
         return write(self, number, requests, bar)
 
-    write = Typist.rows
+    write = Typist.answers
     with monkeypatch.context() as patch:
-        patch.setattr(Typist, "rows", killed)
+        patch.setattr(Typist, "answers", killed)
         with pytest.raises(KeyboardInterrupt):
             write_instructions(tmp_path / "cut", target, 9, OPTIONS, 0)
     assert not (tmp_path / "cut" / INSTRUCTIONS).exists()

@@ -69,8 +69,8 @@ def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
     kept = list(read_states(next(written.glob("shard-*.jsonl"))))
     reader = StateReader(folder / TARGET, [row["response_ids"] for row, _, _ in kept], stops, HOW, TOP_K)
     requests = [Request(number, [], row["prompt_ids"], 1.0) for number, (row, _, _) in enumerate(kept)]
-    rows, states = reader.rows_and_states(0, requests, Bar("read", len(requests), "texts", 0))
-    assert [row["response_ids"] for row in rows] == [row["response_ids"] for row, _, _ in kept]
+    answers, states = reader.answers(0, requests, Bar("read", len(requests), "texts", 0))
+    assert answers == [row["response_ids"] for row, _, _ in kept]
     records, features = (np.concatenate([each[part] for each in kept]) for part in (1, 2))
     np.testing.assert_allclose(states["features"].astype(float), features.astype(float), atol=2e-2)
     for name in ("log_p", "log_rest"):
