@@ -69,16 +69,11 @@ def write_texts(
     places: list[_Place | None] = [None] * len(engine.lengths)
     # the last text of each place, whose tokens the engine still holds
     before: list[_Place | None] = list(places)
-    more = True
     while True:
         for number, place in enumerate(places):
-            if place is None and more:
-                prompt = next(waiting, None)
-                more = prompt is not None
-                if prompt is not None:
-                    places[number] = _begun(engine, number, prompt, before[number])
-        if not more:
-            _close_up(engine, places)
+            if place is None and (prompt := next(waiting, None)):
+                places[number] = _begun(engine, number, prompt, before[number])
+        _close_up(engine, places)
         active = [number for number, place in enumerate(places) if place is not None]
         if not active:
             return

@@ -7,7 +7,6 @@ will run on the device. Knows no shards and no losses.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from edgespec_runtime.rules.table import LOSSLESS
 from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file
+from edgespec.core.files import read_json
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -58,13 +57,6 @@ def locate(how: InferenceOptions) -> tuple[str, Path]:
         )
     engine = engine if precision in manifest.target.files.get(engine, {}) else offered[precision]
     return engine, manifest.model_path("target", engine, precision)
-
-
-def identity(how: InferenceOptions) -> str:
-    """A checksum of the file's content, whatever it is called."""
-    path = locate(how)[1]
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
 def check_vocabulary(engine: Any, path: Path, target_folder: Path) -> None:

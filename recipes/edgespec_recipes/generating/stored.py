@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,21 +20,20 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file, whole_file, write_json
+from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.kept.top_k import (
     CHUNK,
+    Store,
     check_top_k,
     divergence_errors,
     record_type,
     records_of,
-    target_rows_of,
 )
-from edgespec_recipes.kept.written_states import WrittenTarget, check_file
-from edgespec_recipes.losses.head_loss import TargetRows
+from edgespec_recipes.kept.written_states import Mapped, Part, WrittenTarget, check_file, save_array
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.loading import load_tokenizer
@@ -48,7 +46,6 @@ log = logging.getLogger(__name__)
 INDEX = "store.json"  # written last: with it the store is whole
 FORMAT = 1
 SHARD_ROWS = 32
-OPEN_SHARDS = 64
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
 
 Batch = dict[str, Tensor]
@@ -73,16 +70,7 @@ def whole_shard(folder: Path, number: int) -> dict[str, Any]:
     return about
 
 
-class Store(Protocol):
-    """Distributions of a target that need not run: `StoredTargets`, or what it kept while it wrote (written_rows.py)."""
-
-    vocab_size: int
-
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """Target rows over the compared positions of these rows, one row after the other."""
-
-
-class StoredTargets:
+class StoredTargets(Store):
     """A finished store, mapped from disk. Raises InputError where it is not finished or a shard is not as it was written."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,35 +80,29 @@ class StoredTargets:
         self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
         self.packed: bool = index.get("packed", True)  # whether a row holds several texts
-        # shard -> first position of each row, once its checksum was seen
-        self._known: dict[int, list[int]] = {}
-        self._open = lru_cache(OPEN_SHARDS)(self._opened)
+        self._starts: dict[int, list[int]] = {}
+        self._mapped = Mapped()
 
-    def _opened(self, number: int) -> tuple[np.ndarray, list[int]]:
-        if number not in self._known:
+    def _starts_of(self, number: int) -> list[int]:
+        """The first position of each row of a shard, whose checksum is looked at the first time."""
+        if number not in self._starts:
             try:
                 positions = whole_shard(self.folder, number)["positions"]
             except InputError as error:
                 raise InputError(
                     f"{error}; store the targets again: only this shard is made again"
                 ) from error
-            self._known[number] = [0, *np.cumsum(positions).tolist()]
-        records = np.load(data_path(self.folder, number), mmap_mode="r", allow_pickle=False)
-        return records, self._known[number]
+            self._starts[number] = [0, *np.cumsum(positions).tolist()]
+        return self._starts[number]
 
-    def _row(self, row: int) -> np.ndarray:
+    def records(self, row: int) -> np.ndarray:
         if not 0 <= row < self.size:
             raise InputError(
                 f"row {row} was not stored: {self.folder} has {self.size} rows; store the targets of these rows"
             )
         number, place = divmod(row, self.shard_rows)
-        records, starts = self._open(number)
-        return records[starts[place] : starts[place + 1]]
-
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """Target rows over the compared positions of these packed rows, one row after the other (see target_rows_of)."""
-        records = np.concatenate([self._row(row) for row in row_ids])
-        return target_rows_of(records, self.vocab_size, device, ids)
+        starts = self._starts_of(number)
+        return self._mapped.read(Part(data_path(self.folder, number), starts[place], starts[place + 1]))
 
 
 class Distributions(Protocol):
@@ -162,16 +144,25 @@ def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -
 
 def identity_of(folder: Path, inference: InferenceOptions) -> str:
     """What the target's distributions depend on besides the rows, as a checksum; one of another target is never taken for it."""
-    if inference.source == "file":
-        from edgespec_recipes.generating.file_target import identity
-
-        return identity(inference)
     if inference.source == "server":
         return f"{inference.url} {inference.model}"
-    plain = InferenceOptions()
+    if inference.source == "file":
+        from edgespec_recipes.generating.file_target import locate
+
+        path = locate(inference)[1]
+        return _hash_of(sorted(path.iterdir()) if path.is_dir() else [path])
+    found, plain = (
+        _hash_of([folder / "config.json", *sorted(folder.glob("*.safetensors"))]),
+        InferenceOptions(),
+    )
     if (inference.dtype, inference.bits) == (plain.dtype, plain.bits):
-        return _target_hash(folder)
-    return f"{_target_hash(folder)} in {inference.bits or inference.dtype}"
+        return found
+    return f"{found} in {inference.bits or inference.dtype}"
+
+
+def _hash_of(files: Sequence[Path]) -> str:
+    """Of the files' content, whatever they are called."""
+    return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
 
 
 def store_targets(
@@ -268,12 +259,6 @@ def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any])
     return found if found.holds(rows) else None
 
 
-def _target_hash(folder: Path) -> str:
-    """Of the config and the weights, whatever the folder is called."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
-
-
 def _rows_hash(rows: Any) -> str:
     found = hashlib.sha256()
     for index in range(len(rows)):
@@ -347,13 +332,10 @@ def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.n
 def _write_shard(
     out: Path, number: int, records: np.ndarray, positions: list[int], made_for: Mapping[str, Any]
 ) -> None:
-    with whole_file(data_path(out, number)) as temporary, open(temporary, "wb") as stream:
-        np.save(stream, records, allow_pickle=False)
     about = {
         "positions": positions,
         "remainder": float(np.exp(records["log_rest"].astype(np.float64)).sum()),
-        "bytes": data_path(out, number).stat().st_size,
-        "sha256": sha256_file(data_path(out, number)),
+        **save_array(data_path(out, number), records),
         "made_for": dict(made_for),
     }
     write_json(about_path(out, number), about)

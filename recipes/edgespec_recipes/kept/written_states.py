@@ -69,11 +69,15 @@ def write_states(shard: Path, wanted: Wanted, arrays: Mapping[str, np.ndarray]) 
     """Write the arrays that are wanted; returns what is to be written into shard-00000.json about them."""
     found = wanted.about()
     for kind, about in found.items():
-        path = state_path(shard, kind)
-        with whole_file(path) as temporary, open(temporary, "wb") as stream:
-            np.save(stream, arrays[kind], allow_pickle=False)
-        about |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        about |= save_array(state_path(shard, kind), arrays[kind])
     return found
+
+
+def save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+    """Write a .npy file; returns its size and checksum."""
+    with whole_file(path) as temporary, open(temporary, "wb") as stream:
+        np.save(stream, array, allow_pickle=False)
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def check_file(path: Path, sha256: Any) -> None:

@@ -16,7 +16,7 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import datagen, file_target
 from edgespec_recipes.generating.datagen import generate, read_responses
 from edgespec_recipes.generating.file_target import FileTarget
-from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.generating.stored import identity_of, store_targets
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
@@ -200,4 +200,4 @@ def test_a_bundle_runs_in_the_precision_asked_for(folder: Path) -> None:
     assert file_target.locate(how)[0] == read_json(folder / "bundle" / "manifest.json")["default"]["engine"]
     engine, path = file_target.locate(replace(how, precision="q8_0"))
     assert (engine, path.name) == ("llama.cpp", "target-q8_0.gguf")
-    assert file_target.identity(how) != file_target.identity(replace(how, precision="q8_0"))
+    assert identity_of(folder, how) != identity_of(folder, replace(how, precision="q8_0"))
