@@ -24,7 +24,10 @@ from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
+from edgespec_recipes.generating.file_target import FileTarget, locate
+from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.kept.top_k import (
     CHUNK,
     Store,
@@ -33,7 +36,7 @@ from edgespec_recipes.kept.top_k import (
     record_type,
     records_of,
 )
-from edgespec_recipes.kept.written_states import Mapped, Part, WrittenTarget, check_file, save_array
+from edgespec_recipes.kept.written_states import Mapped, Part, WrittenTarget, save_array
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.loading import load_tokenizer
@@ -64,9 +67,7 @@ def whole_shard(folder: Path, number: int) -> dict[str, Any]:
     path, about = data_path(folder, number), read_json(about_path(folder, number))
     if not isinstance(about, dict) or not {"positions", "bytes", "sha256"} <= about.keys():
         raise InputError(f"{about_path(folder, number)} does not describe a shard")
-    if path.is_file() and (size := path.stat().st_size) != about["bytes"]:
-        raise InputError(f"{path} has {size} bytes; it must have {about['bytes']}")
-    check_file(path, about["sha256"])
+    check_file(path, about["sha256"], about["bytes"])
     return about
 
 
@@ -129,12 +130,8 @@ class _TorchTarget:
 
 def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
     if inference.source == "file":
-        from edgespec_recipes.generating.file_target import FileTarget
-
         return FileTarget(inference, folder)
     if inference.source == "server":
-        from edgespec_recipes.generating.server_target import ServerTarget
-
         return ServerTarget(inference, folder, load_tokenizer(folder))
     device = processes.device()
     if model is None:
@@ -147,8 +144,6 @@ def identity_of(folder: Path, inference: InferenceOptions) -> str:
     if inference.source == "server":
         return f"{inference.url} {inference.model}"
     if inference.source == "file":
-        from edgespec_recipes.generating.file_target import locate
-
         path = locate(inference)[1]
         return _hash_of(sorted(path.iterdir()) if path.is_dir() else [path])
     found, plain = (

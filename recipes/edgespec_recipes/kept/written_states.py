@@ -14,7 +14,6 @@ shard-00000.json, written last, has their checksums and whose they are. Knows no
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,10 +26,9 @@ import numpy as np
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
 from edgespec_recipes.data.token_rows import documents_of
+from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.kept.top_k import record_type
 from edgespec_recipes.parallel.precision import Precision
-
-log = logging.getLogger(__name__)
 
 RECORDS, FEATURES = "top_k", "features"
 OPEN_FILES = 64  # of a build with thousands; a system allows a process some 256 to 1,024
@@ -78,14 +76,6 @@ def save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
     with whole_file(path) as temporary, open(temporary, "wb") as stream:
         np.save(stream, array, allow_pickle=False)
     return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-def check_file(path: Path, sha256: Any) -> None:
-    """Raise InputError where a file is missing or not as it was written."""
-    if not path.is_file():
-        raise InputError(f"{path} is missing")
-    if (seen := sha256_file(path)) != sha256:
-        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(sha256)[:12]} when it was written")
 
 
 def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = None) -> None:

@@ -132,7 +132,7 @@ def _flip(file: Path) -> None:
     [
         (_cut_off, "has 493 bytes and had 500"),
         (_flip, "has the sha256"),
-        (Path.unlink, "is gone"),
+        (Path.unlink, "is missing"),
     ],
 )
 def test_a_damaged_shard_is_named_and_only_it_is_made_again(
