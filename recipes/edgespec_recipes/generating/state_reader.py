@@ -19,7 +19,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import InferenceOptions
-from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.datagen import is_made_from, read_responses, write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer
