@@ -102,10 +102,10 @@ def _drawn(
     sources: Sequence[RandomSource],
 ) -> list[int]:
     """The tokens of a few rows whose largest entries are `ids` and `values`."""
-    tokens = ids[:, 0].copy()
+    tokens: list[int] = ids[:, 0].tolist()
     warm = np.flatnonzero(heat)
     if not len(warm):
-        return tokens.tolist()
+        return tokens
     scale = heat[warm, None]
     weights = np.exp((values[warm] - values[warm, :1]) / scale)
     kept = weights >= np.float32(cuts.min_p)  # the largest weight is 1
@@ -130,5 +130,5 @@ def _drawn(
             order = mine[ids[row, mine].argsort()]
             heights = weights[place, order].cumsum(dtype=np.float64)
             drawn = heights.searchsorted(sources[row].random() * heights[-1], side="right")
-            tokens[row] = ids[row, order[min(int(drawn), len(order) - 1)]]
-    return tokens.tolist()
+            tokens[row] = int(ids[row, order[min(int(drawn), len(order) - 1)]])
+    return tokens

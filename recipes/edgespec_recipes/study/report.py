@@ -37,8 +37,7 @@ table = partial(tables.table, markdown=True)
 
 def shown(found: Sequence[float], digits: int = 2) -> str:
     """`2.31 [2.20, 2.42]`."""
-    value, low, high = found
-    return interval(value, low, high, digits)
+    return interval(*found, digits)
 
 
 class Report:
