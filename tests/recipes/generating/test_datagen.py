@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from edgespec_recipes.data.prompts import encode_prompt
 from edgespec_recipes.generating import datagen, torch_writer
 from edgespec_recipes.generating.datagen import generate, plan_requests, read_responses
 from edgespec_recipes.models.loading import load_tokenizer
-from repository import PYTHONPATH
 from tiny_models import make_model_folder
+from torchrun import one_thread, two_processes
 
 from edgespec.core.errors import InputError
 from edgespec.core.options import to_mapping
@@ -184,32 +180,17 @@ Path(out, f"counts-{processes.rank()}").write_text(json.dumps([processes.world()
 @pytest.mark.training
 def test_two_processes_share_the_shards(target: Path, options: GenerateOptions, tmp_path: Path) -> None:
     options = replace(options, prompts=20, shard_size=4)
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--no_python",
-        sys.executable,
-        "-c",
-        PROGRAM,
-    ]
-    done = subprocess.run(
-        [sys.executable, *launch, str(target), json.dumps(to_mapping(options)), "5", str(tmp_path / "two")],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    two_processes(program, str(target), json.dumps(to_mapping(options)), "5", str(tmp_path / "two"))
     (world, first, counts), (_, second, same) = (
         json.loads((tmp_path / "two" / f"counts-{rank}").read_text()) for rank in (0, 1)
     )
     assert world == 2
     assert first == [f"shard-{number:05d}.jsonl" for number in (0, 2, 4)]
     assert second == [f"shard-{number:05d}.jsonl" for number in (1, 3)]
-    alone = generate(tmp_path / "one", target, options, seed=5)
+    with one_thread():
+        alone = generate(tmp_path / "one", target, options, seed=5)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert len(contents(tmp_path / "one")) == 5
     assert counts == same

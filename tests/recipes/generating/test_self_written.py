@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 import self_written_program
-import torch
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
@@ -34,7 +34,7 @@ from small_build import command, write_data
 from study_values import changed
 from tiny_models import SPECIALS, make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
-from torchrun import torchrun
+from torchrun import one_thread, two_processes
 from transformers import PreTrainedTokenizerFast
 
 from edgespec.cli import main
@@ -272,18 +272,11 @@ def test_running_text_of_a_real_target(target: Path, tmp_path: Path, source: str
     assert len(beginnings) > 3  # documents begin with tokens of their own
 
 
-def test_two_processes_write_what_one_writes(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as torchrun's processes have it
-    try:
+def test_two_processes_write_what_one_writes(target: Path, tmp_path: Path) -> None:
+    with one_thread():
         self_written_program.write(target, tmp_path / "one")
-    finally:
-        torch.set_num_threads(threads)
-    program = str(Path(self_written_program.__file__))
-    run = torchrun(tmp_path / "log", program, str(target), str(tmp_path / "two"))
-    assert run.wait(timeout=180) == 0, (tmp_path / "log").read_text()
+    program = shutil.copy(self_written_program.__file__, tmp_path)
+    two_processes(Path(program), str(target), str(tmp_path / "two"))
     assert (tmp_path / "two" / TEXT).read_bytes() == (tmp_path / "one" / TEXT).read_bytes()
 
 
