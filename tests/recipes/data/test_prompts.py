@@ -14,6 +14,7 @@ from edgespec_runtime.text.prompts import read_chats
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
 
@@ -145,7 +146,7 @@ def test_templates_that_write_an_answer_otherwise(target: Path, template: str) -
 def test_conversations_without_a_response_are_left_out(target: Path, tmp_path: Path) -> None:
     tokenizer, file = load_tokenizer(target), tmp_path / "some.jsonl"
     rows = [{"prompt": f"Say {number}", "response": "yes" * (number % 3)} for number in range(6)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     replies = read_replies(str(file), tokenizer, [STOP])
     assert [tokenizer.decode(reply) for _, reply in replies] == ["yes<|im_end|>", "yesyes<|im_end|>"] * 2
 
@@ -154,7 +155,7 @@ def test_conversations_without_a_response_are_left_out(target: Path, tmp_path: P
 def test_too_few(target: Path, tmp_path: Path, answers: int, told: int) -> None:
     file = tmp_path / "few.jsonl"
     rows = [{"prompt": "Say", "response": "yes" if number < answers else ""} for number in range(4)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, rows)
     with pytest.raises(
         InputError, match=f"few.jsonl holds 4 conversations, {told} of them with a response; at least 2"
     ):

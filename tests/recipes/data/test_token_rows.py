@@ -23,6 +23,7 @@ from tiny_models import make_model_folder
 from torchrun import two_processes
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def write_texts(path: Path, count: int) -> str:
     rows = [
         {"text": f"document {number} says hello world " + "again " * (number % 7)} for number in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return str(path)
 
 

@@ -39,7 +39,7 @@ from transformers import PreTrainedTokenizerFast
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, read_jsonl
+from edgespec.core.files import read_json, read_jsonl, write_jsonl
 from edgespec.core.progress import Bar
 from edgespec.planning.estimate import estimate
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions, PretrainOptions, Recipe
@@ -286,11 +286,8 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_sources_are_mixed_in_turn(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 1)):
-        rows = [{"text": f"{name}{n}", "instruction": f"{name}{n}"} for n in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": r["text"]}) + "\n" for r in rows))
-        (tmp_path / f"{name}-asked.jsonl").write_text(
-            "".join(json.dumps({"instruction": r["instruction"]}) + "\n" for r in rows)
-        )
+        for file, key in ((f"{name}.jsonl", "text"), (f"{name}-asked.jsonl", "instruction")):
+            write_jsonl(tmp_path / file, [{key: f"{name}{n}"} for n in range(count)])
     both = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     assert list(read_documents(both)) == ["a0", "b0", "a1", "a2"]
     prompts = read_prompts([name.replace(".jsonl", "-asked.jsonl") for name in both], "seed")
