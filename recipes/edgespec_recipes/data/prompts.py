@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import PYTHON_STDLIB
+from edgespec_recipes.data.corpus import stdlib_corpus
 from edgespec_recipes.data.instructions import Conversation, read_conversations
 from edgespec_recipes.data.sources import in_turn
 
@@ -32,8 +33,6 @@ def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
     if not isinstance(source, str):
         return list(in_turn(read_prompts(one, split) for one in source))
     if source == PYTHON_STDLIB:
-        from edgespec_recipes.data.corpus import stdlib_corpus
-
         source = str(stdlib_corpus() / STDLIB_FILES[split])
     return [conversation.messages for conversation in read_conversations(source)]
 

@@ -37,7 +37,8 @@ table = partial(tables.table, markdown=True)
 
 def shown(found: Sequence[float], digits: int = 2) -> str:
     """`2.31 [2.20, 2.42]`."""
-    return interval(*found, digits)
+    value, low, high = found
+    return interval(value, low, high, digits)
 
 
 class Report:

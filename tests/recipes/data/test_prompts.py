@@ -6,9 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+from edgespec_recipes.data.corpus import stdlib_corpus
 from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.instructions import Conversation
-from edgespec_recipes.data.prompts import encode_prompt, encode_reply, read_prompts, read_replies, render
+from edgespec_recipes.data.prompts import (
+    STDLIB_FILES,
+    encode_prompt,
+    encode_reply,
+    read_prompts,
+    read_replies,
+    render,
+)
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.text.prompts import read_chats
 from tiny_models import make_model_folder
@@ -87,9 +95,6 @@ def test_one_held_out_prompt_is_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
-    from edgespec_recipes.data.corpus import stdlib_corpus
-    from edgespec_recipes.data.prompts import STDLIB_FILES
-
     for split, name in STDLIB_FILES.items():
         assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)
     assert read_prompts(PYTHON_STDLIB, "seed") != read_prompts(PYTHON_STDLIB, "heldout")
