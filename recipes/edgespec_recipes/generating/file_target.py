@@ -98,10 +98,10 @@ class FileTarget:
     def close(self) -> None:
         self.engine.engine.close()
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
         for number in part:
-            yield self._row(rows[number], top_k), 1
+            yield self._row(rows[number], top_k)
 
     def _row(self, row: dict[str, np.ndarray], top_k: int) -> np.ndarray:
         found, size = [np.empty(0, record_type(top_k, self.vocab_size))], self.engine.engine.block_length

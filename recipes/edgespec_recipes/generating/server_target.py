@@ -168,7 +168,7 @@ class ServerTarget:
             "the server's log and run the same command again: whole shards are kept"
         )
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions. Raises InputError where the server sends too few log-probabilities, or none under ids."""
         self._check_ids()
         with ThreadPoolExecutor(self.how.parallel) as pool:
@@ -177,7 +177,7 @@ class ServerTarget:
                 found = pool.map(
                     lambda places, row=row: self._document(row, places, top_k), documents_of(row)
                 )
-                yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))]), 1
+                yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))])
 
     def check_distributions(self, top_k: int) -> None:
         """Ask for the `top_k` most probable tokens of a short text. Raises InputError where the server does not give them."""

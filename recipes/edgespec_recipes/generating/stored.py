@@ -113,8 +113,8 @@ class Distributions(Protocol):
     def precision(self) -> Precision:
         """What it computes in, and why."""
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
-        """(records of `record_type` at the compared positions of the next of these rows, how many rows they are of)."""
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
+        """Records of `record_type` at the compared positions of each of these rows."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,10 @@ class _TorchTarget:
     precision: Precision
     device: torch.device
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         for batch in _passes(rows, part, self.device):
-            yield _records(self.model, self.precision, batch, top_k), len(batch["input_ids"])
+            ends = batch["compared"].sum(1).cumsum(0).tolist()
+            yield from np.split(_records(self.model, self.precision, batch, top_k), ends[:-1])
 
 
 def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
@@ -200,7 +201,7 @@ def store_targets(
     mine = list(range(processes.rank(), len(parts), processes.world()))
     missing, remade = _not_whole(out, mine)
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
-    start, tokens = time.monotonic(), 0
+    start, tokens, context = time.monotonic(), 0, len(rows[0]["input_ids"])
     if missing:  # else the target is not even loaded
         target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
         precision = target.precision
@@ -209,14 +210,12 @@ def store_targets(
         with progress("store the target's distributions", own_rows, "rows", done) as bar:
             for number in missing:
                 records = []
-                for found, done_rows in target.records(rows, parts[number], top_k):
+                for found in target.records(rows, parts[number], top_k):
                     records.append(found)
-                    read = done_rows * len(rows[parts[number][0]]["input_ids"])
-                    tokens += read
-                    bar.add_tokens(read)
-                    bar.update(done_rows)
-                positions = [int(rows[row]["compared"].sum()) for row in parts[number]]
-                _write_shard(out, number, np.concatenate(records), positions, made_for)
+                    tokens += context
+                    bar.add_tokens(context)
+                    bar.update(1)
+                _write_shard(out, number, records, made_for)
     seconds = time.monotonic() - start
     processes.wait()
     if not processes.rank():
@@ -324,11 +323,10 @@ def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.n
     return records
 
 
-def _write_shard(
-    out: Path, number: int, records: np.ndarray, positions: list[int], made_for: Mapping[str, Any]
-) -> None:
+def _write_shard(out: Path, number: int, of_rows: Sequence[np.ndarray], made_for: Mapping[str, Any]) -> None:
+    records = np.concatenate(of_rows)
     about = {
-        "positions": positions,
+        "positions": list(map(len, of_rows)),
         "remainder": float(np.exp(records["log_rest"].astype(np.float64)).sum()),
         **save_array(data_path(out, number), records),
         "made_for": dict(made_for),

@@ -169,12 +169,12 @@ class WrittenTarget:
         texts = (key for number in range(len(rows)) for _, key, _ in texts_of(rows[number]))
         return all(key in self._records for key in texts)
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions; `top_k` is the one that was asked for."""
         for number in part:
             texts = texts_of(rows[number])
             found = [self._mapped.read(self._records[key])[:compared] for _, key, compared in texts]
-            yield np.concatenate([np.empty(0, self.type), *found]), 1
+            yield np.concatenate([np.empty(0, self.type), *found])
 
 
 def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes, int]]:
