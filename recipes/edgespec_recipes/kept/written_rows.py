@@ -82,8 +82,8 @@ class WrittenRows(Store, Dataset[Row]):
             features = torch.from_numpy(row["features"].astype(np.float32))
             yield torch.from_numpy(row["input_ids"][inside]), features[inside], features[inside + 1]
 
-    def records(self, index: int) -> np.ndarray:
-        texts = texts_of(self.packed[index])
+    def records(self, row: int) -> np.ndarray:
+        texts = texts_of(self.packed[row])
         found = [self._mapped.read(self._texts[key][0])[:compared] for _, key, compared in texts]
         return np.concatenate(found)
 
