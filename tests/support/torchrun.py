@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from repository import REPOSITORY
 
 
@@ -23,3 +26,20 @@ def torchrun(log: Path, *command: str, parallel: str = "ddp") -> subprocess.Pope
         return subprocess.Popen(
             [*start, *command], env=environment, cwd=REPOSITORY, stdout=stream, stderr=stream
         )
+
+
+def two_processes(file: Path, *given: str) -> None:
+    """Run a program in two processes to its end; what they print goes beside it."""
+    log = file.with_suffix(".log")
+    assert torchrun(log, str(file), *given).wait(timeout=300) == 0, log.read_text()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch with one thread, as torchrun's processes have it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

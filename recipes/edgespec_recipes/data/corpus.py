@@ -112,10 +112,9 @@ def _texts() -> Iterator[dict[str, str]]:
         text = file.read_text(encoding="utf-8", errors="replace")
         if part_of(package_of(module)) == "train" and text.strip():
             yield {"text": text}
-    for text in topics().values():
-        title = text.strip().partition("\n")[0].replace('"', "").strip()
+    for title, text in topics():
         if part_of(f"topic {title}") == "train":
-            yield {"text": text.strip()}
+            yield {"text": text}
 
 
 def corpus_folder() -> Path:

@@ -13,7 +13,7 @@ from edgespec.recipe.data_sources import HUB, BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.instructions import read_conversations
-from edgespec_recipes.data.replies import read_answered
+from edgespec_recipes.data.prompts import read_answered
 
 MEASURED, FEWEST = "evaluate.prompts_file", 2
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from edgespec.core.errors import InputError
 from edgespec.recipe.data_sources import HUB, HUB_FORM, TEXT_FILES, parse_hub, source_files
 from edgespec.recipe.schema import PYTHON_STDLIB
+from edgespec_recipes.data.corpus import stdlib_corpus
 from edgespec_recipes.data.sources import Numbered, hub_rows, in_turn, json_rows, parquet_rows, text_stream
 
 SEPARATOR = "<|endoftext|>"
@@ -27,8 +28,6 @@ def text_files(source: str) -> list[Path]:
     Raises InputError.
     """
     if source == PYTHON_STDLIB:
-        from edgespec_recipes.data.corpus import stdlib_corpus
-
         return [stdlib_corpus() / "text.jsonl"]
     return source_files(source, TEXT_FILES)
 

@@ -82,15 +82,6 @@ class Mixture(Dataset[Row]):
         return {**row, "kind": np.asarray(self.kinds[turn]), "slot": np.asarray(index)}
 
 
-def _with_ids(packed: dict[str, np.ndarray]) -> Rows:
-    return Rows({**packed, "row_id": np.arange(len(packed["input_ids"]))})
-
-
-def _before(written: np.ndarray) -> np.ndarray:
-    """The positions that predict the written tokens: each one to the left."""
-    return np.concatenate([written[:, 1:], np.zeros_like(written[:, :1])], axis=1)
-
-
 def response_rows(
     conversations: Sequence[tuple[Sequence[int], Sequence[int]]], context: int, together: bool = True
 ) -> Rows:
@@ -100,14 +91,17 @@ def response_rows(
     """
     packed = pack_conversations(conversations, context, together=together)
     written = packed.pop("loss_mask")
-    return _with_ids({**packed, "compared": _before(written), "room": np.zeros_like(written)})
+    before = np.pad(written[:, 1:], ((0, 0), (0, 1)))  # the positions that predict the written tokens
+    return Rows(
+        {**packed, "compared": before, "room": np.zeros_like(written), "row_id": np.arange(len(written))}
+    )
 
 
 def prompt_rows(prompts: Sequence[Sequence[int]], longest: int, context: int, together: bool = True) -> Rows:
     """Prompts packed into rows, each with `room` for a response of `longest` tokens (less where the context ends)."""
     packed = pack_conversations([(prompt, [0] * longest) for prompt in prompts], context, together=together)
     room = packed.pop("loss_mask")
-    return _with_ids({**packed, "compared": np.zeros_like(room), "room": room})
+    return Rows({**packed, "compared": np.zeros_like(room), "room": room, "row_id": np.arange(len(room))})
 
 
 class TextRows(Dataset[Row]):

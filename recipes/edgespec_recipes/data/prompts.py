@@ -1,6 +1,6 @@
-"""Prompts: which conversations the target is asked to continue, and their token ids. Knows nothing of models.
+"""Conversations as token ids: those that the target is asked to continue, and those that somebody else answered.
 
-A source is an instruction set in any form instructions.py knows, or `python-stdlib`.
+A source is an instruction set in any form instructions.py knows; of prompts also `python-stdlib`. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from jinja2 import TemplateError
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import PYTHON_STDLIB
-from edgespec_recipes.data.instructions import read_conversations
+from edgespec_recipes.data.corpus import stdlib_corpus
+from edgespec_recipes.data.instructions import Conversation, read_conversations
 from edgespec_recipes.data.sources import in_turn
 
 Messages = list[dict[str, str]]
 
 STDLIB_FILES = {"seed": "seed_instructions.jsonl", "heldout": "heldout.jsonl"}
+FEWEST = 2  # answered conversations: a file that gives one is a mistake, or teaches one sentence by heart
 
 
 def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
@@ -31,8 +33,6 @@ def read_prompts(source: str | Sequence[str], split: str) -> list[Messages]:
     if not isinstance(source, str):
         return list(in_turn(read_prompts(one, split) for one in source))
     if source == PYTHON_STDLIB:
-        from edgespec_recipes.data.corpus import stdlib_corpus
-
         source = str(stdlib_corpus() / STDLIB_FILES[split])
     return [conversation.messages for conversation in read_conversations(source)]
 
@@ -60,16 +60,21 @@ def render(tokenizer: Any, messages: Messages) -> str:
     Raises InputError where the template refuses the messages as they are and with turns of one role joined.
     """
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return _filled(tokenizer, messages)
     except TemplateError:
         joined = _joined(messages)
-        try:
-            text = tokenizer.apply_chat_template(joined, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise InputError(
-                f"the target's chat template refuses the conversation that begins {joined[0]['content'][:60]!r}: {error}; "
-                "leave it out, or give conversations of users and assistants in turn"
-            ) from error
+    try:
+        return _filled(tokenizer, joined)
+    except TemplateError as error:
+        raise InputError(
+            f"the target's chat template refuses the conversation that begins {joined[0]['content'][:60]!r}: {error}; "
+            "leave it out, or give conversations of users and assistants in turn"
+        ) from error
+
+
+def _filled(tokenizer: Any, messages: Messages, *, opening: bool = True) -> str:
+    """The chat template's text, with the `opening` of the assistant's turn at its end."""
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening)
     return text
 
 
@@ -91,7 +96,7 @@ def lookalikes_of(tokenizer: Any) -> Lookalikes:
     rendered = []
     for chat in PLAIN_CHATS:
         try:
-            rendered.append(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            rendered.append(_filled(tokenizer, chat))
         except TemplateError:  # it refuses a role
             continue
     return Lookalikes(tokenizer.backend_tokenizer, "".join(rendered))
@@ -106,3 +111,44 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text, with no token added."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
+
+
+def encode_reply(
+    tokenizer: Any, conversation: Conversation, stops: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """(prompt ids, reply ids through the stop token that ends the turn) of a conversation with a response.
+
+    The reply is what the template's text has beyond the prompt, so that spaces around the response are those the target knows.
+    Where the template writes an answered conversation in another way, it is the response's own tokens and the end of text.
+    """
+    answer = {"role": "assistant", "content": conversation.response or ""}
+    safe, hidden = lookalikes_of(tokenizer).hide([*conversation.messages, answer])
+    prompt = encode_rendered(tokenizer, render(tokenizer, safe[:-1]), hidden)
+    try:
+        text = _filled(tokenizer, safe, opening=False)
+    except TemplateError:
+        text = ""
+    ids = encode_rendered(tokenizer, text, hidden)
+    if ids[: len(prompt)] == prompt:
+        for place in range(len(prompt), len(ids)):
+            if ids[place] in stops:
+                return prompt, ids[len(prompt) : place + 1]
+    own = encode_rendered(tokenizer, safe[-1]["content"], hidden)
+    return prompt, [*own, tokenizer.eos_token_id]
+
+
+def read_answered(source: str, strict: bool = False) -> list[Conversation]:
+    """The conversations of a source that have a response. Raises InputError where fewer than two have one."""
+    conversations = read_conversations(source, strict)
+    answered = [conversation for conversation in conversations if conversation.response is not None]
+    if len(answered) < FEWEST:
+        raise InputError(
+            f"{source} holds {len(conversations)} conversations, {len(answered)} of them with a response; "
+            f"at least {FEWEST} are needed to learn from"
+        )
+    return answered
+
+
+def read_replies(source: str, tokenizer: Any, stops: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """`encode_reply` of every conversation in `source` that has a response. Raises InputError where fewer than two have one."""
+    return [encode_reply(tokenizer, conversation, stops) for conversation in read_answered(source)]

@@ -20,7 +20,8 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -262,46 +263,47 @@ def library_facts() -> tuple[Fact, ...]:
     trees = _parse()
     renamed = _re_exports(trees)
     facts: dict[str, Fact] = {}
-
-    def add(fact: Fact) -> None:
+    for fact in chain(_compiled_facts(), _python_facts(trees), _topic_facts()):
         head, _, tail = fact.name.rpartition(".")
         name = renamed.get(fact.name) or (f"{renamed[head]}.{tail}" if head in renamed else fact.name)
-        facts.setdefault(name, Fact(name, fact.kind, fact.package, fact.summary))
+        facts.setdefault(name, replace(fact, name=name))
+    return tuple(facts.values())
 
+
+def _compiled_facts() -> Iterator[Fact]:
     for module in ("builtins", *sorted(sys.stdlib_module_names)):
         if module.startswith("_") or module in PUBLIC_NAMES:
             continue
         if (compiled := _import_compiled(module)) is not None:
             if module != "builtins" and (summary := summarise(compiled.__doc__)):
-                add(Fact(module, "module", module, summary))
+                yield Fact(module, "module", module, summary)
             for name in sorted(dir(compiled)):
                 original = vars(compiled).get(f"__{name}__")  # of the hooks in sys that a program may replace
                 value = original if original is not None else getattr(compiled, name)
-                for fact in _object_facts(module, name, value, module):
-                    add(fact)
+                yield from _object_facts(module, name, value, module)
+
+
+def _python_facts(trees: dict[str, ast.Module]) -> Iterator[Fact]:
     for module, tree in trees.items():
         top, _, rest = module.partition(".")
         public = PUBLIC_NAMES.get(top, top) + (f".{rest}" if rest else "")
         if not any(part.startswith("_") for part in public.split(".")):
-            for fact in _module_facts(module, tree, public):
-                add(fact)
-    for fact in topic_facts():
-        add(fact)
-    return tuple(facts.values())
+            yield from _module_facts(module, tree, public)
 
 
-def topics() -> dict[str, str]:
-    """pydoc's texts on the language itself: name -> text."""
+def topics() -> Iterator[tuple[str, str]]:
+    """(title, whole text) of pydoc's topics on the language itself, in a fixed order."""
     from pydoc_data.topics import topics as texts  # type: ignore[import-not-found,unused-ignore]
 
-    return {str(name): str(text) for name, text in sorted(texts.items())}
+    for _, text in sorted(texts.items()):
+        title = text.strip().partition("\n")[0]
+        yield title.replace('"', "").strip(), text.strip()
 
 
-def topic_facts() -> Iterator[Fact]:
+def _topic_facts() -> Iterator[Fact]:
     """Title and first sentences of every topic of the language reference."""
-    for text in topics().values():
-        title, _, body = text.strip().partition("\n")
-        title = title.replace('"', "").strip()
+    for title, text in topics():
+        body = text.partition("\n")[2]
         paragraphs = [
             part for part in body.split("\n\n") if part and not part.startswith((" ", "*", "=", "-", "+"))
         ]

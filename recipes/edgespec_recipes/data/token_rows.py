@@ -74,21 +74,20 @@ def tokenise(documents: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
             "the target's tokenizer has no end-of-sequence token; set eos_token in tokenizer_config.json"
         )
     start = [] if tokenizer.bos_token_id in (None, end) else [tokenizer.bos_token_id]
-    batch: list[str] = []
-    size = 0
-
-    def encoded() -> Iterator[list[int]]:
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"] if batch else []:
+    for batch in _batches(documents):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
             yield [*start, *ids, end]
 
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
     for document in documents:
         batch.append(document)
-        size += len(document)
-        if len(batch) == _TOGETHER or size >= _TOGETHER_CHARACTERS:
-            yield from encoded()
-            batch.clear()
-            size = 0
-    yield from encoded()
+        if len(batch) == _TOGETHER or sum(map(len, batch)) >= _TOGETHER_CHARACTERS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _about(source: str | Sequence[str], tokenizer: Any) -> dict[str, Any]:

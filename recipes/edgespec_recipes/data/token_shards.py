@@ -101,8 +101,13 @@ def write_tokens(
     state = _state_of(folder, {**about, "shard_tokens": SHARD_TOKENS}, np.dtype(kind).name)
     number = have = 0
     while number < len(state.shards) and (wanted is None or have < wanted):
-        if damage := _damage(folder, number, state):
-            log.warning("%s; it is made again", damage)
+        shard = state.shards[number]
+        try:
+            check_file(
+                shard_file(folder, number), shard.sha256, shard.tokens * np.dtype(state.dtype).itemsize
+            )
+        except InputError as error:
+            log.warning("%s; it is made again", error)
             state = _remade(folder, number, state, documents)
         have += sum(shard.tokens for shard in state.shards[number : number + 1])
         number += 1
@@ -161,16 +166,14 @@ def _shard(piece: np.ndarray, documents: int, begun: int) -> Shard:
     return Shard(len(piece), hashlib.sha256(piece.data).hexdigest(), documents, begun)
 
 
-def _damage(folder: Path, number: int, state: State) -> str:
-    """What is wrong with a shard, '' where nothing is."""
-    file, shard = shard_file(folder, number), state.shards[number]
-    if not file.is_file():
-        return f"{file} is gone"
-    if (size := file.stat().st_size) != (wanted := shard.tokens * np.dtype(state.dtype).itemsize):
-        return f"{file} has {size} bytes and had {wanted} when it was written"
-    if (seen := sha256_file(file)) != shard.sha256:
-        return f"{file} has the sha256 {seen[:12]} and had {shard.sha256[:12]} when it was written"
-    return ""
+def check_file(path: Path, sha256: Any, size: int | None = None) -> None:
+    """Raise InputError where a file is missing or not as it was written; `size`: its bytes, which are looked at first."""
+    if not path.is_file():
+        raise InputError(f"{path} is missing")
+    if size is not None and (seen := path.stat().st_size) != size:
+        raise InputError(f"{path} has {seen} bytes and had {size} when it was written")
+    if (found := sha256_file(path)) != sha256:
+        raise InputError(f"{path} has the sha256 {found[:12]} and had {str(sha256)[:12]} when it was written")
 
 
 def _remade(folder: Path, number: int, state: State, documents: DocumentsFrom) -> State:

@@ -7,7 +7,7 @@ A row whose nucleus reaches beyond them goes through `warp` itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,12 +100,12 @@ def _drawn(
     values: Floats,
     cuts: Cuts,
     sources: Sequence[RandomSource],
-) -> Iterator[int]:
+) -> list[int]:
     """The tokens of a few rows whose largest entries are `ids` and `values`."""
-    tokens = ids[:, 0].copy()
+    tokens: list[int] = ids[:, 0].tolist()
     warm = np.flatnonzero(heat)
     if not len(warm):
-        return iter(tokens.tolist())
+        return tokens
     scale = heat[warm, None]
     weights = np.exp((values[warm] - values[warm, :1]) / scale)
     kept = weights >= np.float32(cuts.min_p)  # the largest weight is 1
@@ -130,5 +130,5 @@ def _drawn(
             order = mine[ids[row, mine].argsort()]
             heights = weights[place, order].cumsum(dtype=np.float64)
             drawn = heights.searchsorted(sources[row].random() * heights[-1], side="right")
-            tokens[row] = ids[row, order[min(int(drawn), len(order) - 1)]]
-    return iter(tokens.tolist())
+            tokens[row] = int(ids[row, order[min(int(drawn), len(order) - 1)]])
+    return tokens

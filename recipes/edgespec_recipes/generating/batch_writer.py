@@ -20,8 +20,9 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.recipe.targets import cache_folder
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
-from edgespec_recipes.generating.file_target import check_vocabulary, identity, locate
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.file_target import check_vocabulary, locate
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
+from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.kept.top_k import check_top_k
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import stop_ids_of
@@ -65,10 +66,8 @@ class BatchWriter(Writer):
         self.context_length = self.engine.context_length
         self.stops = stop_ids_of(target_folder, tokenizer)
         self.precision = Precision(path.name, f"the target is {path} on {engine}, {note}")
-        keeps = bool(top_k or options.features)
-        self.wanted = Wanted(
-            identity(how) if keeps else "", self.engine.vocab_size, self.engine.width, top_k, options.features
-        )
+        target = identity_of(target_folder, how) if top_k or options.features else ""
+        self.wanted = Wanted(target, self.engine.vocab_size, self.engine.width, top_k, options.features)
         shape = ModelShape.from_config(read_config(target_folder))
         self._token_bytes = CACHE_VALUE * costs.cache_values(shape)
 
@@ -77,9 +76,7 @@ class BatchWriter(Writer):
         room = -(-length // CACHE_STEP) * CACHE_STEP
         return max(1, min(self.options.batch_size, CACHE_BYTES // (self._token_bytes * room)))
 
-    def rows_and_states(
-        self, number: int, requests: list[Request], bar: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         longest = max(len(request.prompt_ids) for request in requests) + self.options.max_new_tokens
         # of a text without an end, as self-written ones are, as much as fits
         length = min(longest, self.context_length)
@@ -93,8 +90,7 @@ class BatchWriter(Writer):
             bar.add_tokens(len(text.tokens))
             bar.update(1)
         texts = [found[request.id] for request in requests]
-        rows = [row_of(request, text.tokens) for request, text in zip(requests, texts, strict=True)]
-        return rows, {
+        return [text.tokens for text in texts], {
             RECORDS: np.concatenate([text.records for text in texts]),
             FEATURES: np.concatenate([text.features for text in texts]),
         }

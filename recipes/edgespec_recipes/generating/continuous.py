@@ -69,16 +69,11 @@ def write_texts(
     places: list[_Place | None] = [None] * len(engine.lengths)
     # the last text of each place, whose tokens the engine still holds
     before: list[_Place | None] = list(places)
-    more = True
     while True:
         for number, place in enumerate(places):
-            if place is None and more:
-                prompt = next(waiting, None)
-                more = prompt is not None
-                if prompt is not None:
-                    places[number] = _begun(engine, number, prompt, before[number])
-        if not more:
-            _close_up(engine, places)
+            if place is None and (prompt := next(waiting, None)):
+                places[number] = _begun(engine, number, prompt, before[number])
+        _close_up(engine, places)
         active = [number for number, place in enumerate(places) if place is not None]
         if not active:
             return
@@ -97,7 +92,12 @@ def write_texts(
             new = len(place.tokens) - len(place.prompt.tokens)
             if token in ends or new >= place.prompt.most:
                 places[owner], before[owner] = None, place
-                yield _written(place, records[:0], features[:0])
+                yield Written(
+                    place.prompt.number,
+                    place.tokens[len(place.prompt.tokens) :],
+                    np.concatenate([records[:0], *place.records]),
+                    np.concatenate([features[:0].astype(np.float16), *place.features]),
+                )
 
 
 def _begun(engine: LlamaCppSequences, number: int, prompt: Prompt, before: _Place | None) -> _Place:
@@ -116,12 +116,8 @@ def _begun(engine: LlamaCppSequences, number: int, prompt: Prompt, before: _Plac
 
 def _close_up(engine: LlamaCppSequences, places: list[_Place | None]) -> None:
     """Move texts from the end into free places: an engine takes sequences with a gap between them in several passes."""
-    last = len(places) - 1
-    for number in range(len(places)):
-        if places[number] is not None:
-            continue
-        while last > number and places[last] is None:
-            last -= 1
+    for number in [number for number, place in enumerate(places) if place is None]:
+        last = max((other for other, place in enumerate(places) if place is not None), default=0)
         if last <= number:
             return
         engine.move(last, number)
@@ -152,12 +148,3 @@ def _keep(places: Sequence[_Place | None], pieces: Sequence[Piece], features: np
         if len(features):
             place.features.append(features[at:end].astype(np.float16))
         at = end
-
-
-def _written(place: _Place, no_records: np.ndarray, no_features: np.ndarray) -> Written:
-    return Written(
-        place.prompt.number,
-        place.tokens[len(place.prompt.tokens) :],
-        np.concatenate(place.records) if place.records else no_records,
-        np.concatenate(place.features) if place.features else no_features.astype(np.float16),
-    )

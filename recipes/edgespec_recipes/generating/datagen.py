@@ -23,11 +23,16 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_system
+from edgespec_recipes.data.token_shards import check_file
+from edgespec_recipes.generating.batch_writer import BatchWriter
+from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
 from edgespec_recipes.generating.response_rows import Request, Writer
+from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.kept.written_states import Wanted, check_file, check_states, write_states
+from edgespec_recipes.kept.written_states import Wanted, check_states, write_states
 from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.models.low_memory import check_settings
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.precision import choose_precision
 
@@ -111,11 +116,12 @@ def damaged_shards(folder: Path) -> list[str]:
     """Names of the finished shards in a folder that are not as they were written any more."""
     found = []
     for about in sorted(folder.glob("shard-*.json")):
+        shard = about.with_suffix(".jsonl")
         try:
-            read_shard(about.with_suffix(".jsonl"))
-            check_states(about.with_suffix(".jsonl"), read_json(about))
+            read_shard(shard)
+            check_states(shard, read_json(about))
         except InputError:
-            found.append(about.with_suffix(".jsonl").name)
+            found.append(shard.name)
     return found
 
 
@@ -154,14 +160,8 @@ def writer_of(
         identity = identity_of(target_folder, inference) if top_k or options.features else ""
         return TorchWriter(target_folder, tokenizer, options, seed, inference, top_k, target=identity)
     if inference.source == "server":
-        from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
-
         return ServerWriter(ServerTarget(inference, target_folder, tokenizer), options, seed)
-    from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
-
     if locate(inference)[0] == LLAMACPP:
-        from edgespec_recipes.generating.batch_writer import BatchWriter
-
         return BatchWriter(inference, target_folder, tokenizer, options, seed, top_k)
     return FileWriter(FileTarget(inference, target_folder), tokenizer, options, seed)
 
@@ -180,30 +180,20 @@ def check_source(target_folder: Path, inference: InferenceOptions, top_k: int = 
     torch.
     """
     if _runs_in_torch(target_folder, inference):
-        from edgespec_recipes.models.low_memory import check_settings
-
         check_settings(inference, processes.device())
     elif inference.source == "server":
-        from edgespec_recipes.generating.server_target import ServerTarget
-
         server = ServerTarget(inference, target_folder, load_tokenizer(target_folder))
         if top_k:
             server.check_distributions(top_k)
     else:
-        from edgespec_recipes.generating.file_target import FileTarget
-
         FileTarget(inference, target_folder).close()
 
 
 def check_gives_states(inference: InferenceOptions) -> None:
     """Raise InputError where the target gives no hidden states while it writes: an ONNX file, or a server."""
-    if inference.source == "torch":
+    in_gguf = inference.source == "file" and locate(inference)[0] == LLAMACPP
+    if inference.source == "torch" or in_gguf:
         return
-    if inference.source == "file":
-        from edgespec_recipes.generating.file_target import locate
-
-        if locate(inference)[0] == LLAMACPP:
-            return
     raise InputError(
         f"generate.features is on, and inference.source is {inference.source!r}: an ONNX file or a server gives no hidden states "
         "while it writes; give --inference.source torch, or file with --inference.file FILE.gguf, or turn it off"
@@ -273,9 +263,10 @@ def write_shards(
                     log.warning("%s; it is made again", error)
                     remade.append(number)
             start = time.monotonic()
-            rows, states = writer.rows_and_states(number, shards[number], bar)
+            answers, states = writer.answers(number, shards[number], bar)
             seconds += time.monotonic() - start
-            written += sum(len(row["response_ids"]) for row in rows)
+            written += sum(map(len, answers))
+            rows = [request.row(answer) for request, answer in zip(shards[number], answers, strict=True)]
             write_shard(path, rows, states, writer.wanted)
     processes.wait()
     rate = rate_of_all(written, seconds)

@@ -7,7 +7,6 @@ will run on the device. Knows no shards and no losses.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from edgespec_runtime.rules.table import LOSSLESS
 from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file
+from edgespec.core.files import read_json
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.kept.top_k import record_type, records_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -58,13 +57,6 @@ def locate(how: InferenceOptions) -> tuple[str, Path]:
         )
     engine = engine if precision in manifest.target.files.get(engine, {}) else offered[precision]
     return engine, manifest.model_path("target", engine, precision)
-
-
-def identity(how: InferenceOptions) -> str:
-    """A checksum of the file's content, whatever it is called."""
-    path = locate(how)[1]
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
 def check_vocabulary(engine: Any, path: Path, target_folder: Path) -> None:
@@ -106,10 +98,10 @@ class FileTarget:
     def close(self) -> None:
         self.engine.engine.close()
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions: one row of conversations at a time, each conversation by itself."""
         for number in part:
-            yield self._row(rows[number], top_k), 1
+            yield self._row(rows[number], top_k)
 
     def _row(self, row: dict[str, np.ndarray], top_k: int) -> np.ndarray:
         found, size = [np.empty(0, record_type(top_k, self.vocab_size))], self.engine.engine.block_length
@@ -132,7 +124,7 @@ class FileWriter(Writer):
         self.stops = stop_ids_of(target.folder, tokenizer)
         self.context_length, self.precision = target.context_length, target.precision
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         answered, counts = [], RawCounts()
         for request in requests:
             how = DecodingOptions(
@@ -144,6 +136,6 @@ class FileWriter(Writer):
                 rule=LOSSLESS,
             )
             blocks = decode(self.target.engine, None, request.prompt_ids, plain(how), self.stops, counts)
-            answered.append(row_of(request, [token for block in blocks for token in block.tokens]))
+            answered.append([token for block in blocks for token in block.tokens])
             bar.update(1)
-        return answered
+        return answered, {}

@@ -27,10 +27,6 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 class Refusal(Exception):
     """The server understood and said no: its status and its words."""
 
-    def __init__(self, status: int, words: str) -> None:
-        super().__init__(f"status {status}: {words}")
-        self.status = status
-
 
 class Passing(Exception):
     """A failure that may pass; `after`: seconds the server asks to wait."""
@@ -91,13 +87,11 @@ class JsonServer:
             with self._open(request, timeout=self.timeout) as answer:
                 seen = answer.read(MAX_ANSWER + 1)
         except urllib.error.HTTPError as error:
-            words = _words(error)
+            words = f"status {error.code}: {_words(error)}"
             if error.code in passing:
                 after = error.headers.get("Retry-After", "")
-                raise Passing(
-                    f"status {error.code}: {words}", float(after) if after.isdecimal() else 0.0
-                ) from error
-            raise Refusal(error.code, words) from error
+                raise Passing(words, float(after) if after.isdecimal() else 0.0) from error
+            raise Refusal(words) from error
         # refused, timed out, cut short, no host name
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error

@@ -6,7 +6,7 @@ share that is wanted. Running text: documents that begin with one ordinary token
 Both are filtered by rules that know no language, and nothing is kept twice.
 
 Samples lie in shards that resume, as responses do: shard n depends on the seed and on n alone, so the same seed gives the same
-text for any number of processes. How a shard is sampled is the `Writer`'s; here it is called in one place.
+text for any number of processes. How a shard is sampled is the `Writer`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_jsonl
@@ -137,16 +137,16 @@ def write_instructions(
     turn = user_turn(tokenizer)
     how = _sampling(options, INSTRUCTION_TOKENS)
     writer = writer_of(target_folder, tokenizer, how, _seed(seed, purpose), inference or InferenceOptions())
-    openings = [plain_ids(tokenizer, opening) for opening in options.self_openings or ("",)]
+    given = [plain_ids(tokenizer, opening) for opening in options.self_openings or ("",)]
 
-    def beginnings(number: int) -> list[Beginning]:
+    def openings(number: int) -> list[list[int]]:
         first = number * how.shard_size
-        drawn = [openings[place % len(openings)] for place in range(first, first + how.shard_size)]
-        return [Beginning([*turn.before, *opening], len(opening)) for opening in drawn]
+        return [given[place % len(given)] for place in range(first, first + how.shard_size)]
 
     job = _Job(
         label="target writes instructions",
-        beginnings=beginnings,
+        before=turn.before,
+        openings=openings,
         judge=lambda ids: judge_instruction(tokenizer, turn, ids),
         row=lambda text: {"messages": [{"role": "user", "content": text}]},
         amount=lambda text: 1,
@@ -174,14 +174,14 @@ def write_text(
     # only where the tokenizer itself puts it there
     start = begin if begin and begin[0] == tokenizer.bos_token_id else []
 
-    def beginnings(number: int) -> list[Beginning]:
+    def openings(number: int) -> list[list[int]]:
         drawn = random.Random(f"{own} {number}")
-        ids = [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
-        return [Beginning(each, len(each)) for each in ids]
+        return [[*start, drawn.choice(ordinary)] for _ in range(how.shard_size)]
 
     job = _Job(
         label="target writes running text",
-        beginnings=beginnings,
+        before=[],
+        openings=openings,
         judge=lambda ids: judge_document(tokenizer, ids),
         row=lambda text: {"text": text},
         amount=lambda text: len(plain_ids(tokenizer, text)),
@@ -202,26 +202,17 @@ def _seed(seed: int, purpose: str) -> int:
     return int.from_bytes(sha256(f"{seed} {purpose}".encode()).digest()[:4])
 
 
-def sampled(writer: Writer, number: int, beginnings: Sequence[list[int]], bar: Any) -> list[list[int]]:
-    """Token ids that the target writes behind each beginning, in shard `number`: the one place that samples."""
-    first = number * len(beginnings)
-    requests = [Request(first + place, [], ids, 1.0) for place, ids in enumerate(beginnings)]
-    return [row["response_ids"] for row in writer.rows(number, requests, bar)]
-
-
-class Beginning(NamedTuple):
-    """What a sample goes on from: token ids, of which the last `kept` belong to the text."""
-
-    ids: list[int]
-    kept: int
-
-
 @dataclass(frozen=True)
 class _Job:
-    """One kind of text: how samples begin, what is kept of them, how much of it is wanted. `amount`: what a kept text counts."""
+    """One kind of text: how samples begin, what is kept of them, how much of it is wanted.
+
+    before: token ids that every sample goes on from. openings: by a shard's number, the first token ids of each of its texts.
+    amount: what a kept text counts.
+    """
 
     label: str
-    beginnings: Callable[[int], list[Beginning]]
+    before: list[int]
+    openings: Callable[[int], list[list[int]]]
     judge: Callable[[Sequence[int]], Verdict]
     row: Callable[[str], dict[str, Any]]
     amount: Callable[[str], int]
@@ -280,17 +271,19 @@ class _Job:
         }
 
     def _shard(self, writer: Writer, number: int, bar: Any) -> list[dict[str, Any]]:
-        beginnings = self.beginnings(number)
-        longest = max(len(beginning.ids) for beginning in beginnings)
+        openings = self.openings(number)
+        first = number * len(openings)
+        requests = [
+            Request(first + place, [], [*self.before, *opening], 1.0)
+            for place, opening in enumerate(openings)
+        ]
+        longest = max(len(request.prompt_ids) for request in requests)
         if longest >= writer.context_length:
             raise InputError(
                 f"the chat template's beginning has {longest} tokens and the context {writer.context_length}; give files"
             )
-        found = sampled(writer, number, [beginning.ids for beginning in beginnings], bar)
-        return [
-            {"ids": [*beginning.ids[len(beginning.ids) - beginning.kept :], *ids]}
-            for beginning, ids in zip(beginnings, found, strict=True)
-        ]
+        found, _ = writer.answers(number, requests, bar)
+        return [{"ids": [*opening, *ids]} for opening, ids in zip(openings, found, strict=True)]
 
 
 class _Samples:

@@ -22,7 +22,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.kept.top_k import LEAST, record_type
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
@@ -168,7 +168,7 @@ class ServerTarget:
             "the server's log and run the same command again: whole shards are kept"
         )
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions. Raises InputError where the server sends too few log-probabilities, or none under ids."""
         self._check_ids()
         with ThreadPoolExecutor(self.how.parallel) as pool:
@@ -177,7 +177,7 @@ class ServerTarget:
                 found = pool.map(
                     lambda places, row=row: self._document(row, places, top_k), documents_of(row)
                 )
-                yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))]), 1
+                yield np.concatenate([*found, np.empty(0, record_type(top_k, self.vocab_size))])
 
     def check_distributions(self, top_k: int) -> None:
         """Ask for the `top_k` most probable tokens of a short text. Raises InputError where the server does not give them."""
@@ -241,17 +241,17 @@ class ServerWriter(Writer):
         self.context_length, self.precision = target.context_length, target.precision
         self.stops = stop_ids_of(target.folder, target.tokenizer)
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
-        rows = []
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
+        answered = []
         with ThreadPoolExecutor(self.target.how.parallel) as pool:
             try:
-                for request, answer in zip(requests, pool.map(self._answer, requests), strict=True):
-                    rows.append(row_of(request, answer))
+                for answer in pool.map(self._answer, requests):
+                    answered.append(answer)
                     bar.update(1)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        return rows
+        return answered, {}
 
     def _answer(self, request: Request) -> list[int]:
         text = "" if self.target.sends_ids else self._text(request)

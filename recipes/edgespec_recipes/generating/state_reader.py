@@ -19,10 +19,10 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import InferenceOptions
-from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.datagen import is_made_from, read_responses, write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.generating.stored import identity_of
 from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
 from edgespec_recipes.kept.top_k import records_of
@@ -54,17 +54,14 @@ class StateReader(Writer):
         self.wanted = wanted_of(self.model, identity_of(folder, how), top_k, features=True, early=early)
 
     @freed_memory_kept()
-    def rows_and_states(
-        self, number: int, requests: list[Request], bar: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         for batch in _passes(requests, self.replies):
             found |= dict(zip((each.id for each in batch), self._states(batch), strict=True))
             bar.add_tokens(sum(len(found[each.id][1]) for each in batch))
             bar.update(len(batch))
-        rows = [row_of(each, list(self.replies[each.id])) for each in requests]
         records, features = (np.concatenate([found[each.id][part] for each in requests]) for part in range(2))
-        return rows, {RECORDS: records, FEATURES: features}
+        return [list(self.replies[each.id]) for each in requests], {RECORDS: records, FEATURES: features}
 
     def _states(self, batch: Sequence[Request]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(records, features) of each text of a pass. The last token of a text is not read; padding stands behind the others."""

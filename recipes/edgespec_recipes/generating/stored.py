@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,21 +20,23 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file, whole_file, write_json
+from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
+from edgespec_recipes.generating.file_target import FileTarget, locate
+from edgespec_recipes.generating.server_target import ServerTarget
 from edgespec_recipes.kept.top_k import (
     CHUNK,
+    Store,
     check_top_k,
     divergence_errors,
     record_type,
     records_of,
-    target_rows_of,
 )
-from edgespec_recipes.kept.written_states import WrittenTarget, check_file
-from edgespec_recipes.losses.head_loss import TargetRows
+from edgespec_recipes.kept.written_states import Mapped, Part, WrittenTarget, save_array
 from edgespec_recipes.losses.losses import Divergence
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.loading import load_tokenizer
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 INDEX = "store.json"  # written last: with it the store is whole
 FORMAT = 1
 SHARD_ROWS = 32
-OPEN_SHARDS = 64
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
 
 Batch = dict[str, Tensor]
@@ -67,22 +67,11 @@ def whole_shard(folder: Path, number: int) -> dict[str, Any]:
     path, about = data_path(folder, number), read_json(about_path(folder, number))
     if not isinstance(about, dict) or not {"positions", "bytes", "sha256"} <= about.keys():
         raise InputError(f"{about_path(folder, number)} does not describe a shard")
-    if path.is_file() and (size := path.stat().st_size) != about["bytes"]:
-        raise InputError(f"{path} has {size} bytes; it must have {about['bytes']}")
-    check_file(path, about["sha256"])
+    check_file(path, about["sha256"], about["bytes"])
     return about
 
 
-class Store(Protocol):
-    """Distributions of a target that need not run: `StoredTargets`, or what it kept while it wrote (written_rows.py)."""
-
-    vocab_size: int
-
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """Target rows over the compared positions of these rows, one row after the other."""
-
-
-class StoredTargets:
+class StoredTargets(Store):
     """A finished store, mapped from disk. Raises InputError where it is not finished or a shard is not as it was written."""
 
     def __init__(self, folder: Path) -> None:
@@ -92,35 +81,29 @@ class StoredTargets:
         self.folder, self.size, self.shard_rows = folder, index["stored_rows"], index["shard_rows"]
         self.vocab_size, self.top_k = index["vocab_size"], index["top_k"]
         self.packed: bool = index.get("packed", True)  # whether a row holds several texts
-        # shard -> first position of each row, once its checksum was seen
-        self._known: dict[int, list[int]] = {}
-        self._open = lru_cache(OPEN_SHARDS)(self._opened)
+        self._starts: dict[int, list[int]] = {}
+        self._mapped = Mapped()
 
-    def _opened(self, number: int) -> tuple[np.ndarray, list[int]]:
-        if number not in self._known:
+    def _starts_of(self, number: int) -> list[int]:
+        """The first position of each row of a shard, whose checksum is looked at the first time."""
+        if number not in self._starts:
             try:
                 positions = whole_shard(self.folder, number)["positions"]
             except InputError as error:
                 raise InputError(
                     f"{error}; store the targets again: only this shard is made again"
                 ) from error
-            self._known[number] = [0, *np.cumsum(positions).tolist()]
-        records = np.load(data_path(self.folder, number), mmap_mode="r", allow_pickle=False)
-        return records, self._known[number]
+            self._starts[number] = [0, *np.cumsum(positions).tolist()]
+        return self._starts[number]
 
-    def _row(self, row: int) -> np.ndarray:
+    def records(self, row: int) -> np.ndarray:
         if not 0 <= row < self.size:
             raise InputError(
                 f"row {row} was not stored: {self.folder} has {self.size} rows; store the targets of these rows"
             )
         number, place = divmod(row, self.shard_rows)
-        records, starts = self._open(number)
-        return records[starts[place] : starts[place + 1]]
-
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """Target rows over the compared positions of these packed rows, one row after the other (see target_rows_of)."""
-        records = np.concatenate([self._row(row) for row in row_ids])
-        return target_rows_of(records, self.vocab_size, device, ids)
+        starts = self._starts_of(number)
+        return self._mapped.read(Part(data_path(self.folder, number), starts[place], starts[place + 1]))
 
 
 class Distributions(Protocol):
@@ -130,8 +113,8 @@ class Distributions(Protocol):
     def precision(self) -> Precision:
         """What it computes in, and why."""
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
-        """(records of `record_type` at the compared positions of the next of these rows, how many rows they are of)."""
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
+        """Records of `record_type` at the compared positions of each of these rows."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +123,16 @@ class _TorchTarget:
     precision: Precision
     device: torch.device
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         for batch in _passes(rows, part, self.device):
-            yield _records(self.model, self.precision, batch, top_k), len(batch["input_ids"])
+            ends = batch["compared"].sum(1).cumsum(0).tolist()
+            yield from np.split(_records(self.model, self.precision, batch, top_k), ends[:-1])
 
 
 def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -> Distributions:
     if inference.source == "file":
-        from edgespec_recipes.generating.file_target import FileTarget
-
         return FileTarget(inference, folder)
     if inference.source == "server":
-        from edgespec_recipes.generating.server_target import ServerTarget
-
         return ServerTarget(inference, folder, load_tokenizer(folder))
     device = processes.device()
     if model is None:
@@ -162,16 +142,23 @@ def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -
 
 def identity_of(folder: Path, inference: InferenceOptions) -> str:
     """What the target's distributions depend on besides the rows, as a checksum; one of another target is never taken for it."""
-    if inference.source == "file":
-        from edgespec_recipes.generating.file_target import identity
-
-        return identity(inference)
     if inference.source == "server":
         return f"{inference.url} {inference.model}"
-    plain = InferenceOptions()
+    if inference.source == "file":
+        path = locate(inference)[1]
+        return _hash_of(sorted(path.iterdir()) if path.is_dir() else [path])
+    found, plain = (
+        _hash_of([folder / "config.json", *sorted(folder.glob("*.safetensors"))]),
+        InferenceOptions(),
+    )
     if (inference.dtype, inference.bits) == (plain.dtype, plain.bits):
-        return _target_hash(folder)
-    return f"{_target_hash(folder)} in {inference.bits or inference.dtype}"
+        return found
+    return f"{found} in {inference.bits or inference.dtype}"
+
+
+def _hash_of(files: Sequence[Path]) -> str:
+    """Of the files' content, whatever they are called."""
+    return hashlib.sha256("".join(map(sha256_file, files)).encode()).hexdigest()
 
 
 def store_targets(
@@ -214,7 +201,7 @@ def store_targets(
     mine = list(range(processes.rank(), len(parts), processes.world()))
     missing, remade = _not_whole(out, mine)
     precision = choose_precision(processes.device()) if inference.source == "torch" else None
-    start, tokens = time.monotonic(), 0
+    start, tokens, context = time.monotonic(), 0, len(rows[0]["input_ids"])
     if missing:  # else the target is not even loaded
         target = _written_target(written, rows, made_for) or _open_target(target_folder, inference, model)
         precision = target.precision
@@ -223,14 +210,12 @@ def store_targets(
         with progress("store the target's distributions", own_rows, "rows", done) as bar:
             for number in missing:
                 records = []
-                for found, done_rows in target.records(rows, parts[number], top_k):
+                for found in target.records(rows, parts[number], top_k):
                     records.append(found)
-                    read = done_rows * len(rows[parts[number][0]]["input_ids"])
-                    tokens += read
-                    bar.add_tokens(read)
-                    bar.update(done_rows)
-                positions = [int(rows[row]["compared"].sum()) for row in parts[number]]
-                _write_shard(out, number, np.concatenate(records), positions, made_for)
+                    tokens += context
+                    bar.add_tokens(context)
+                    bar.update(1)
+                _write_shard(out, number, records, made_for)
     seconds = time.monotonic() - start
     processes.wait()
     if not processes.rank():
@@ -266,12 +251,6 @@ def _written_target(folder: Path | None, rows: Any, made_for: Mapping[str, Any])
         log.info("%s: the target reads the rows again", error)
         return None
     return found if found.holds(rows) else None
-
-
-def _target_hash(folder: Path) -> str:
-    """Of the config and the weights, whatever the folder is called."""
-    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
 def _rows_hash(rows: Any) -> str:
@@ -344,16 +323,12 @@ def _records(model: Any, precision: Precision, batch: Batch, top_k: int) -> np.n
     return records
 
 
-def _write_shard(
-    out: Path, number: int, records: np.ndarray, positions: list[int], made_for: Mapping[str, Any]
-) -> None:
-    with whole_file(data_path(out, number)) as temporary, open(temporary, "wb") as stream:
-        np.save(stream, records, allow_pickle=False)
+def _write_shard(out: Path, number: int, of_rows: Sequence[np.ndarray], made_for: Mapping[str, Any]) -> None:
+    records = np.concatenate(of_rows)
     about = {
-        "positions": positions,
+        "positions": list(map(len, of_rows)),
         "remainder": float(np.exp(records["log_rest"].astype(np.float64)).sum()),
-        "bytes": data_path(out, number).stat().st_size,
-        "sha256": sha256_file(data_path(out, number)),
+        **save_array(data_path(out, number), records),
         "made_for": dict(made_for),
     }
     write_json(about_path(out, number), about)

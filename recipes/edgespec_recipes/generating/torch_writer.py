@@ -17,7 +17,7 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.generating.response_rows import Request, Writer, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request, Writer
 from edgespec_recipes.kept.top_k import check_top_k, records_of
 from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import shape_of, stop_ids_of
@@ -107,11 +107,9 @@ class TorchWriter(Writer):
         self.wanted = wanted_of(self.model, target, top_k, features=options.features)
 
     @freed_memory_kept()
-    def rows_and_states(
-        self, number: int, requests: list[Request], bar: Any
-    ) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         generator = torch.Generator(self.model.device).manual_seed(self.seed * 1_000_003 + number)
-        found: dict[int, tuple[dict[str, Any], dict[str, np.ndarray]]] = {}
+        found: dict[int, tuple[list[int], dict[str, np.ndarray]]] = {}
         for batch in _batches(requests, self.options.batch_size):
             states = KeptStates(len(batch), self.wanted) if self.wanted.about() else None
             answers = sample_responses(
@@ -126,12 +124,12 @@ class TorchWriter(Writer):
                 states=states,
             )
             for place, (request, answer) in enumerate(zip(batch, answers, strict=True)):
-                found[request.id] = row_of(request, answer), states.of(place) if states else {}
+                found[request.id] = answer, states.of(place) if states else {}
             bar.add_tokens(sum(map(len, answers)))
             bar.update(len(batch))
         ordered = [found[request.id] for request in requests]
         arrays = {kind: np.concatenate([kept[kind] for _, kept in ordered]) for kind in self.wanted.about()}
-        return [row for row, _ in ordered], arrays
+        return [answer for answer, _ in ordered], arrays
 
 
 def _batches(requests: list[Request], size: int) -> list[list[Request]]:

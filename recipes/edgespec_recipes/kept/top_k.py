@@ -10,7 +10,7 @@ are several times closer to the live ones at every k (benchmarks/stored_targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -93,6 +93,21 @@ def target_rows_of(
         return expand(columns[part], log_p[part].float(), log_rest[part].float(), width, vocab_size)
 
     return target_rows
+
+
+class Store:
+    """A target that need not run: its distributions at the compared positions of packed rows, by the rows' numbers."""
+
+    vocab_size: int
+
+    def records(self, row: int) -> np.ndarray:
+        """Records of `record_type` at the compared positions of one row."""
+        raise NotImplementedError
+
+    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
+        """Target rows over the compared positions of these rows, one row after the other; `ids`: see target_rows_of."""
+        records = np.concatenate([self.records(row) for row in row_ids])
+        return target_rows_of(records, self.vocab_size, device, ids)
 
 
 def divergence_errors(

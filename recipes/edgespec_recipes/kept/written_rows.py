@@ -1,8 +1,8 @@
 """What the target wrote, as rows to train a feature drafter on: tokens, its hidden states before them, its distributions.
 
 A row is one of `mixing.response_rows` with `features` [T, G] beside it: slot s has the target's hidden states at the slot
-before, and zeros at the beginning of a text. The distributions are a source like `stored.StoredTargets`. Both come from the files
-that were kept while the target wrote (written_states.py), so that no second pass of the target is needed. Mapped, never copied.
+before, and zeros at the beginning of a text. States and distributions come from the files that were kept while the target wrote
+(written_states.py), so that no second pass of the target is needed. Mapped, never copied.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.token_rows import Row, Rows
-from edgespec_recipes.kept.top_k import target_rows_of
+from edgespec_recipes.kept.top_k import Store
 from edgespec_recipes.kept.written_states import Mapped, Part, check_states, cut_key, find_states, texts_of
-from edgespec_recipes.losses.head_loss import TargetRows
 
 
-class WrittenRows(Dataset[Row]):
+class WrittenRows(Store, Dataset[Row]):
     """Rows of `context` tokens from the generate stage's folder, and the distributions of their compared positions.
 
     Attributes:
@@ -83,19 +82,13 @@ class WrittenRows(Dataset[Row]):
             features = torch.from_numpy(row["features"].astype(np.float32))
             yield torch.from_numpy(row["input_ids"][inside]), features[inside], features[inside + 1]
 
-    def records(self, index: int) -> np.ndarray:
-        """The records of a row's compared positions."""
-        texts = texts_of(self.packed[index])
+    def records(self, row: int) -> np.ndarray:
+        texts = texts_of(self.packed[row])
         found = [self._mapped.read(self._texts[key][0])[:compared] for _, key, compared in texts]
         return np.concatenate(found)
 
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """As `StoredTargets.rows`."""
-        records = np.concatenate([self.records(row) for row in row_ids])
-        return target_rows_of(records, self.vocab_size, device, ids)
 
-
-class JoinedRows:
+class JoinedRows(Store):
     """The rows of several folders as one source of distributions; each folder's rows are numbered behind those before it.
 
     Raises InputError where the folders are not of one target.
@@ -104,11 +97,8 @@ class JoinedRows:
     def __init__(self, parts: Sequence[WrittenRows]) -> None:
         first = parts[0]
         for other in parts[1:]:
-            if (other.target, other.vocab_size, other.layers) != (
-                first.target,
-                first.vocab_size,
-                first.layers,
-            ):
+            seen, wanted = ((one.target, one.vocab_size, one.layers) for one in (other, first))
+            if seen != wanted:
                 raise InputError(
                     f"what was written is of the target {first.target[:12]} and what was read of {other.target[:12]}; remove the "
                     "folder of the older one and run the same command again"
@@ -116,10 +106,6 @@ class JoinedRows:
         self.parts, self.vocab_size = parts, first.vocab_size
         self.starts = np.cumsum([0, *map(len, parts)])
 
-    def rows(self, row_ids: Sequence[int], device: torch.device, ids: Tensor | None = None) -> TargetRows:
-        """As `StoredTargets.rows`."""
-        records = []
-        for row in row_ids:
-            part = int(np.searchsorted(self.starts, row, side="right")) - 1
-            records.append(self.parts[part].records(row - int(self.starts[part])))
-        return target_rows_of(np.concatenate(records), self.vocab_size, device, ids)
+    def records(self, row: int) -> np.ndarray:
+        part = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return self.parts[part].records(row - int(self.starts[part]))

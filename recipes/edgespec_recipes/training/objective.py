@@ -29,7 +29,7 @@ from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
-from edgespec_recipes.generating.stored import Store
+from edgespec_recipes.kept.top_k import Store
 from edgespec_recipes.losses.head_loss import PerToken, TargetRows, head_loss, head_values, in_head
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.mean_loss import label_losses

@@ -12,7 +12,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import DistillOptions, TuneOptions
 from edgespec_recipes.data.mixing import FIXED, Mixture, response_rows
-from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.models.loading import (
     check_same_vocabulary,
     load_model,

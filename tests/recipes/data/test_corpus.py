@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 from edgespec_recipes.data import corpus
 from edgespec_recipes.data.stdlib_facts import Fact, library_facts, package_of, summarise
+
+from edgespec.core.files import read_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,6 @@ def folder(shared_home: Path) -> Path:
         again = corpus.stdlib_corpus()
     assert made == again
     return made
-
-
-def rows(folder: Path, name: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -75,16 +72,16 @@ def test_facts_are_found_where_people_look_for_them(facts: dict[str, Fact]) -> N
 
 def test_parts_are_apart_and_large_enough(folder: Path) -> None:
     train, seeds, heldout = (
-        rows(folder, f"{name}.jsonl") for name in ("train_chats", "seed_instructions", "heldout")
+        read_jsonl(folder / f"{name}.jsonl") for name in ("train_chats", "seed_instructions", "heldout")
     )
     assert len(heldout) >= 150
     assert len(seeds) >= 300
     assert len(train) > 20_000
-    questions = [{row["messages"][0]["content"] for row in part} for part in (train, seeds, heldout)]  # type: ignore[index]
+    questions = [{row["messages"][0]["content"] for row in part} for part in (train, seeds, heldout)]
     assert not questions[0] & questions[1]
     assert not questions[0] & questions[2]
     assert not questions[1] & questions[2]
-    assert all(row["messages"][-1]["role"] == "user" for row in seeds + heldout)  # type: ignore[index]
+    assert all(row["messages"][-1]["role"] == "user" for row in seeds + heldout)
     assert all(row["reference"] for row in heldout)
     assert {corpus.part_of(str(row["package"])) for row in train if row["kind"] != corpus.SMALL_TALK} == {
         "train"
@@ -92,7 +89,7 @@ def test_parts_are_apart_and_large_enough(folder: Path) -> None:
 
 
 def test_text_is_of_the_training_part_only(folder: Path, facts: dict[str, Fact]) -> None:
-    text = "\n".join(str(row["text"]) for row in rows(folder, "text.jsonl"))
+    text = "\n".join(str(row["text"]) for row in read_jsonl(folder / "text.jsonl"))
     assert len(text) > 3_000_000
     assert 'def join(a, *p):\n    """Join two or more pathname components' in text
     heldout = {fact.package for fact in facts.values() if corpus.part_of(fact.package) == "heldout"}

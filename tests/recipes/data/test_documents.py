@@ -16,12 +16,12 @@ from edgespec_recipes.data.documents import fingerprint, read_documents, text_fi
 from pyarrow import parquet
 
 from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.files import write_jsonl
 from edgespec.recipe.data_sources import HubSource, parse_hub
 
 
 def jsonl(path: Path, texts: list[str], field: str = "text") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts))
+    write_jsonl(path, [{field: text} for text in texts])
     return path
 
 

@@ -1,4 +1,4 @@
-"""Prompts: the bundle's own files, and instruction sets of any form for the recipes."""
+"""Prompts: the bundle's own files, and instruction sets of any form for the recipes; answered conversations as token ids."""
 
 from __future__ import annotations
 
@@ -6,15 +6,33 @@ import json
 from pathlib import Path
 
 import pytest
+from edgespec_recipes.data.corpus import stdlib_corpus
 from edgespec_recipes.data.data_check import check_data
-from edgespec_recipes.data.prompts import read_prompts, render
+from edgespec_recipes.data.instructions import Conversation
+from edgespec_recipes.data.prompts import (
+    STDLIB_FILES,
+    encode_prompt,
+    encode_reply,
+    read_prompts,
+    read_replies,
+    render,
+)
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.text.prompts import read_chats
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.schema import PYTHON_STDLIB
+
+STOP = 2
+HELLO = Conversation([{"role": "user", "content": "Say hello"}], "Hello  world")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("prompts") / "target")
 
 
 def test_both_forms(tmp_path: Path) -> None:
@@ -77,9 +95,6 @@ def test_one_held_out_prompt_is_refused_before_training(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_has_seeds_and_held_out_prompts() -> None:
-    from edgespec_recipes.data.corpus import stdlib_corpus
-    from edgespec_recipes.data.prompts import STDLIB_FILES
-
     for split, name in STDLIB_FILES.items():
         assert read_prompts(PYTHON_STDLIB, split) == read_chats(stdlib_corpus() / name)
     assert read_prompts(PYTHON_STDLIB, "seed") != read_prompts(PYTHON_STDLIB, "heldout")
@@ -91,8 +106,8 @@ TURNS = (
 )
 
 
-def test_a_template_that_wants_turns_gets_neighbours_of_one_role_as_one(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(make_model_folder(tmp_path / "model"))
+def test_a_template_that_wants_turns_gets_neighbours_of_one_role_as_one(target: Path) -> None:
+    tokenizer = load_tokenizer(target)
     tokenizer.chat_template = TURNS
     said = [("system", "Be kind."), ("user", "Hi"), ("user", "there"), ("assistant", "Yo"), ("user", "?")]
     messages = [{"role": role, "content": content} for role, content in said]
@@ -100,3 +115,53 @@ def test_a_template_that_wants_turns_gets_neighbours_of_one_role_as_one(tmp_path
     assert render(tokenizer, messages) == wanted
     with pytest.raises(InputError, match=r"refuses the conversation that begins 'Yo'.*roles must alternate"):
         render(tokenizer, [messages[3], messages[4]])
+
+
+def test_reply_is_what_the_template_writes(target: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    prompt, reply = encode_reply(tokenizer, HELLO, [STOP])
+    assert prompt == encode_prompt(tokenizer, HELLO.messages)
+    assert tokenizer.decode(reply[:-1]) == "Hello  world"
+    assert reply[-1] == STOP  # and not the line break that the template puts after it
+
+
+def test_spaces_of_the_template_belong_to_the_reply(target: Path) -> None:
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[Q]{{ m['content'] }}[A]"
+        "{% else %}{{ ' ' + m['content'] + ' <|im_end|>' }}{% endif %}{% endfor %}"
+    )
+    assert tokenizer.decode(encode_reply(tokenizer, HELLO, [STOP])[1]) == " Hello  world <|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}",  # the prompt's text is no beginning of the answered one's
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}",  # no token ends the turn
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}Q{% endfor %}",
+    ],
+)
+def test_templates_that_write_an_answer_otherwise(target: Path, template: str) -> None:
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = template
+    assert tokenizer.decode(encode_reply(tokenizer, HELLO, [STOP])[1]) == "Hello  world<|im_end|>"
+
+
+def test_conversations_without_a_response_are_left_out(target: Path, tmp_path: Path) -> None:
+    tokenizer, file = load_tokenizer(target), tmp_path / "some.jsonl"
+    rows = [{"prompt": f"Say {number}", "response": "yes" * (number % 3)} for number in range(6)]
+    write_jsonl(file, rows)
+    replies = read_replies(str(file), tokenizer, [STOP])
+    assert [tokenizer.decode(reply) for _, reply in replies] == ["yes<|im_end|>", "yesyes<|im_end|>"] * 2
+
+
+@pytest.mark.parametrize(("answers", "told"), [(0, 0), (1, 1)])
+def test_too_few(target: Path, tmp_path: Path, answers: int, told: int) -> None:
+    file = tmp_path / "few.jsonl"
+    rows = [{"prompt": "Say", "response": "yes" if number < answers else ""} for number in range(4)]
+    write_jsonl(file, rows)
+    with pytest.raises(
+        InputError, match=f"few.jsonl holds 4 conversations, {told} of them with a response; at least 2"
+    ):
+        read_replies(str(file), load_tokenizer(target), [STOP])

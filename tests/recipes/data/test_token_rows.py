@@ -20,8 +20,10 @@ from edgespec_recipes.data import token_shards
 from edgespec_recipes.models.loading import load_tokenizer
 from repository import PYTHONPATH
 from tiny_models import make_model_folder
+from torchrun import two_processes
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def write_texts(path: Path, count: int) -> str:
     rows = [
         {"text": f"document {number} says hello world " + "again " * (number % 7)} for number in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return str(path)
 
 
@@ -132,7 +134,7 @@ def _flip(file: Path) -> None:
     [
         (_cut_off, "has 493 bytes and had 500"),
         (_flip, "has the sha256"),
-        (Path.unlink, "is gone"),
+        (Path.unlink, "is missing"),
     ],
 )
 def test_a_damaged_shard_is_named_and_only_it_is_made_again(
@@ -192,11 +194,14 @@ Path(sys.argv[3] + f"-{processes.rank()}.txt").write_text(found)
 
 
 @pytest.mark.training
+@pytest.mark.usefixtures("small_shards")
 def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "t.jsonl", 150), tmp_path / "cache"
-    command = [sys.executable, "-c", PROGRAM, source, str(folder)]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    given = [source, str(folder), str(cache)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    run = subprocess.Popen([*command, str(cache), "0.2"], env=environment)
+    run = subprocess.Popen([sys.executable, str(program), *given, "0.2"], env=environment)
     try:
         while run.poll() is None and not (cache / "tokens-00002.bin").exists():
             time.sleep(0.005)
@@ -209,25 +214,11 @@ def test_a_killed_run_goes_on_at_the_last_whole_shard(folder: Path, tmp_path: Pa
     done = len(json.loads((cache / "tokens.json").read_text())["shards"])
     assert 2 <= done <= 3
     # two processes go on: one writes, both read the same
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--no_python",
-    ]
-    both = subprocess.run(
-        [*launch, *command, str(cache), "0"], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert both.returncode == 0, both.stderr
+    two_processes(program, *given, "0")
     seen = [(tmp_path / f"cache-{rank}.txt").read_text() for rank in (0, 1)]
     assert seen[0] == seen[1]
     assert (cache / "tokens-00001.bin").stat().st_mtime_ns == first
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_shards, "SHARD_TOKENS", 250)
-        data.text_blocks(source, load_tokenizer(folder), 16, tmp_path / "whole")
+    data.text_blocks(source, load_tokenizer(folder), 16, tmp_path / "whole")
     assert files(cache) == files(tmp_path / "whole")
 
 

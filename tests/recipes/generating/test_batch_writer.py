@@ -29,9 +29,9 @@ from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.training.distill import responses_of
 from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
-from repository import REPOSITORY
+from repository import PYTHONPATH
 from tiny_models import make_model_folder
-from writing_target import TARGET, make_writing_target
+from writing_target import TARGET, make_writing_target, near, near_records, one_pass, shards
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
@@ -67,7 +67,7 @@ def finished(
     out = tmp_path_factory.mktemp("finished")
     counts = generate(out, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
     assert counts["state_bytes"] == sum(
-        len(data) for name, data in contents(out).items() if name.endswith("npy")
+        len(data) for name, data in shards(out).items() if name.endswith("npy")
     )
     return out
 
@@ -84,10 +84,6 @@ def alone(folder: Path) -> Iterator[LlamaCppEngine]:
     found = LlamaCppEngine(folder / "f32.gguf")
     yield found
     found.close()
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(out.glob("shard-*"))}
 
 
 def written(engine: LlamaCppSequences, prompts: list[Prompt], at_once: int, **how: Any) -> list[Written]:
@@ -131,26 +127,15 @@ def test_greedy_texts_are_those_of_one_sequence(engine: LlamaCppSequences, alone
 
 
 def test_records_and_features_are_those_of_one_pass(folder: Path, engine: LlamaCppSequences) -> None:
-    import torch
-    from edgespec_recipes.kept.top_k import compress
-
     shared = some_prompts([30, 4, 11, 7, 600], temperature=1.0)
     prompts = [*shared, replace(shared[0], number=9, tokens=[*shared[0].tokens[:25], 77])]
     model = load_model(folder / TARGET)
     for text in written(engine, prompts, 2, top_k=TOP_K, features=True):
         prompt = next(prompt for prompt in prompts if prompt.number == text.number)
-        ids = torch.tensor([[*prompt.tokens, *text.tokens][:-1]])
-        with torch.inference_mode():
-            hidden = model.model(ids).last_hidden_state[0]
-            logits = model.lm_head(hidden)[len(prompt.tokens) - 1 :]
+        hidden, kept = one_pass(model, list(prompt.tokens), text.tokens, TOP_K)
         assert text.features.shape == hidden.shape
-        np.testing.assert_allclose(text.features.astype(float), hidden.numpy(), atol=2e-2)
-        wanted_ids, log_p, log_rest = compress(logits, TOP_K)
-        assert (
-            text.records["ids"] == wanted_ids.numpy()
-        ).mean() > 0.95  # the cache is F16: near ties change places
-        np.testing.assert_allclose(text.records["log_p"].astype(float), log_p.numpy(), atol=2e-2)
-        np.testing.assert_allclose(text.records["log_rest"].astype(float), log_rest.numpy(), atol=2e-2)
+        near(text.features, hidden)
+        near_records(text.records, kept, same=0.95)
 
 
 def test_rows_are_those_of_one_sequence_at_any_temperature(
@@ -162,23 +147,23 @@ def test_rows_are_those_of_one_sequence_at_any_temperature(
     requests = [
         Request(one.number, [], list(one.tokens), (0.0, 0.3, 0.7, 1.0)[one.number % 4]) for one in prompts
     ]
-    many = BatchWriter(how, folder / TARGET, tokenizer, options, 7).rows(0, requests, Bar("", None, "", 0))
-    one = FileWriter(FileTarget(how, folder / TARGET), tokenizer, options, 7).rows(
-        0, requests, Bar("", None, "", 0)
+    many, one = (
+        writer.answers(0, requests, Bar("", None, "", 0))[0]
+        for writer in (
+            BatchWriter(how, folder / TARGET, tokenizer, options, 7),
+            FileWriter(FileTarget(how, folder / TARGET), tokenizer, options, 7),
+        )
     )
-    same = [ours["response_ids"] == theirs["response_ids"] for ours, theirs in zip(many, one, strict=True)]
-    assert (
-        sum(same) >= 4
-    )  # a number that falls on the border of two tokens may give the other one: the cache is F16
-    assert [{**row, "response_ids": 0} for row in many] == [{**row, "response_ids": 0} for row in one]
+    # a number that falls on the border of two tokens may give the other one: the cache is F16
+    assert sum(ours == theirs for ours, theirs in zip(many, one, strict=True)) >= 4
 
 
 def test_the_same_shards_again(
     finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
 ) -> None:
     generate(tmp_path, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
-    assert contents(tmp_path) == contents(finished)
-    assert len(contents(finished)) == 3 * 4
+    assert shards(tmp_path) == shards(finished)
+    assert len(shards(finished)) == 3 * 4
 
 
 def test_rows_and_states_belong_together(finished: Path, options: GenerateOptions) -> None:
@@ -200,13 +185,13 @@ def test_rows_and_states_belong_together(finished: Path, options: GenerateOption
 def test_only_a_damaged_shard_is_made_again(
     finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, kind: str
 ) -> None:
-    before = contents(finished)
+    before = shards(finished)
     harmed = finished / f"shard-00001.{kind}"
     harmed.write_bytes(before[harmed.name][:-3] + b"xyz")
     assert damaged_shards(finished) == ["shard-00001.jsonl"]
     counts = generate(finished, folder / TARGET, replace(options, features=True), 3, how, TOP_K)
     assert counts["remade_shards"] == ["shard-00001.jsonl"]
-    assert contents(finished) == before
+    assert shards(finished) == before
 
 
 def test_shards_without_what_is_wanted_are_made_again(
@@ -250,19 +235,10 @@ def test_a_killed_run_goes_on_and_gives_the_same_shards(
     finished: Path, folder: Path, options: GenerateOptions, how: InferenceOptions, tmp_path: Path
 ) -> None:
     wanted = replace(options, features=True)
-    places = [str(REPOSITORY / part) for part in (".", "runtime", "recipes")]
+    given = [tmp_path, folder / TARGET, how.file, json.dumps(to_mapping(wanted)), "2"]
     killed = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PROGRAM,
-            tmp_path,
-            folder / TARGET,
-            how.file,
-            json.dumps(to_mapping(wanted)),
-            "2",
-        ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        [sys.executable, "-c", PROGRAM, *given],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )
@@ -271,7 +247,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_shards(
     first = (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns
     assert not generate(tmp_path, folder / TARGET, wanted, 3, how, TOP_K)["remade_shards"]
     assert (tmp_path / "shard-00000.jsonl").stat().st_mtime_ns == first
-    assert contents(tmp_path) == contents(finished)
+    assert shards(tmp_path) == shards(finished)
 
 
 @pytest.mark.parametrize("context", [400, 48])
@@ -292,10 +268,7 @@ def test_the_store_is_filled_without_another_pass(
     assert counts["precision"] == "as written"
     for name in sorted(path.name for path in (tmp_path / "pass").glob("*.npy")):
         found, wanted = (np.load(tmp_path / one / name) for one in ("kept", "pass"))
-        assert len(found) == len(wanted)
-        assert (found["ids"] == wanted["ids"]).mean() > 0.97  # rounding: near ties change places
-        for part in ("log_p", "log_rest"):
-            np.testing.assert_allclose(found[part].astype(float), wanted[part].astype(float), atol=2e-2)
+        near_records(found, wanted, same=0.97)
 
 
 def test_what_another_target_kept_is_not_taken(
@@ -335,7 +308,7 @@ def test_a_context_that_is_too_short_is_told_before_anything_is_written(
 
 
 def test_arrays_of_other_rows_are_refused(finished: Path, tmp_path: Path) -> None:
-    for name, data in contents(finished).items():
+    for name, data in shards(finished).items():
         (tmp_path / name).write_bytes(data)
     np.save(written_states.state_path(tmp_path / "shard-00000.jsonl", "top_k"), np.zeros(3))
     with pytest.raises(InputError, match=r"top_k.npy has 3 rows; those of shard-00000.jsonl need \d+"):

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from edgespec_recipes.data.prompts import encode_prompt
 from edgespec_recipes.generating import datagen, torch_writer
 from edgespec_recipes.generating.datagen import generate, plan_requests, read_responses
 from edgespec_recipes.models.loading import load_tokenizer
-from repository import PYTHONPATH
 from tiny_models import make_model_folder
+from torchrun import one_thread, two_processes
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import read_jsonl, write_jsonl
 from edgespec.core.options import to_mapping
 from edgespec.recipe.schema import GenerateOptions
 
@@ -36,8 +33,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> GenerateOptions:
     file = tmp_path_factory.mktemp("seed") / "seed.jsonl"
-    rows = [{"instruction": "word " * (3 + number)} for number in range(8)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(file, [{"instruction": "word " * (3 + number)} for number in range(8)])
     return GenerateOptions(instructions=str(file), prompts=22, max_new_tokens=12, batch_size=4, shard_size=8)
 
 
@@ -97,9 +93,8 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = contents(finished)
-    texts = {name: text.decode() for name, text in before.items()}
-    (finished / "shard-00000.jsonl").write_text(texts["shard-00000.jsonl"][:-40])  # cut off
-    rows = [json.loads(line) for line in texts["shard-00001.jsonl"].splitlines()]
+    (finished / "shard-00000.jsonl").write_bytes(before["shard-00000.jsonl"][:-40])  # cut off
+    rows = read_jsonl(finished / "shard-00001.jsonl")
     datagen.write_shard(finished / "shard-00001.jsonl", rows[:-1])  # whole, and a row short
     with pytest.raises(InputError, match=r"shard-00000.jsonl has the sha256 .*stage.json and run the same"):
         read_responses(finished)
@@ -127,8 +122,7 @@ def _flip(shard: Path) -> None:
 
 
 def _of_others(shard: Path) -> None:
-    rows = [json.loads(line) for line in shard.read_text().splitlines()]
-    datagen.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in rows])
+    datagen.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in read_jsonl(shard)])
 
 
 @pytest.mark.parametrize(
@@ -139,10 +133,8 @@ def _of_others(shard: Path) -> None:
         (Path.unlink, "shard-00001.jsonl is missing"),
         (lambda shard: datagen.about_file(shard).write_text("[]"), "shard-00001.jsonl has the sha256"),
         (lambda shard: datagen.about_file(shard).write_text("{"), "shard-00001.json is not valid JSON"),
-        (
-            lambda shard: datagen.about_file(shard).unlink(),
-            "",
-        ),  # killed before it was whole: nothing is wrong
+        # killed before it was whole: nothing is wrong
+        (lambda shard: datagen.about_file(shard).unlink(), ""),
     ],
 )
 def test_any_damage_is_named_and_only_that_shard_made_again(
@@ -184,32 +176,17 @@ Path(out, f"counts-{processes.rank()}").write_text(json.dumps([processes.world()
 @pytest.mark.training
 def test_two_processes_share_the_shards(target: Path, options: GenerateOptions, tmp_path: Path) -> None:
     options = replace(options, prompts=20, shard_size=4)
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "--no_python",
-        sys.executable,
-        "-c",
-        PROGRAM,
-    ]
-    done = subprocess.run(
-        [sys.executable, *launch, str(target), json.dumps(to_mapping(options)), "5", str(tmp_path / "two")],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": str(torch.get_num_threads())},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    two_processes(program, str(target), json.dumps(to_mapping(options)), "5", str(tmp_path / "two"))
     (world, first, counts), (_, second, same) = (
         json.loads((tmp_path / "two" / f"counts-{rank}").read_text()) for rank in (0, 1)
     )
     assert world == 2
     assert first == [f"shard-{number:05d}.jsonl" for number in (0, 2, 4)]
     assert second == [f"shard-{number:05d}.jsonl" for number in (1, 3)]
-    alone = generate(tmp_path / "one", target, options, seed=5)
+    with one_thread():
+        alone = generate(tmp_path / "one", target, options, seed=5)
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert len(contents(tmp_path / "one")) == 5
     assert counts == same
@@ -234,16 +211,11 @@ def test_another_seed_gives_other_responses(
 
 
 def test_every_shard_draws_its_own_numbers(target: Path, tmp_path: Path) -> None:
-    file = tmp_path / "one.jsonl"
-    file.write_text(json.dumps({"instruction": "word"}))
+    write_jsonl(tmp_path / "one.jsonl", [{"instruction": "word"}])
     options = GenerateOptions(
-        instructions=str(file),
-        prompts=4,
-        temperatures=(1.0,),
-        system_prompts=("",),
-        max_new_tokens=8,
-        shard_size=2,
-    )
+        instructions=str(tmp_path / "one.jsonl"), prompts=4, temperatures=(1.0,), system_prompts=("",),
+        max_new_tokens=8, shard_size=2,
+    )  # fmt: skip
     generate(tmp_path, target, options, seed=0)
     answers = [tuple(row["response_ids"]) for row in read_responses(tmp_path)]
     assert len(set(answers)) == 4

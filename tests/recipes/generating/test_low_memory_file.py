@@ -16,15 +16,16 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import datagen, file_target
 from edgespec_recipes.generating.datagen import generate, read_responses
 from edgespec_recipes.generating.file_target import FileTarget
-from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.generating.stored import identity_of, store_targets
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
+from writing_target import answers, near_records, six_answers
 
 from edgespec.core.errors import BundleError, InputError
-from edgespec.core.files import read_json, write_json, write_jsonl
+from edgespec.core.files import read_json, write_json
 from edgespec.recipe.schema import DistillOptions, GenerateOptions, InferenceOptions
 
 TOP_K = 8
@@ -32,37 +33,23 @@ TOP_K = 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target: a model folder; its files; slim: the same folder without weights; bundle; seed.jsonl."""
+    """target: a model folder; its files; slim: the same folder without weights; bundle."""
     root = tmp_path_factory.mktemp("file")
     target = make_model_folder(root / "target", context=96)
     export_gguf(target, root / "f32.gguf", "f32")
     export_onnx(target, root / "onnx", "fp32")
     shutil.copytree(target, root / "slim", ignore=shutil.ignore_patterns("*.safetensors"))
     exported_bundle(root, target, disturbed(target, root / "drafter", 0.07))
-    write_jsonl(
-        root / "seed.jsonl", [{"instruction": text} for text in ("Hello", "What is a list?", "naïve café")]
-    )
     return root
 
 
 @pytest.fixture
 def options(folder: Path) -> GenerateOptions:
-    return GenerateOptions(
-        instructions=str(folder / "seed.jsonl"),
-        prompts=6,
-        max_new_tokens=10,
-        temperatures=(0.0, 0.7),
-        system_prompts=("",),
-        shard_size=2,
-    )
+    return six_answers(folder)
 
 
 def of_file(folder: Path, name: str) -> InferenceOptions:
     return InferenceOptions(source="file", file=str(folder / name))
-
-
-def answers(out: Path) -> list[list[int]]:
-    return [row["response_ids"] for row in read_responses(out)]
 
 
 @pytest.mark.parametrize("name", ["f32.gguf", "onnx", "bundle"])
@@ -133,9 +120,7 @@ def test_a_file_stores_what_torch_would(
     counts = store_targets(tmp_path / "file", folder / "slim", rows, TOP_K, inference=of_file(folder, name))
     ours, theirs = (np.load(tmp_path / one / "shard-00000.npy") for one in ("torch", "file"))
     assert counts["stored_positions"] == len(ours) == 45
-    assert (ours["ids"] == theirs["ids"]).mean() > 0.97  # a GGUF cache is F16: near ties may change places
-    for part in ("log_p", "log_rest"):
-        np.testing.assert_allclose(ours[part].astype(float), theirs[part].astype(float), atol=2e-2)
+    near_records(ours, theirs, same=0.97)
 
 
 def test_distillation_never_opens_the_targets_weights(
@@ -200,4 +185,4 @@ def test_a_bundle_runs_in_the_precision_asked_for(folder: Path) -> None:
     assert file_target.locate(how)[0] == read_json(folder / "bundle" / "manifest.json")["default"]["engine"]
     engine, path = file_target.locate(replace(how, precision="q8_0"))
     assert (engine, path.name) == ("llama.cpp", "target-q8_0.gguf")
-    assert file_target.identity(how) != file_target.identity(replace(how, precision="q8_0"))
+    assert identity_of(folder, how) != identity_of(folder, replace(how, precision="q8_0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,13 +13,12 @@ from typing import Any
 
 import pytest
 import self_written_program
-import torch
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.generating import self_written
 from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.generating.response_rows import Request, row_of
+from edgespec_recipes.generating.response_rows import Answers, Request
 from edgespec_recipes.generating.self_written import (
     INSTRUCTIONS,
     TEXT,
@@ -34,12 +34,12 @@ from small_build import command, write_data
 from study_values import changed
 from tiny_models import SPECIALS, make_model_folder
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
-from torchrun import torchrun
+from torchrun import one_thread, two_processes
 from transformers import PreTrainedTokenizerFast
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, read_jsonl
+from edgespec.core.files import read_json, read_jsonl, write_jsonl
 from edgespec.core.progress import Bar
 from edgespec.planning.estimate import estimate
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions, PretrainOptions, Recipe
@@ -70,18 +70,18 @@ class Typist:
         self.shards: list[int] = []
         self.beginnings: list[list[int]] = []
 
-    def rows(self, number: int, requests: list[Request], bar: Any) -> list[dict[str, Any]]:
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         self.shards.append(number)
         self.beginnings += [list(request.prompt_ids) for request in requests]
         drawn = random.Random(f"{self.seed} {number}")
-        rows, before = [], ""
-        for place, request in enumerate(requests):
+        answers, before = [], ""
+        for place in range(len(requests)):
             text = " ".join(drawn.choice(WORDS) for _ in range(6)) + ("?" if place % 3 else "")
             text = "hm" if place % 3 == 0 else text
             text, before = (f"  {before.upper()} " if place == 5 else text), text  # said before, in capitals
-            rows.append(row_of(request, self.tokenizer.encode(f"{text}{END}", add_special_tokens=False)))
+            answers.append(self.tokenizer.encode(f"{text}{END}", add_special_tokens=False))
             bar.update(1)
-        return rows
+        return answers, {}
 
 
 @pytest.fixture
@@ -231,9 +231,9 @@ def test_a_killed_writing_goes_on(
             raise KeyboardInterrupt
         return write(self, number, requests, bar)
 
-    write = Typist.rows
+    write = Typist.answers
     with monkeypatch.context() as patch:
-        patch.setattr(Typist, "rows", killed)
+        patch.setattr(Typist, "answers", killed)
         with pytest.raises(KeyboardInterrupt):
             write_instructions(tmp_path / "cut", target, 9, OPTIONS, 0)
     assert not (tmp_path / "cut" / INSTRUCTIONS).exists()
@@ -272,18 +272,11 @@ def test_running_text_of_a_real_target(target: Path, tmp_path: Path, source: str
     assert len(beginnings) > 3  # documents begin with tokens of their own
 
 
-def test_two_processes_write_what_one_writes(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as torchrun's processes have it
-    try:
+def test_two_processes_write_what_one_writes(target: Path, tmp_path: Path) -> None:
+    with one_thread():
         self_written_program.write(target, tmp_path / "one")
-    finally:
-        torch.set_num_threads(threads)
-    program = str(Path(self_written_program.__file__))
-    run = torchrun(tmp_path / "log", program, str(target), str(tmp_path / "two"))
-    assert run.wait(timeout=180) == 0, (tmp_path / "log").read_text()
+    program = shutil.copy(self_written_program.__file__, tmp_path)
+    two_processes(Path(program), str(target), str(tmp_path / "two"))
     assert (tmp_path / "two" / TEXT).read_bytes() == (tmp_path / "one" / TEXT).read_bytes()
 
 
@@ -293,11 +286,8 @@ def read_rows(folder: Path) -> list[dict[str, Any]]:
 
 def test_sources_are_mixed_in_turn(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 1)):
-        rows = [{"text": f"{name}{n}", "instruction": f"{name}{n}"} for n in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": r["text"]}) + "\n" for r in rows))
-        (tmp_path / f"{name}-asked.jsonl").write_text(
-            "".join(json.dumps({"instruction": r["instruction"]}) + "\n" for r in rows)
-        )
+        for file, key in ((f"{name}.jsonl", "text"), (f"{name}-asked.jsonl", "instruction")):
+            write_jsonl(tmp_path / file, [{key: f"{name}{n}"} for n in range(count)])
     both = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     assert list(read_documents(both)) == ["a0", "b0", "a1", "a2"]
     prompts = read_prompts([name.replace(".jsonl", "-asked.jsonl") for name in both], "seed")

@@ -23,9 +23,9 @@ from edgespec_recipes.models.loading import load_tokenizer
 from served import Spoil, served, spoiling
 from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
+from writing_target import answers, near_records, six_answers
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_jsonl
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 
 TOP_K = 8
@@ -39,9 +39,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = make_model_folder(folder / "target", context=160)
     exported_bundle(folder, target, disturbed(target, folder / "drafter", 0.07), gguf=())
     (folder / "target" / "model.safetensors").unlink()  # nothing here needs it
-    write_jsonl(
-        folder / "seed.jsonl", [{"instruction": text} for text in ("Hello", "What is a list?", "naïve café")]
-    )
     return folder
 
 
@@ -53,14 +50,7 @@ def url(root: Path) -> Iterator[str]:
 
 @pytest.fixture
 def options(root: Path) -> GenerateOptions:
-    return GenerateOptions(
-        instructions=str(root / "seed.jsonl"),
-        prompts=6,
-        max_new_tokens=10,
-        temperatures=(0.0, 0.7),
-        system_prompts=("",),
-        shard_size=2,
-    )
+    return six_answers(root)
 
 
 def at(url: str, **settings: Any) -> InferenceOptions:
@@ -77,10 +67,6 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waits: list[float] = []
     monkeypatch.setattr(http_json.time, "sleep", waits.append)
     return waits
-
-
-def answers(out: Path) -> list[list[int]]:
-    return [row["response_ids"] for row in read_responses(out)]
 
 
 @pytest.mark.parametrize("prompts", ["ids", "text"])
@@ -112,9 +98,7 @@ def test_a_servers_distributions_are_its_files(root: Path, url: str, tmp_path: P
     store_targets(tmp_path / "server", root / "target", rows, TOP_K, inference=at(url))
     ours, theirs = (np.load(tmp_path / one / "shard-00000.npy") for one in ("file", "server"))
     assert len(ours) == 168
-    assert (ours["ids"] == theirs["ids"]).mean() > 0.99
-    for part in ("log_p", "log_rest"):
-        np.testing.assert_allclose(ours[part].astype(float), theirs[part].astype(float), atol=4e-3)
+    near_records(ours, theirs, atol=4e-3, same=0.99)
 
 
 def test_a_cut_run_asks_for_the_missing_shards_only(

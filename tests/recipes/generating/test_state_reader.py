@@ -20,7 +20,16 @@ from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill_head import distill_head
 from tiny_models import make_model_folder
-from writing_target import FILE, SEED_FILE, TARGET, make_writing_target
+from writing_target import (
+    FILE,
+    SEED_FILE,
+    TARGET,
+    make_writing_target,
+    near,
+    near_records,
+    one_pass,
+    shards,
+)
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
@@ -31,6 +40,10 @@ from edgespec.recipe.schema import DistillOptions, DrafterOptions, GenerateOptio
 TOP_K, CONTEXT, PLENTY = 8, 128, 10**6
 HOW = InferenceOptions()
 WORDS = "the sea is wide and a list has items "
+HEAD = DrafterOptions(kind="head", vocabulary=128)
+LEARNING = DistillOptions(
+    text_fraction=0.0, target_side="stored", steps=24, batch_size=4, context=CONTEXT, warmup_steps=2, learning_rate=3e-3
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -69,14 +82,11 @@ def test_reading_keeps_what_writing_kept(folder: Path, written: Path) -> None:
     kept = list(read_states(next(written.glob("shard-*.jsonl"))))
     reader = StateReader(folder / TARGET, [row["response_ids"] for row, _, _ in kept], stops, HOW, TOP_K)
     requests = [Request(number, [], row["prompt_ids"], 1.0) for number, (row, _, _) in enumerate(kept)]
-    rows, states = reader.rows_and_states(0, requests, Bar("read", len(requests), "texts", 0))
-    assert [row["response_ids"] for row in rows] == [row["response_ids"] for row, _, _ in kept]
+    answers, states = reader.answers(0, requests, Bar("read", len(requests), "texts", 0))
+    assert answers == [row["response_ids"] for row, _, _ in kept]
     records, features = (np.concatenate([each[part] for each in kept]) for part in (1, 2))
-    np.testing.assert_allclose(states["features"].astype(float), features.astype(float), atol=2e-2)
-    for name in ("log_p", "log_rest"):
-        np.testing.assert_allclose(
-            states["top_k"][name].astype(float), records[name].astype(float), atol=2e-2
-        )
+    near(states["features"], features)
+    near_records(states["top_k"], records)
     assert len({len(reply) for reply in reader.replies}) > 3  # rows of a pass are padded
 
 
@@ -93,13 +103,12 @@ def test_three_layers_states_are_what_these_layers_read(folder: Path, written: P
         read_states(next(written.glob("shard-*.jsonl"))), again, strict=True
     ):
         assert own == row
-        np.testing.assert_allclose(same["log_p"].astype(float), records["log_p"].astype(float), atol=2e-2)
+        near(same["log_p"], records["log_p"])
         ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]][:-1]])
         with torch.inference_mode():
             given = model.model(ids, output_hidden_states=True)
             states = [norm(given.hidden_states[layer][0]) for layer, norm in layers]
-        wanted = torch.cat([*states, given.last_hidden_state[0]], -1).numpy()
-        np.testing.assert_allclose(features.astype(float), wanted, atol=2e-2)
+        near(features, torch.cat([*states, given.last_hidden_state[0]], -1))
 
 
 def test_replies_stand_as_the_template_writes_them(folder: Path, tmp_path: Path) -> None:
@@ -112,10 +121,7 @@ def test_replies_stand_as_the_template_writes_them(folder: Path, tmp_path: Path)
     ]
     model = load_model(folder / TARGET)
     for row, _, features in read_states(next(tmp_path.glob("shard-*.jsonl"))):
-        ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]][:-1]])
-        with torch.inference_mode():
-            hidden = model.model(ids).last_hidden_state[0]
-        np.testing.assert_allclose(features.astype(float), hidden.numpy(), atol=2e-2)
+        near(features, one_pass(model, row["prompt_ids"], row["response_ids"], TOP_K)[0])
 
 
 def test_no_more_is_read_than_is_wanted_and_whole_shards_stay(folder: Path, tmp_path: Path) -> None:
@@ -123,33 +129,29 @@ def test_no_more_is_read_than_is_wanted_and_whole_shards_stay(folder: Path, tmp_
     rows = read_responses(tmp_path)
     sizes = [len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows]
     assert sum(sizes[:-1]) < 300 <= sum(sizes)
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("shard-*")}
+    before = shards(tmp_path)
     assert read(folder, tmp_path, tokens=300)["remade_shards"] == []
     damaged = tmp_path / "shard-00000.features.npy"
     damaged.write_bytes(damaged.read_bytes()[:-2])
     assert read(folder, tmp_path, tokens=300)["remade_shards"] == ["shard-00000.jsonl"]
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("shard-*")} == before
+    assert shards(tmp_path) == before
     assert counts["responses"] == len(rows) < 30
 
 
 def test_what_does_not_fit_is_cut_or_left_out(folder: Path, tmp_path: Path) -> None:
+    def given(out: Path, rows: list[dict[str, str]], context: int) -> list[dict[str, Any]]:
+        source = str(tmp_path / "long.jsonl")
+        write_jsonl(Path(source), rows)
+        read_conversations(out, folder / TARGET, source, PLENTY, 256, HOW, TOP_K, context)
+        return read_responses(out)
+
     long = [{"instruction": "Say", "response": WORDS * 99}, {"instruction": WORDS * 99, "response": "Yes"}]
-    write_jsonl(tmp_path / "long.jsonl", long)
-    read_conversations(
-        tmp_path / "out", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K, PLENTY
-    )
-    (row,) = read_responses(tmp_path / "out")
+    (row,) = given(tmp_path / "out", long, PLENTY)
     assert len(row["prompt_ids"]) + len(row["response_ids"]) == 256
-    read_conversations(
-        tmp_path / "short", folder / TARGET, str(tmp_path / "long.jsonl"), PLENTY, 256, HOW, TOP_K, CONTEXT
-    )
-    (row,) = read_responses(tmp_path / "short")  # no more than the training can use
+    (row,) = given(tmp_path / "short", long, CONTEXT)  # no more than the training can use
     assert len(row["prompt_ids"]) + len(row["response_ids"]) == CONTEXT < 256
-    write_jsonl(tmp_path / "long.jsonl", [long[1], long[1]])
     with pytest.raises(InputError, match=r"no conversation of .* fits 256 tokens"):
-        read_conversations(
-            tmp_path / "none", folder / TARGET, str(tmp_path / "long.jsonl"), 9, 256, HOW, TOP_K, PLENTY
-        )
+        given(tmp_path / "none", [long[1], long[1]], PLENTY)
 
 
 def test_a_file_of_other_weights_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -179,22 +181,11 @@ def test_joined_rows_are_those_of_their_folders(folder: Path, written: Path, tmp
 def test_a_head_learns_from_both(folder: Path, written: Path, tmp_path: Path) -> None:
     """With all rows read, the loss falls on what was read; the log has the rows of each kind."""
     read(folder, tmp_path / "read")
-    options = DistillOptions(
-        text_fraction=0.0,
-        fixed=str(folder / "answered.jsonl"),
-        fixed_fraction=0.75,
-        target_side="stored",
-        steps=24,
-        batch_size=4,
-        context=CONTEXT,
-        warmup_steps=2,
-        learning_rate=3e-3,
-        unrolled_steps=2,
-        watch_steps=0,
+    options = replace(
+        LEARNING, fixed=str(folder / "answered.jsonl"), fixed_fraction=0.75, unrolled_steps=2, watch_steps=0
     )
-    drafter = DrafterOptions(kind="head", vocabulary=128)
     counts = distill_head(
-        tmp_path / "head", folder / TARGET, written, drafter, options, 0, read=tmp_path / "read"
+        tmp_path / "head", folder / TARGET, written, HEAD, options, 0, read=tmp_path / "read"
     )
     assert counts["read_rows"] == len(WrittenRows(tmp_path / "read", CONTEXT))
     assert counts["loss_last"] < 0.9 * counts["loss_first"]
@@ -212,18 +203,7 @@ def test_rows_travel_to_processes_that_begin_anew(written: Path) -> None:
 def test_a_training_that_harms_says_so(
     rate: float, harms: bool, folder: Path, written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = DistillOptions(
-        text_fraction=0.0,
-        target_side="stored",
-        steps=24,
-        batch_size=4,
-        context=CONTEXT,
-        warmup_steps=2,
-        learning_rate=rate,
-        watch_steps=24,
-        watch_rows=3,
-    )
-    drafter = DrafterOptions(kind="head", vocabulary=128)
-    counts = distill_head(tmp_path / "head", folder / TARGET, written, drafter, options, 0)
+    options = replace(LEARNING, learning_rate=rate, watch_steps=24, watch_rows=3)
+    counts = distill_head(tmp_path / "head", folder / TARGET, written, HEAD, options, 0)
     assert (counts["alpha_last"] < counts["alpha_before"]) is harms
     assert ("before this training" in caplog.text) is harms

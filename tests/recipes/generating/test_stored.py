@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,10 @@ from edgespec_recipes.generating.stored import StoredTargets, store_error, store
 from edgespec_recipes.losses.losses import fkl, tvd
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
-from repository import PYTHONPATH, SUPPORT
 from stored_rows import ROWS, TOP_K, some_rows
 from tiny_models import make_model_folder
 from torch import Tensor
+from torchrun import two_processes
 
 from edgespec.core.errors import InputError
 
@@ -226,18 +223,9 @@ for turn in range(2):
 
 @pytest.mark.training
 def test_two_processes_share_the_shards(store: Path, target: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join([PYTHONPATH, SUPPORT])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    (tmp_path / "program.py").write_text(PROGRAM)
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, *launch, str(tmp_path / "program.py"), str(tmp_path / "pair"), str(target)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    two_processes(program, str(tmp_path / "pair"), str(target))
     told = {
         (turn, rank): json.loads((tmp_path / f"pair-{turn}-{rank}.json").read_text())
         for turn in range(2)

@@ -13,13 +13,21 @@ from edgespec_recipes.generating import datagen, stored, torch_writer
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.datagen import generate, read_responses, writer_of
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.kept.top_k import compress
 from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import responses_of
-from writing_target import FILE, SEED_FILE, TARGET, make_writing_target
+from writing_target import (
+    FILE,
+    SEED_FILE,
+    TARGET,
+    make_writing_target,
+    near,
+    near_records,
+    one_pass,
+    shards,
+)
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -70,14 +78,9 @@ def test_records_and_features_are_those_of_one_pass(written: Path, folder: Path)
     lengths = set()
     for shard in sorted(written.glob("shard-*.jsonl")):
         for row, records, features in read_states(shard):
-            ids = torch.tensor([[*row["prompt_ids"], *row["response_ids"]][:-1]])
-            with torch.inference_mode():
-                hidden = model.model(ids).last_hidden_state[0]
-                logits = model.lm_head(hidden)[len(row["prompt_ids"]) - 1 :]
-            np.testing.assert_allclose(features.astype(float), hidden.numpy(), atol=2e-2)
-            _, log_p, log_rest = compress(logits, TOP_K)
-            np.testing.assert_allclose(records["log_p"].astype(float), log_p.numpy(), atol=2e-2)
-            np.testing.assert_allclose(records["log_rest"].astype(float), log_rest.numpy(), atol=2e-2)
+            hidden, kept = one_pass(model, row["prompt_ids"], row["response_ids"], TOP_K)
+            near(features, hidden)
+            near_records(records, kept)
             lengths.add(len(row["response_ids"]))
     assert len(lengths) > 1  # texts ended at different times, and left the batch
 
@@ -93,12 +96,12 @@ def test_keeping_changes_no_answer(
 def test_a_shard_made_again_is_the_same(
     written: Path, folder: Path, options: GenerateOptions, floats: None
 ) -> None:
-    before = {path.name: path.read_bytes() for path in written.glob("shard-*")}
+    before = shards(written)
     path = written / "shard-00001.features.npy"
     path.write_bytes(path.read_bytes()[:-1])
     counts = generate(written, folder / TARGET, options, SEED, top_k=TOP_K)
     assert counts["remade_shards"] == ["shard-00001.jsonl"]
-    assert {path.name: path.read_bytes() for path in written.glob("shard-*")} == before
+    assert shards(written) == before
 
 
 def test_a_head_reads_it(written: Path) -> None:
@@ -116,7 +119,7 @@ def test_the_store_takes_what_was_kept(
     counts = stored.store_targets(tmp_path / "taken", folder / TARGET, rows, TOP_K, written=written)
     assert counts["stored_positions"] == sum(int(row["compared"].sum()) for row in rows)
     found = [np.load(next((tmp_path / name).glob("shard-*.npy"))) for name in ("again", "taken")]
-    np.testing.assert_allclose(*(each["log_p"].astype(float) for each in found), atol=5e-2)
+    near(*(each["log_p"] for each in found), atol=5e-2)
 
 
 def test_bf16_weights_where_the_device_has_units_for_them(

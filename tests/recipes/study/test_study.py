@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from study_values import changed, values
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, write_jsonl
 from edgespec.recipe.reference import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
@@ -142,16 +142,13 @@ def test_shipped_studies_can_be_read(name: str) -> None:
 def write(folder: Path) -> None:
     """Text, instructions and prompts for the study above."""
 
-    def lines(name: str, rows: list[dict[str, Any]]) -> None:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
     def sums(first: int, count: int) -> list[dict[str, Any]]:
         return [{"messages": [{"role": "user", "content": f"{first + n} + {n}?"}]} for n in range(count)]
 
-    lines("text.jsonl", [{"text": f"{n} + {n} = {2 * n}. " * 8} for n in range(40)])
-    lines("seed.jsonl", sums(0, 16))
-    lines("held.jsonl", sums(50, 6))
-    lines("other.jsonl", [{"instruction": f"Say {word}."} for word in ("yes", "no", "maybe")])
+    write_jsonl(folder / "text.jsonl", [{"text": f"{n} + {n} = {2 * n}. " * 8} for n in range(40)])
+    write_jsonl(folder / "seed.jsonl", sums(0, 16))
+    write_jsonl(folder / "held.jsonl", sums(50, 6))
+    write_jsonl(folder / "other.jsonl", [{"instruction": f"Say {word}."} for word in ("yes", "no", "maybe")])
     (folder / "study.yaml").write_text(yaml.safe_dump(values(), sort_keys=False))
 
 
@@ -194,7 +191,7 @@ def finished(place: Path) -> Path:
 
 
 def test_every_arm_and_seed_is_counted(finished: Path, place: Path) -> None:
-    found = json.loads((place / "out" / "results.json").read_text())
+    found = read_json(place / "out" / "results.json")
     cells = {(c["arm"], c["step"], c["task"], c["sampling"], c["draft_length"]): c for c in found["cells"]}
     runs_seen = {(arm, step) for arm, step, *_ in cells}
     assert runs_seen == {("pretrained", 0), ("fkl", 0), ("fkl", 3), ("fkl-k0.5", 0)}
@@ -232,8 +229,8 @@ def test_a_study_whose_prompts_changed_counts_again_and_trains_nothing(
     ]
     assert "! counts/fkl/seed-0.json: held-out ran again: running again" in said
     assert {file: file.stat().st_mtime_ns for file in trained} == trained
-    counts = json.loads((out / "counts" / "fkl" / "seed-0.json").read_text())
-    assert counts != json.loads((finished / "counts" / "fkl" / "seed-0.json").read_text())
+    counts = read_json(out / "counts" / "fkl" / "seed-0.json")
+    assert counts != read_json(finished / "counts" / "fkl" / "seed-0.json")
 
 
 def test_what_arms_share_is_made_once(finished: Path) -> None:
@@ -249,7 +246,7 @@ def test_what_arms_share_is_made_once(finished: Path) -> None:
 def test_counts_are_those_of_the_models(finished: Path, place: Path) -> None:
     target = load_model(place / "target")
     drafter = load_model(finished / "arms" / "fkl" / "seed-1" / "model")
-    stored = json.loads((finished / "counts" / "fkl" / "seed-1.json").read_text())
+    stored = read_json(finished / "counts" / "fkl" / "seed-1.json")
     for text, row in zip(
         read_texts(finished / "held-out", ["sums", "other"], ["0", "1/0.9"]), stored["texts"], strict=True
     ):
@@ -275,14 +272,14 @@ def test_drafters_that_do_not_fit_in_memory_together(
     study_counts.count_drafters(place / "target", drafters, texts, options)
     assert [folder.name for folder in loaded] == ["target", "model", "target", "model"]
     for seed in (0, 1):
-        stored = json.loads((finished / "counts" / "fkl" / f"seed-{seed}.json").read_text())
-        assert json.loads((tmp_path / f"{seed}.json").read_text()) == stored
+        stored = read_json(finished / "counts" / "fkl" / f"seed-{seed}.json")
+        assert read_json(tmp_path / f"{seed}.json") == stored
     study_counts.count_drafters(place / "target", drafters, texts, options)
     assert len(loaded) == 4  # what is there is kept
 
 
 def test_greedy_expectations_are_what_real_runs_count(place: Path, finished: Path) -> None:
-    found = json.loads((place / "out" / "results.json").read_text())
+    found = read_json(place / "out" / "results.json")
     rows = {row["sampling"]: row for row in found["check"]["rows"]}
     assert set(rows) == {"0", "1/0.9"}
     assert rows["0"]["real"] == pytest.approx(rows["0"]["expected"], abs=1e-5)
@@ -293,10 +290,10 @@ def test_a_second_run_makes_nothing_and_says_the_same(
 ) -> None:
     for name in ("distill", "pretrain", "generate", "sample_texts", "store_responses"):
         monkeypatch.setattr(runs, name, None)
-    before = json.loads((place / "out" / "results.json").read_text())
+    before = read_json(place / "out" / "results.json")
     (place / "docs" / "results.md").unlink()
     assert study_verb.run(given(place)) == 0
-    after = json.loads((place / "out" / "results.json").read_text())
+    after = read_json(place / "out" / "results.json")
     assert {**before, "date": ""} == {**after, "date": ""}
     said = capsys.readouterr().out
     assert "✓ run 6 of 6: fkl-k0.5, seed 1" in said

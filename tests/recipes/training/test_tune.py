@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from edgespec_recipes.data.mixing import response_rows
-from edgespec_recipes.data.replies import read_replies
+from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.losses.losses import fkl
 from edgespec_recipes.models.loading import check_model_folder, load_model, load_tokenizer

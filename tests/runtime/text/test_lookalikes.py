@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from edgespec_recipes.data.instructions import Conversation as Answered
-from edgespec_recipes.data.prompts import encode_prompt
-from edgespec_recipes.data.replies import encode_reply
+from edgespec_recipes.data.prompts import encode_prompt, encode_reply
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.lookalikes import Lookalikes
