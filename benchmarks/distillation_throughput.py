@@ -29,7 +29,7 @@ import torch
 from edgespec_recipes.data.mixing import TARGET, TEXT, TextRows, response_rows
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.losses.target_rows import labels_of
+from edgespec_recipes.losses.label_loss import labels_of
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision, choose_precision
 from edgespec_recipes.parallel.processes import device
