@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def check_same_vocabulary(a_folder: Path, b_folder: Path, what: str) -> None:
                 f"{what} must have one tokenizer: token {number} is {seen} in {a_folder} ({len(a)} tokens) and {other} in "
                 f"{b_folder} ({len(b)} tokens); give two models of one family"
             )
+
+
+def check_context(option: str, context: int, shapes: Iterable[ModelShape]) -> None:
+    """Raise InputError where rows of `context` tokens are longer than one of the models holds; `option` names their length."""
+    shortest = min(shapes, key=lambda shape: shape.one_rope_length)
+    if context > shortest.one_rope_length:
+        raise InputError(
+            f"{option} is {context}; the models hold {shortest.told_length()}: give at most that"
+        )
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: Any) -> Any:
