@@ -20,20 +20,15 @@ from transformers.utils import logging as transformers_logging
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json, whole_folder, write_json, write_text
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.chat_template import read_chat_template
+from edgespec.model_folder.chat_template import TEMPLATE_FILE, read_chat_template
+from edgespec.model_folder.chat_template import TOKENIZER_FILES as FAST_FILES
 from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
 from edgespec.recipe.model_check import check_chat, check_model
 from edgespec_recipes.models.vocabulary import listed_ids, plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *FAST_FILES,
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
 
 
@@ -210,7 +205,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     template = read_chat_template(source)
     if template is not None:
         config["chat_template"] = template
-        write_text(out / "chat_template.jinja", template)
+        write_text(out / TEMPLATE_FILE, template)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(out / "tokenizer_config.json", config)

@@ -119,11 +119,6 @@ class Objective:
             write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed
         )
 
-    @property
-    def looks(self) -> bool:
-        """Whether it looks at all logits of a step before the first gradient."""
-        return self.selects or self.divergence.scope != "token"
-
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
         if self.last is not self.main:
@@ -137,7 +132,8 @@ class Objective:
 
     def _losses(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         step = [_Part(batch, positions_of(batch)) for batch in batches]
-        for part in step[1:] if self.looks else ():
+        looks = self.selects or self.divergence.scope != "token"  # at all logits, before the first gradient
+        for part in step[1:] if looks else ():
             part.target = self.target_rows(part.batch, set_aside=True)
             with torch.no_grad():
                 _run(model, part.batch, partial(self._look, part))
