@@ -16,11 +16,13 @@ import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import command_line, kept, numbers, whole_numbers, words
 from edgespec_recipes.data.mixing import TARGET, Mixture
 from edgespec_recipes.generating.datagen import write_shard
 from edgespec_recipes.kept.written_rows import WrittenRows
@@ -34,7 +36,7 @@ from edgespec_recipes.training.distill_head import FITTED, HeadObjective, Unroll
 from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train
 
-from edgespec.core.files import read_json, write_json
+from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config
@@ -54,6 +56,16 @@ SHAPES = {  # 6.6 and 6.5 million multiplications a step at 4,096 tokens
 def same_choice(draft_logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
     """1 where both have the same most likely token, else 0 [n]: the acceptance rate at temperature 0."""
     return (draft_logits.argmax(-1) == target_logits.argmax(-1)).float()
+
+
+def measured_row(
+    objective: Objective, model: Any, rows: WrittenRows, number: int, steps: int
+) -> torch.Tensor:
+    """[2, n]: the acceptance rates at T = 1 and T = 0 at the compared positions of one row; `steps`: of a head's own, or 0."""
+    row = {**rows[number], "kind": np.asarray(TARGET), "slot": np.asarray(number)}
+    device = next(model.parameters()).device
+    batch = {name: values.to(device) for name, values in collate([row]).items()}
+    return objective.measured([overlap, same_choice], model, unrolled(batch, steps) if steps else batch).cpu()
 
 
 def texts(written: Path) -> Iterator[tuple[dict[str, Any], np.ndarray, np.ndarray]]:
@@ -150,63 +162,57 @@ class Run:
 
     def acceptance(self, model: Any) -> tuple[float, float]:
         """α at T = 1 and at T = 0 of the first draft token, on the texts that nobody learnt."""
-        device, objective, found = processes.device(), self.objective(self.held_out, 1), []
-        model = model.to(device).eval()
-        for number in range(len(self.held_out)):
-            row = {**self.held_out[number], "kind": np.asarray(TARGET), "slot": np.asarray(number)}
-            batch = {name: values.to(device) for name, values in collate([row]).items()}
-            batch = unrolled(batch, 1) if self.kind == "head" else batch
-            found.append(objective.measured([overlap, same_choice], model, batch).cpu())
+        model, objective = model.to(processes.device()).eval(), self.objective(self.held_out, 1)
+        steps, numbers = int(self.kind == "head"), range(len(self.held_out))
+        found = [measured_row(objective, model, self.held_out, number, steps) for number in numbers]
         warm, greedy = torch.cat(found, 1).mean(1).tolist()
         return warm, greedy
 
 
 def measured(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[str, Any]:
-    """What one run gave; trained now, unless it was before."""
-    if not (out / RESULT).is_file():
-        learnt, held_out, have = part_of(given.written, out, tokens, given.held_out)
-        run = Run(kind, learnt, held_out, given)
-        rate = PROBE / run.trained(out / "probe", PROBE)[1]["train_seconds"]
-        model, counts = run.trained(out / "training", max(PROBE, round(rate * given.seconds)))
-        warm, greedy = run.acceptance(model)
-        peak = (
-            torch.cuda.max_memory_allocated()
-            if torch.cuda.is_available()
-            else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        )
-        found = {"text": have, "alpha": warm, "greedy": greedy, "parameters": _size(model), "peak": peak}
-        write_json(out / RESULT, {**found, **counts})
-    return dict(read_json(out / RESULT))
-
-
-def _size(model: Any) -> int:
-    return sum(values.numel() for values in model.parameters())
+    """What one run gives."""
+    learnt, held_out, have = part_of(given.written, out, tokens, given.held_out)
+    run = Run(kind, learnt, held_out, given)
+    rate = PROBE / run.trained(out / "probe", PROBE)[1]["train_seconds"]
+    model, counts = run.trained(out / "training", max(PROBE, round(rate * given.seconds)))
+    warm, greedy = run.acceptance(model)
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if torch.cuda.is_available()
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+    size = sum(values.numel() for values in model.parameters())
+    return {"text": have, "alpha": warm, "greedy": greedy, "parameters": size, "peak": peak, **counts}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
     parser.add_argument(
-        "--tokens", default="100000,300000,1000000", help="how much of the text each run reads"
+        "--tokens",
+        type=whole_numbers,
+        default="100000,300000,1000000",
+        help="how much of the text each run reads",
     )
-    parser.add_argument("--kinds", default="head,model")
+    parser.add_argument("--kinds", type=words, default="head,model")
     parser.add_argument("--seconds", type=float, default=600, help="of one training")
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--batch-size", type=int, default=4, help="rows of a step")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--rates", default="2e-4,1e-3", help="learning rates of a head and of a model")
+    parser.add_argument(
+        "--rates", type=numbers, default="2e-4,1e-3", help="learning rates of a head and of a model"
+    )
     parser.add_argument("--held-out", type=int, default=64, help="texts that no run reads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/acceptance-curve"))
     given = parser.parse_args(arguments)
-    given.learning_rate = dict(zip(SHAPES, map(float, given.rates.split(",")), strict=True))
+    given.learning_rate = dict(zip(SHAPES, given.rates, strict=True))
     rows = []
-    for tokens in map(int, given.tokens.split(",")):
-        for kind in given.kinds.split(","):
-            found = measured(given.out / f"{kind}-{tokens}", kind, tokens, given)
+    for tokens in given.tokens:
+        for kind in given.kinds:
+            out = given.out / f"{kind}-{tokens}"
+            found = kept(out / RESULT, partial(measured, out, kind, tokens, given))
             rows.append(
                 (
                     kind,

@@ -9,12 +9,12 @@ against `lossless`, with 95 % bootstrap intervals over prompts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import command_line, summed, whole_numbers
 from edgespec_runtime.bench.bench import measure
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.speed import shuffled
@@ -23,19 +23,12 @@ from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE
 
 from edgespec.core.metrics import RawCounts, bootstrap
 from edgespec.core.progress import progress
-from edgespec.core.table import table
+from edgespec.core.table import interval, table
 
 RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
 
 
 Pair = tuple[RawCounts, RawCounts]  # of one prompt: by a rule, and by `lossless`
-
-
-def summed(counts: Sequence[RawCounts]) -> RawCounts:
-    total = RawCounts()
-    for one in counts:
-        total.add(one)
-    return total
 
 
 def ratio(found: list[Pair], of: str) -> str:
@@ -45,8 +38,7 @@ def ratio(found: list[Pair], of: str) -> str:
         rule, lossless = (getattr(summed([one[side] for one in sample]), of) for side in (0, 1))
         return float(rule / lossless)
 
-    value, low, high = bootstrap(found, statistic, resamples=300)
-    return f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    return interval(*bootstrap(found, statistic, resamples=300), digits=3)
 
 
 def row(length: int, rule: str, counts: list[RawCounts], usual: list[RawCounts]) -> tuple[str, ...]:
@@ -59,22 +51,19 @@ def row(length: int, rule: str, counts: list[RawCounts], usual: list[RawCounts])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--draft-lengths", default="1,3,5,7")
+    parser.add_argument("--draft-lengths", type=whole_numbers, default="1,3,5,7")
     parser.add_argument("--engine", default="")
     parser.add_argument("--precision", default="")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(arguments)
-    lengths = [int(word) for word in given.draft_lengths.split(",")]
     pair = open_pair(given.bundle, LoadOptions(given.engine, given.precision, threads=given.threads))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
-    ways = [(length, rule) for length in lengths for rule in RULES]
+    ways = [(length, rule) for length in given.draft_lengths for rule in RULES]
     counts: dict[tuple[int, str], list[RawCounts]] = defaultdict(list)
     with progress("rules", len(prompts), "prompt") as bar:
         for index, prompt in enumerate(prompts):

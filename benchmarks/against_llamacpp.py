@@ -33,6 +33,7 @@ from time import perf_counter
 from typing import Any
 
 import llama_cpp
+from common import command_line, numbers, whole_numbers
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
@@ -55,6 +56,7 @@ MATCHED = 3  # γ of the acceptance table
 MEASURED = 8  # times the limit's costs are measured
 LOOKED_UP = 2  # tokens llama-cpp-python's documentation advises on a CPU
 
+Rates = dict[str, list[float]]  # by rival, one for each prompt
 Run = Callable[[Sequence[int], float], tuple[float, RawCounts | None]]
 """(prompt ids, temperature) -> (tokens a second from the first token on, raw counts where there are some)."""
 
@@ -171,15 +173,15 @@ def binary(program: str, target: Path, drafter: Path, threads: int, new: int, pr
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, "onnxruntime"))
     parser.add_argument("--precision", default="q8_0")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3, help="times that all go through the prompts")
     parser.add_argument("--new", type=int, default=64, help="tokens of a reply")
-    parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--draft-lengths", default="1,2,3,4")
+    parser.add_argument("--temperatures", type=numbers, default="0,1")
+    parser.add_argument("--draft-lengths", type=whole_numbers, default="1,2,3,4")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument(
         "--binary", action="append", default=[], help="llama.cpp program that takes -m, -md, -p"
@@ -206,8 +208,32 @@ def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> 
     return rivals
 
 
+def in_turns(
+    rivals: dict[str, Run],
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    label: str,
+    before: Callable[[int], None] = lambda index: None,
+) -> tuple[Rates, dict[str, RawCounts]]:
+    """Every rival at every prompt, each time in another order; `before` is called at each prompt, with its number."""
+    for run in rivals.values():
+        run(prompts[0], temperature)  # first calls allocate, and measure costs
+    rates: Rates = {name: [] for name in rivals}
+    counts = {name: RawCounts() for name in rivals}
+    with progress(label, len(prompts), "prompt") as bar:
+        for index, prompt in enumerate(prompts):
+            before(index)
+            for name in shuffled(list(rivals), index):
+                rate, counted = rivals[name](prompt, temperature)
+                rates[name].append(rate)
+                if counted is not None:
+                    counts[name].add(counted)
+            bar.update(1)
+    return rates, counts
+
+
 def row_of(
-    name: str, rates: dict[str, list[float]], counts: RawCounts, costs: Sequence[Costs], length: int | None
+    name: str, rates: Rates, counts: RawCounts, costs: Sequence[Costs], length: int | None
 ) -> tuple[str, ...]:
     """One rival: rate, against llama.cpp's loop, against plain decoding, τ, α, share of the limit, what the loop adds."""
 
@@ -240,7 +266,7 @@ def row_of(
     )
 
 
-def chosen_against_best(rates: dict[str, list[float]], fixed: Sequence[str]) -> str:
+def chosen_against_best(rates: Rates, fixed: Sequence[str]) -> str:
     """In hindsight; picked among several noisy rows, the best one is a little lucky."""
     best = max((PLAIN, *fixed), key=lambda name: median(rates[name]))
     ratios = [mine / other for mine, other in zip(rates[CHOSEN], rates[best], strict=True)]
@@ -268,7 +294,7 @@ def main() -> int:
     given = parse()
     options = LoadOptions(engine=given.engine, precision=given.precision, threads=given.threads)
     pair = open_pair(given.bundle, options)
-    lengths = {f"edgespec γ = {n}": int(n) for n in given.draft_lengths.split(",")}
+    lengths = {f"edgespec γ = {n}": n for n in given.draft_lengths}
     rivals = rivals_of(pair, given, list(lengths.values()))
     prompts = [pair.tokenizer.encode_chat(chat) for chat in pair.prompts()[: given.prompts]]
     middle = sum(map(len, prompts)) // len(prompts) + given.new // 2
@@ -277,29 +303,20 @@ def main() -> int:
     how = f"{given.threads} threads, {len(prompts)} prompts x {given.repeats}, {given.new} tokens"
     print(f"{pair.engine} {given.precision}, {how}\n")
     report: dict[str, Any] = {}
-    for temperature in (float(value) for value in given.temperatures.split(",")):
-        rates: dict[str, list[float]] = {name: [] for name in rivals}
-        counts: dict[str, RawCounts] = {name: RawCounts() for name in rivals}
-        names = list(rivals)
-        for name in names:  # warm-up
-            rivals[name](prompts[0], temperature)
+    for temperature in given.temperatures:
         costs: list[Costs] = []
-        with progress(f"T = {temperature:g}", len(turns), "prompt") as bar:
-            for index, prompt in enumerate(turns):
-                if index * MEASURED // len(turns) >= len(costs):
-                    costs.append(calibrate(pair.target, pair.draft, measuring))
-                for name in shuffled(names, index):
-                    rate, counted = rivals[name](prompt, temperature)
-                    rates[name].append(rate)
-                    if counted is not None:
-                        counts[name].add(counted)
-                bar.update(1)
-        rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in names]
+
+        def measure_costs(index: int, costs: list[Costs] = costs) -> None:
+            if index * MEASURED // len(turns) >= len(costs):
+                costs.append(calibrate(pair.target, pair.draft, measuring))
+
+        rates, counts = in_turns(rivals, turns, temperature, f"T = {temperature:g}", measure_costs)
+        rows = [row_of(name, rates, counts[name], costs, lengths.get(name)) for name in rivals]
         headers = ("tok/s [95 %]", "x llama.cpp", "x plain", "τ", "α", "limit", "of limit", "loop adds")
         print(table((f"T = {temperature:g}", *headers), rows))
         print(chosen_against_best(rates, list(lengths)), end="\n\n")
         report[f"{temperature:g}"] = {
-            name: {"rates": rates[name], "counts": vars(counts[name])} for name in names
+            name: {"rates": rates[name], "counts": vars(counts[name])} for name in rivals
         }
     print(acceptance_table(pair, prompts, given.new))
     if given.json:

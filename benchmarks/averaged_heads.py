@@ -11,7 +11,6 @@ intervals over rows of 512 tokens of the difference to the best head, row by row
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,13 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from acceptance_curve import same_choice
-from edgespec_recipes.data.mixing import TARGET
+from acceptance_curve import measured_row
+from common import command_line
 from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
-from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead, unrolled
-from edgespec_recipes.training.objective import overlap
-from edgespec_recipes.training.trainer import collate
+from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead
 from torch import Tensor
 
 from edgespec.core.errors import InputError
@@ -68,11 +65,7 @@ def alphas(head: FeatureHead, embedding: Tensor, rows: WrittenRows, count: int, 
     objective = HeadObjective(STEPS, None, options, stops=(), seed=0, store=rows)
     model, found = UnrolledHead(head, embedding).eval(), []
     for number in range(count):
-        row: dict[str, Any] = {**rows[number], "kind": TARGET, "slot": number}
-        batch = unrolled(collate([row]), STEPS)
-        warm, greedy = (
-            values.chunk(STEPS) for values in objective.measured([overlap, same_choice], model, batch)
-        )
+        warm, greedy = (values.chunk(STEPS) for values in measured_row(objective, model, rows, number, STEPS))
         found.append([float(step.mean()) for step in (*warm, *greedy)])
         bar.update(1)
     return np.array(found)
@@ -88,9 +81,7 @@ def keep(mean: FeatureHead, like: Path, embedding: Tensor, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
     parser.add_argument("heads", type=Path, nargs="+", metavar="HEAD")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +46,29 @@ class Files:
         self, bits: Sequence[float], gguf_bits: Sequence[float], ort: Sequence[str]
     ) -> list[ExportedFile]:
         """bits, gguf_bits: budgets of mixed files. ort: kinds of ort_quantizers.py."""
-        for name in PRECISIONS["onnx"]:
-            if name not in MIXED.values():
-                self._make(ONNXRUNTIME, name, lambda path, name=name: export_onnx(self.model, path, name))
-        for name in PRECISIONS["gguf"]:
-            if name not in MIXED.values():
-                self._make(LLAMACPP, name, lambda path, name=name: export_gguf(self.model, path, name))
+        for engine, form, export in (
+            (ONNXRUNTIME, "onnx", export_onnx),
+            (LLAMACPP, "gguf", export_gguf),
+        ):
+            for name in PRECISIONS[form]:
+                if name not in MIXED.values():
+                    self._make(engine, name, partial(export, self.model, precision=name))
         for budget in bits:
-            self._make(ONNXRUNTIME, f"mixed {budget:g}", lambda path, b=budget: self._mixed(b, "onnx", path))
+            self._make(ONNXRUNTIME, f"mixed {budget:g}", partial(self._mixed, budget, "onnx"))
         for budget in gguf_bits:
-            self._make(LLAMACPP, f"q_mixed {budget:g}", lambda path, b=budget: self._mixed(b, "gguf", path))
+            self._make(LLAMACPP, f"q_mixed {budget:g}", partial(self._mixed, budget, "gguf"))
         own = own_file(self.model)
         if own is not None:
             name = f"{own.precision}, the user's"
             self.found.append(ExportedFile("target", LLAMACPP, name, own.path, own.precision))
         for kind in ort:
-            self._make(
-                ONNXRUNTIME, kind, lambda path, kind=kind: self._by_onnxruntime(path, kind), theirs=True
-            )
+            write = partial(write_quantized, self.model, kind=kind, texts=self.calibration)
+            self._make(ONNXRUNTIME, kind, write, theirs=True)
+        floats = self.out / f"our-{LLAMACPP}-f16.gguf"
         for name, kind in THEIR_TYPES.items():
-            self._make(LLAMACPP, name, lambda path, kind=kind: self._by_llamacpp(path, kind), theirs=True)
+            precision = quantize.Precision(quantize.Kind.F16, kind)
+            write = partial(quantize.quantize_file, floats, precision=precision)
+            self._make(LLAMACPP, name, write, theirs=True)
         return self.found
 
     def _make(self, engine: str, name: str, write: Callable[[Path], Any], *, theirs: bool = False) -> None:
@@ -83,10 +87,3 @@ class Files:
         mixed.__dict__ |= self._fitted
         getattr(mixed, form)(path)
         self._fitted = {name: mixed.__dict__[name] for name in ("probe", "sensitivities")}
-
-    def _by_onnxruntime(self, path: Path, kind: str) -> None:
-        write_quantized(self.model, path, kind, self.calibration)
-
-    def _by_llamacpp(self, path: Path, kind: LlamaFileType) -> None:
-        floats = self.out / f"our-{LLAMACPP}-f16.gguf"
-        quantize.quantize_file(floats, path, quantize.Precision(quantize.Kind.F16, kind))

@@ -20,7 +20,6 @@ round, so a slow moment of the machine hits all; plain llama.cpp runs in llama.c
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from typing import Any
 
 from against_llamacpp import native_loop
 from bits_files import THEIRS, Files
+from common import command_line, numbers, words
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
 from edgespec_export.answers.quality import Answers
@@ -181,9 +181,7 @@ def measure_speed(lines: Sequence[Line], text: Sequence[int], rounds: int, threa
 
 def timed(engine: Engine, past: Sequence[int], new: Sequence[int]) -> tuple[float, float]:
     """(seconds of a step, of a pass of four tokens): medians behind the past."""
-    engine.rewind(0)
-    for at in range(0, len(past), engine.block_length):
-        engine.forward(past[at : at + engine.block_length])
+    CachedEngine(engine).read(past)
     steps, passes = [], []
     for token in new:
         start = perf_counter()
@@ -241,9 +239,8 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
         axes.annotate(
             word, (1.0, bound), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
         )
-    names: dict[
-        tuple[int, int], list[str]
-    ] = {}  # of the files in one cell of the picture, which share a label
+    # of the files in one cell of the picture, which share a label
+    names: dict[tuple[int, int], list[str]] = {}
     width = max(line.bytes for line in shown) / 1e6 / CELLS[0]
     tops = [line.answers.top1[0] for line in shown if line.answers]
     height = (max(tops) - min(tops) or 1.0) / CELLS[1]
@@ -270,18 +267,16 @@ def plot(file: Path, lines: Sequence[Line], parameters: int, title: str) -> None
     save(figure, file)
 
 
-def numbers(text: str) -> list[float]:
-    return [float(word) for word in text.split(",") if word]
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("model")
     parser.add_argument("--replies", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--bits", type=numbers, default=[5.25, 5.5], help="budgets of mixed ONNX files")
     parser.add_argument("--gguf-bits", type=numbers, default=[5.5, 6.2], help="budgets of mixed GGUF files")
-    parser.add_argument("--ort", default="", help=f"onnxruntime's own quantizers: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--ort", type=words, default="", help=f"onnxruntime's own quantizers: {', '.join(KINDS)}"
+    )
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
@@ -296,8 +291,7 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         held, calibration = replies_of(model, shape, given.replies)
         files = Files(model, out, calibration)
-        ort = [kind for kind in given.ort.split(",") if kind]
-        lines = lines_of(files.all(given.bits, given.gguf_bits, ort), given.threads)
+        lines = lines_of(files.all(given.bits, given.gguf_bits, given.ort), given.threads)
         measure_answers(lines, held)
         if given.rounds:
             text = [token for reply in held.replies for token in reply.tokens]
@@ -314,34 +308,17 @@ def main() -> int:
         write_json(given.json, {"model": given.model, "files": [as_json(line) for line in lines]})
     if given.plot:
         name = model.name if found is None else found.name
-        plot(
-            given.plot,
-            lines,
-            shape.parameters,
-            f"{name}: size against agreement, {len(held.replies)} replies",
-        )
+        title = f"{name}: size against agreement, {len(held.replies)} replies"
+        plot(given.plot, lines, shape.parameters, title)
     return 0
 
 
 def as_json(line: Line) -> dict[str, Any]:
-    answers = line.answers
-    measured = (
-        {}
-        if answers is None
-        else {
-            name: getattr(answers, name)
-            for name in ("top1", "kl", "tv", "perplexity", "verdict", "near_ties", "counts")
-        }
-    )
-    return {
-        "engine": line.engine,
-        "name": line.name,
-        "mode": line.mode,
-        "bytes": line.bytes,
-        "steps": line.steps,
-        "passes": line.passes,
-        **measured,
-    }
+    found = {name: getattr(line, name) for name in ("engine", "name", "mode", "bytes", "steps", "passes")}
+    if line.answers is not None:
+        names = ("top1", "kl", "tv", "perplexity", "verdict", "near_ties", "counts")
+        found |= {name: getattr(line.answers, name) for name in names}
+    return found
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ target accepts, and the acceptance rate of all drafts without and with copies.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from common import chat_of, command_line
 from edgespec_runtime.bench.suite import in_turn, read_suite
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY, Fixed, Outcome
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.text.tokenizer import Message
 
 from edgespec.core.metrics import RawCounts
 from edgespec.core.progress import progress
@@ -68,9 +67,7 @@ def row(kind: str, alone: Tally, hybrid: Tally) -> tuple[str, ...]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("pair", type=Path, help="a bundle's folder")
     parser.add_argument("--questions", type=int, default=21)
     parser.add_argument("--new", type=int, default=128)
@@ -84,8 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     questions = in_turn(read_suite("built-in"))[: given.questions]
     with progress("copies", len(questions), "question") as bar:
         for number, question in enumerate(questions):
-            chat: list[Message] = [*question.before, {"role": "user", "content": question.turns[0]}]
-            prompt = pair.tokenizer.encode_chat(chat)
+            prompt = pair.tokenizer.encode_chat(chat_of(question))
             for drafter in (MODEL, HYBRID):
                 tally = tallied(pair, prompt, drafter, given.new, given.temperature, number)
                 found[question.category][drafter].add(tally)

@@ -8,12 +8,13 @@ Rows hold `messages` of user and assistant in turn. Every third training dialogu
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import random
 from pathlib import Path
 from typing import Any
+
+from common import command_line
 
 from edgespec.core.files import write_jsonl
 
@@ -34,7 +35,7 @@ def prompts(chats: list[list[dict[str, str]]], count: int, seed: int) -> list[di
 
 def given_paths(doc: str | None, *names: str) -> list[Path]:
     """The arguments of a command that takes so many paths; `doc` describes it."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(doc)
     for name in names:
         parser.add_argument(name, type=Path)
     return list(vars(parser.parse_args()).values())

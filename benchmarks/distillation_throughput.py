@@ -16,7 +16,6 @@ V = 4,096. FOLDER after --responses is a build's generate stage. Bars: 1.3x in t
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import time
@@ -26,10 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import command_line, random_llama
 from edgespec_recipes.data.mixing import TARGET, TEXT, TextRows, response_rows
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.losses.target_rows import labels_of
+from edgespec_recipes.losses.label_loss import labels_of
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision, choose_precision
 from edgespec_recipes.parallel.processes import device
@@ -37,7 +37,6 @@ from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.trainer import collate
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.files import write_json
 from edgespec.core.metrics import bootstrap, median
@@ -52,21 +51,6 @@ IGNORED = -100
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]
-
-
-def random_llama(seed: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> Any:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        tie_word_embeddings=True,
-        initializer_range=0.06,
-    )
-    return LlamaForCausalLM(config)
 
 
 def random_conversations(count: int) -> list[tuple[list[int], list[int]]]:
@@ -166,9 +150,7 @@ def timed(sides: Sequence[Side], batches: list[Batch], rounds: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--context", type=int, default=256)
@@ -180,8 +162,10 @@ def main() -> int:
     parser.add_argument("--float32", action="store_true", help="no autocast, where bf16 would pay")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args()
-    target = load_model(given.target) if given.target else random_llama(0, 512, 1024, 5, 8, 4)
-    drafter = load_model(given.drafter) if given.drafter else random_llama(1, 64, 192, 1, 2, 2)
+    like: dict[str, Any] = {"tie_word_embeddings": True, "initializer_range": 0.06}
+    target, drafter = (load_model(folder) if folder else None for folder in (given.target, given.drafter))
+    target = target or random_llama(0, VOCABULARY, 512, 1024, 5, 8, num_key_value_heads=4, **like)
+    drafter = drafter or random_llama(1, VOCABULARY, 64, 192, 1, 2, **like)
     target.to(device()).eval().requires_grad_(False)
     drafter.to(device())
     reference = copy.deepcopy(drafter).eval().requires_grad_(False)

@@ -14,36 +14,35 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 import numpy as np
-from acceptance_curve import SHAPES, Run, part_of
+from acceptance_curve import RESULT, SHAPES, Run, part_of
+from common import command_line, kept, words
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_recipes.models.loading import save_model
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.session import CachedEngine
 
-from edgespec.core.files import read_json, write_json
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions
 
-RESULT = "acceptance.json"
 CONTEXT, ROUNDS = 256, 200
 
 
 def trained(out: Path, options: DrafterOptions, given: argparse.Namespace) -> dict[str, float]:
     """α at T = 1 and T = 0 of one shape; its int8 files lie in out/onnx."""
-    if not (out / RESULT).is_file():
-        learnt, held_out, text = part_of(given.written, out, sys.maxsize, given.held_out)
-        run = Run("model", learnt, held_out, given, options)
-        model, counts = run.trained(out / "training", given.steps)
-        warm, greedy = run.acceptance(model)
-        save_model(model.cpu(), given.target, out / "model")
-        export_onnx(out / "model", out / "onnx", "int8")
-        write_json(out / RESULT, {"text": text, "tokens": counts["tokens"], "alpha": warm, "greedy": greedy})
-    return dict(read_json(out / RESULT))
+    learnt, held_out, text = part_of(given.written, out, sys.maxsize, given.held_out)
+    run = Run("model", learnt, held_out, given, options)
+    model, counts = run.trained(out / "training", given.steps)
+    warm, greedy = run.acceptance(model)
+    save_model(model.cpu(), given.target, out / "model")
+    export_onnx(out / "model", out / "onnx", "int8")
+    return {"text": text, "tokens": counts["tokens"], "alpha": warm, "greedy": greedy}
 
 
 def step_times(folders: list[Path], files: Path) -> np.ndarray:
@@ -52,15 +51,12 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
     target = OnnxRuntimeEngine(files, 512, graph=files / FAST_GRAPH)
     passes = [*((each, [1]) for each in drafters), (target, [1]), (target, [1, 1])]
     for engine in (*drafters, target):
-        for _ in range(CONTEXT // engine.block_length):
-            engine.forward([1] * engine.block_length)
+        CachedEngine(engine).read([1] * CONTEXT)
     times = np.zeros((ROUNDS, len(passes)))
     for row in times:
         for column, (engine, tokens) in enumerate(passes):
-            other = (
-                drafters[0] if engine is target else target
-            )  # as in decoding: a drafter's weights leave the cache
-            other.forward([1])
+            other = drafters[0] if engine is target else target
+            other.forward([1])  # as in decoding: a drafter's weights leave the cache
             other.rewind(CONTEXT)
             start = perf_counter()
             engine.forward(tokens)
@@ -71,14 +67,12 @@ def step_times(folders: list[Path], files: Path) -> np.ndarray:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
     parser.add_argument("files", type=Path)
     parser.add_argument(
-        "--shapes", default="4x128,2x128,2x256,3x256,2x320,4x320", help="layers x hidden size"
+        "--shapes", type=words, default="4x128,2x128,2x256,3x256,2x320,4x320", help="layers x hidden size"
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--vocabulary", type=int, help="draft tokens (default: those that the rule takes)")
@@ -90,11 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/drafter-shapes"))
     given = parser.parse_args(arguments)
     given.learning_rate = {"model": given.rate}
-    names = given.shapes.split(",")
+    names = given.shapes
     base, found = replace(SHAPES["model"], vocabulary=given.vocabulary), []
     for name in names:
         layers, hidden = map(int, name.split("x"))
-        found.append(trained(given.out / name, replace(base, layers=layers, hidden=hidden), given))
+        options, out = replace(base, layers=layers, hidden=hidden), given.out / name
+        found.append(kept(out / RESULT, partial(trained, out, options, given)))
         print(f"{name}: α {found[-1]['alpha']:.3f} at T = 1, {found[-1]['greedy']:.3f} at T = 0", flush=True)
     shapes = [DrafterShape.from_config(read_config(given.out / name / "model")) for name in names]
     *steps, plain, two = step_times([given.out / name / "onnx" for name in names], given.files)

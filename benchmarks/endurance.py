@@ -13,7 +13,6 @@ Exit code 1 where a reply differed or, in a run of half an hour or more, memory 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -25,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from common import command_line, words
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
@@ -47,7 +47,6 @@ PACE_TOKENS = 48
 CONTEXT = 160  # tokens, or the model's: a chat of a few turns fills it
 SYSTEMS = ("", "Be brief.", "Answer in one sentence and name an example where there is one.")
 EXACT_FIRST = {ONNXRUNTIME: ("fp32", "int4"), LLAMACPP: ("q8_0", "q4_0")}  # whose blocks are single steps
-STATM = Path("/proc/self/statm")
 MIB = 1024 * 1024
 
 
@@ -160,10 +159,9 @@ def chat(way: Way, options: DecodingOptions, number: int, questions: Sequence[st
         turns.append({"role": "assistant", "content": way.pair.tokenizer.decode(said)})
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    gc.collect()
-    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+def resident(process: int | str = "self") -> int:
+    """Bytes of a process in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def slope(units: Sequence[float], memory: Sequence[int]) -> float:
@@ -204,6 +202,7 @@ def endure(ways: Sequence[Way], minutes: float, memory: Memory) -> None:
             if number % PACED == 0:
                 memory.seconds.append(seconds)
                 memory.tokens.append(sum(way.counts.emitted for way in ways))
+                gc.collect()
                 memory.resident.append(resident())
 
 
@@ -261,18 +260,17 @@ def usual_ways(bundle: Path) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--minutes", type=float, default=120.0)
     parser.add_argument(
-        "--ways", default="", help="engine:precision,... (default: an exact one of each engine)"
+        "--ways", type=words, default="", help="engine:precision,... (default: an exact one of each engine)"
     )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, help="write what was seen to this file")
     given = parser.parse_args()
-    names = given.ways.split(",") if given.ways else usual_ways(given.bundle)
     ways, memory = [], Memory()
-    for name in names:
+    for name in given.ways or usual_ways(given.bundle):
         engine, _, precision = name.partition(":")
         load = LoadOptions(engine=engine, precision=precision, threads=given.threads, context=CONTEXT)
         pair = open_pair(given.bundle, load)
@@ -287,11 +285,7 @@ def main() -> int:
     if given.json:
         seen = {}
         for way in ways:
-            values = {
-                name: value
-                for name, value in vars(way).items()
-                if name not in ("pair", "schedules", "counts")
-            }
+            values = {name: value for name, value in vars(way).items() if name not in ("pair", "schedules")}
             seen[way.name] = values | {"counts": asdict(way.counts), "drift": way.drift()}
         write_json(given.json, {"ways": seen, "memory": asdict(memory)})
     return int(not fine)

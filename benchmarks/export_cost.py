@@ -13,16 +13,12 @@ run goes on where it was; the models are removed once measured unless --keep is 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from common import command_line, in_own_process, words
 from edgespec_export.synthetic.checkpoint import write_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -71,6 +67,7 @@ else:
 engine = Engine(Path(sys.argv[1]), 64)
 logits = np.array(engine.forward([1, 2, 3, 4]))
 assert np.isfinite(logits).all() and logits.std() > 0.01, logits
+print("true")
 """
 
 
@@ -89,24 +86,11 @@ def write_tokenizer(folder: Path) -> None:
 def measure(model: Path, out: Path, kind: str) -> dict[str, Any]:
     """Export in one new process, open the file in another."""
     engine = "onnx" if kind.startswith(ONNX) else "gguf"
-    done = _python(EXPORT, str(model), str(out), kind.removeprefix(ONNX), engine)
-    _python(OPEN, str(out), engine)
-    result: dict[str, Any] = json.loads(done.splitlines()[-1])
-    return result
-
-
-def _python(program: str, *arguments: str) -> str:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TQDM_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
+    found: dict[str, Any] = in_own_process(
+        "-c", EXPORT, model, out, kind.removeprefix(ONNX), engine, TQDM_DISABLE="1"
     )
-    if done.returncode:
-        raise SystemExit(f"{arguments}: status {done.returncode}\n{done.stderr[-2000:]}")
-    return done.stdout
+    in_own_process("-c", OPEN, out, engine)
+    return found
 
 
 def report(results: dict[str, Any]) -> str:
@@ -125,9 +109,9 @@ def report(results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(allow_abbrev=False, description=(__doc__ or "").splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("target", nargs="?", default="tinyllama-1.1b-chat")
-    parser.add_argument("--formats", default="q4_0,f16,onnx-int4")
+    parser.add_argument("--formats", type=words, default="q4_0,f16,onnx-int4")
     parser.add_argument("--shard-gib", type=float, default=1.0)
     parser.add_argument("--folder", type=Path, default=Path("build/export-cost"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoint and the exported files")
@@ -136,9 +120,8 @@ def main() -> None:
     base = given.folder / given.target
     model, results_file = base / "model", base / "results.json"
     base.mkdir(parents=True, exist_ok=True)
-    kinds = given.formats.split(",")
     results: dict[str, Any] = read_json(results_file) if results_file.exists() else {"formats": {}}
-    missing = [kind for kind in kinds if kind not in results["formats"]]
+    missing = [kind for kind in given.formats if kind not in results["formats"]]
     needed, free = 3.0 * BYTES * shape.parameters, shutil.disk_usage(base).free
     if missing and needed > free:  # the checkpoint, and at most an F16 file and scratch of its size beside it
         raise InputError(

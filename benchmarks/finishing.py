@@ -16,14 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from acceptance_curve import Run, part_of
+from common import command_line, kept, words
 from edgespec_recipes.training.distill_head import distill_head
 
-from edgespec.core.files import read_json, read_jsonl, write_json
+from edgespec.core.files import read_jsonl
 from edgespec.core.table import table
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 
@@ -32,12 +33,7 @@ RESULT = "finishing.json"
 HELD_OUT = 64  # texts
 
 
-def folder(given: argparse.Namespace, arm: str, seed: int) -> Path:
-    where: Path = given.out / f"{arm.replace(' ', '-')}-{seed}"
-    return where
-
-
-def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float]:
+def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> dict[str, float]:
     """α of an independent drafter's first token at T = 1 and at T = 0, after one training."""
     how = argparse.Namespace(**vars(given), seed=seed, context=512, held_out=HELD_OUT)
     how.learning_rate = {"model": given.learning_rate}
@@ -46,57 +42,54 @@ def independent(out: Path, given: argparse.Namespace, arm: str, seed: int) -> tu
     shape = DrafterOptions(init="components", vocabulary=given.vocabulary, layers=layers, hidden=hidden)
     run = Run("model", learnt, held_out, how, shape)
     run.options = replace(run.options, finish="" if arm == ALONE else arm)
-    return run.acceptance(run.trained(out / "training", given.steps)[0])
+    first, second = run.acceptance(run.trained(out / "training", given.steps)[0])
+    return {"alpha": first, "alpha_2": second}
+
+
+def of_a_head(out: Path, given: argparse.Namespace, arm: str, seed: int) -> dict[str, float]:
+    """α of a head's first and second draft token after one training."""
+    selects = arm in given.select
+    options = DistillOptions(
+        divergence="fkl",
+        finish="" if selects or arm == ALONE else arm,
+        select_fraction=float(arm) if selects else 1.0,
+        scale_learning_rate=False,
+        text_fraction=0.0,
+        target_side="stored",
+        unrolled_steps=2,
+        steps=given.steps,
+        warmup_steps=given.steps // 10,
+        batch_size=given.batch_size,
+        context=512,
+        learning_rate=given.learning_rate,
+        watch_steps=given.steps,
+        watch_rows=given.watched,
+    )
+    drafter = DrafterOptions(kind="head", vocabulary=given.vocabulary)
+    reference = folder(given, ALONE, seed) / "model" if selects else None
+    distill_head(out, given.target, given.written, drafter, options, seed, reference)
+    last = [row for row in read_jsonl(out / "log.jsonl") if "alpha" in row][-1]
+    return {"alpha": last["alpha"], "alpha_2": last["alpha_2"]}
+
+
+def folder(given: argparse.Namespace, arm: str, seed: int) -> Path:
+    where: Path = given.out / f"{arm.replace(' ', '-')}-{seed}"
+    return where
 
 
 def alphas(given: argparse.Namespace, arm: str, seed: int) -> tuple[float, float]:
-    """α of the first and the second draft token after one training.
-
-    `arm`: the divergence of the last fifth, or the share of selected tokens; ALONE is neither.
-    """
-    out = folder(given, arm, seed)
-    if given.shape and not (out / RESULT).is_file():
-        first, second = independent(out, given, arm, seed)
-        write_json(out / RESULT, {"alpha": first, "alpha_2": second})
-    if not (out / RESULT).is_file():
-        selects = arm in given.select
-        options = DistillOptions(
-            divergence="fkl",
-            finish="" if selects or arm == ALONE else arm,
-            select_fraction=float(arm) if selects else 1.0,
-            scale_learning_rate=False,
-            text_fraction=0.0,
-            target_side="stored",
-            unrolled_steps=2,
-            steps=given.steps,
-            warmup_steps=given.steps // 10,
-            batch_size=given.batch_size,
-            context=512,
-            learning_rate=given.learning_rate,
-            watch_steps=given.steps,
-            watch_rows=given.watched,
-        )
-        drafter = DrafterOptions(kind="head", vocabulary=given.vocabulary)
-        reference = folder(given, ALONE, seed) / "model" if selects else None
-        distill_head(out, given.target, given.written, drafter, options, seed, reference)
-        rows: list[dict[str, Any]] = [row for row in read_jsonl(out / "log.jsonl") if "alpha" in row]
-        write_json(out / RESULT, {"alpha": rows[-1]["alpha"], "alpha_2": rows[-1]["alpha_2"]})
-    found = read_json(out / RESULT)
+    """Both α after one training. `arm`: the divergence of the last fifth, or the share of selected tokens; ALONE is neither."""
+    out, measure = folder(given, arm, seed), independent if given.shape else of_a_head
+    found = kept(out / RESULT, partial(measure, out, given, arm, seed))
     return found["alpha"], found["alpha_2"]
 
 
-def names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("written", type=Path)
-    parser.add_argument("--finish", type=names, default="tvd++,lk")
-    parser.add_argument("--select", type=names, default="", help="shares of the tokens")
+    parser.add_argument("--finish", type=words, default="tvd++,lk")
+    parser.add_argument("--select", type=words, default="", help="shares of the tokens")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
@@ -114,10 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
     arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others
     found = {(arm, seed): alphas(given, arm, seed) for seed in range(given.seeds) for arm in arms}
     rows = [(arm, str(seed), *(f"{a:.4f}" for a in each)) for (arm, seed), each in sorted(found.items())]
-    print(
-        table(("last fifth, or share", "seed", *both), rows, left=2),
-        end="\n\n",
-    )
+    print(table(("last fifth, or share", "seed", *both), rows, left=2), end="\n\n")
     for arm in arms[1:]:
         pairs = np.array([np.subtract(found[arm, seed], found[ALONE, seed]) for seed in range(given.seeds)])
         mean, spread = pairs.mean(0), pairs.std(0, ddof=1) if given.seeds > 1 else [float("nan")] * 2

@@ -18,7 +18,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import command_line, in_own_process
 from edgespec_runtime.batched.sequences import LlamaCppSequences, Piece, float_copy
 
 from edgespec.core.table import table
@@ -84,14 +84,9 @@ def read_again(written: Path, model: Path, how: InferenceOptions) -> dict[str, A
 
 def child(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """`measured` in a process of its own."""
-    command = [sys.executable, __file__, arguments.file, str(arguments.model), "--way", way]
-    for name in ("prompts", "new", "threads", "batch"):
-        if getattr(arguments, name):
-            command += [f"--{name}", str(getattr(arguments, name))]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    flags = {name: getattr(arguments, name) for name in ("prompts", "new", "threads", "batch")}
+    named = [word for name, value in flags.items() if value for word in (f"--{name}", value)]
+    found: dict[str, Any] = in_own_process(__file__, arguments.file, arguments.model, "--way", way, *named)
     print(f"{way}: {found}", file=sys.stderr, flush=True)
     return found
 
@@ -139,9 +134,7 @@ def passes(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("file")
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -160,9 +153,8 @@ def main() -> None:
             shard_size=arguments.prompts,
             batch_size=arguments.batch,
         )
-        print(
-            json.dumps(measured(arguments.way, arguments.file, arguments.model, options, arguments.threads))
-        )
+        found = measured(arguments.way, arguments.file, arguments.model, options, arguments.threads)
+        print(json.dumps(found))
     elif arguments.passes:
         passes(arguments)
     else:

@@ -9,7 +9,6 @@ vocabulary), and a drafter's that are the target's with noise. Bars: 0.15 ms per
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from time import process_time
 
 import numpy as np
+from common import command_line
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.session import CachedEngine
@@ -94,7 +94,7 @@ def overhead_ms(vocab_size: int, warp: dict[str, float], draft_length: int) -> t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):  # one core

@@ -19,19 +19,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, in_own_process, random_llama, words
 from edgespec_recipes.generating.decoding import logits_at
 from edgespec_recipes.losses.head_loss import CHUNK, head_loss, head_values, in_head, live_rows
 from edgespec_recipes.losses.losses import divergence, rewarded
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.files import write_json
 from edgespec.core.table import table
@@ -48,26 +46,12 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def drafter(vocabulary: int) -> Any:
-    """The paper's drafter for Llama 2 (section 4.1), random."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            tie_word_embeddings=False,
-        )
-    )
-
-
 def measure(
     variant: str, name: str, vocabulary: int, positions: int, chunk: int, bf16: bool
 ) -> dict[str, Any]:
     """One step in this process."""
-    model = drafter(vocabulary)
+    # the paper's drafter for Llama 2 (section 4.1), random
+    model = random_llama(0, vocabulary, 1024, 2816, 4, 8, tie_word_embeddings=False)
     head = torch.nn.Linear(TARGET_HIDDEN, vocabulary, bias=False).requires_grad_(False)
     torch.nn.init.normal_(head.weight, std=0.1)
     states = torch.randn(positions, TARGET_HIDDEN)
@@ -104,20 +88,16 @@ def measure(
 
 
 def in_a_process(*arguments: object) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(MIB)}
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return dict(in_own_process(__file__, "--one", json.dumps(arguments), MALLOC_MMAP_THRESHOLD_=str(MIB)))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--divergences", default="fkl,jsd,tvd++", help=f"of {', '.join(DIVERGENCES)}")
+    parser.add_argument(
+        "--divergences", type=words, default="fkl,jsd,tvd++", help=f"of {', '.join(DIVERGENCES)}"
+    )
     parser.add_argument("--chunk", type=int, default=CHUNK, help=f"logits at a time (default {CHUNK})")
     parser.add_argument("--bf16", action="store_true", help="under bf16 autocast")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -127,7 +107,7 @@ def main() -> int:
         print(json.dumps(measure(*json.loads(given.one))))
         return 0
     size = (given.vocabulary, given.positions, given.chunk, given.bf16)
-    names = given.divergences.split(",")
+    names = given.divergences
     body = in_a_process("body", names[0], *size)
     rows, figures, worst = [("body", "", *_shown(body, body), "", "")], [{"variant": "body", **body}], 0.0
     for name in names:

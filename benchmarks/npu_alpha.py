@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import command_line, summed
 from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
+from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, StaticEngine
 from edgespec_runtime.text.prompts import read_chats
@@ -42,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("build", type=Path)
     parser.add_argument("target", type=Path)
     parser.add_argument("--prompts", type=int, default=24)
@@ -96,35 +98,15 @@ def logits_of(
 ) -> list[Array]:
     """Log probabilities [n, V] float32 before each token of every reply, fed in verification blocks."""
     engine = StaticEngine(folder, threads=1, backend=backend)
-    found = []
+    cached, found = CachedEngine(engine), []
     for prompt, reply in zip(prompts, texts, strict=True):
-        engine.rewind(0)
-        rows, ids = [], [*prompt, *reply[:-1]]
-        for start in range(0, len(ids), GAMMA + 1):
-            rows.append(np.array(engine.forward(ids[start : start + GAMMA + 1])))
-        logits = np.concatenate(rows)[len(prompt) - 1 :].astype(np.float64)
+        cached.rewind(0)
+        rows = cached.read_rows([*prompt, *reply[:-1]], GAMMA + 1)
+        logits = rows[len(prompt) - 1 :].astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)
         found.append((logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))).astype(np.float32))
     engine.close()
     return found
-
-
-def block_flips(folder: Path, prompts: Sequence[Sequence[int]], backend: str) -> tuple[float, int, int]:
-    """Largest logit difference of verification blocks to single steps, changed argmaxes, positions."""
-    engine, largest, flips, positions = StaticEngine(folder, threads=1, backend=backend), 0.0, 0, 0
-    for prompt in prompts:
-        fed = []
-        for count in (GAMMA + 1, 1):
-            engine.rewind(0)
-            pieces = [
-                np.array(engine.forward(prompt[at : at + count])) for at in range(0, len(prompt), count)
-            ]
-            fed.append(np.concatenate(pieces))
-        largest = max(largest, float(np.abs(fed[0] - fed[1]).max()))
-        flips += int((fed[0].argmax(1) != fed[1].argmax(1)).sum())
-        positions += len(prompt)
-    engine.close()
-    return largest, flips, positions
 
 
 def mean_of(values: Sequence[Array]) -> tuple[float, float, float]:
@@ -166,10 +148,20 @@ def main() -> int:
             base = logs[role, FLOAT_PRECISION]
             kl = [(np.exp(p) * (p - q)).sum(1) for p, q in zip(base, found, strict=True)]
             same = [p.argmax(1) == q.argmax(1) for p, q in zip(base, found, strict=True)]
-            largest, flips, positions = block_flips(models[role][name], prompts[:8], given.backend)
+            cached = CachedEngine(engines[role, name])
+            moved = block_difference(cached, prompts[:8], sys.maxsize, sizes=(GAMMA + 1,))
             size = sum(file.stat().st_size for file in models[role][name].iterdir()) / 2**20
             cells = (f"{np.concatenate(kl).mean():.2e}", f"{np.concatenate(same).mean():.1%}")
-            single.append((role, name, f"{size:.1f}", *cells, f"{largest:.1e}", f"{flips}/{positions}"))
+            single.append(
+                (
+                    role,
+                    name,
+                    f"{size:.1f}",
+                    *cells,
+                    f"{moved.largest:.1e}",
+                    f"{moved.flips}/{moved.positions}",
+                )
+            )
         pairs, floats = [], overlaps(logs, FLOAT_PRECISION, FLOAT_PRECISION)
         with progress("pairs", len(PRECISIONS) ** 2, "pair") as bar:
             for target in PRECISIONS:
@@ -219,9 +211,6 @@ def pair_row(
     prompts, stop, new = asked
     run = [CachedEngine(engines["target", target]), CachedEngine(engines["drafter", drafter])]
     _, counts = replies(run[0], run[1], prompts, stop, new, 0.0)
-    whole = RawCounts()
-    for one in counts:
-        whole.add(one)
     difference = "" if names == (FLOAT_PRECISION, FLOAT_PRECISION) else interval(*mean_of(loss), digits=3)
     return (
         target,
@@ -229,7 +218,7 @@ def pair_row(
         interval(*mean_of(here), digits=3),
         difference,
         interval(*mean_of(same), digits=3),
-        f"{whole.block_efficiency:.2f}",
+        f"{summed(counts).block_efficiency:.2f}",
     )
 
 

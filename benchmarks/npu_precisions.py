@@ -14,7 +14,6 @@ are the largest of a logit over two rows; "block" feeds four tokens at once agai
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -23,11 +22,14 @@ from typing import Any
 
 import numpy as np
 import onnx
+from common import command_line
 from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
+from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
+from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
 from edgespec_runtime.engines.static_program import has_openvino
 
@@ -105,15 +107,13 @@ def forms(model: Path, rows: list[list[int]], out: Path, threads: int) -> dict[s
     return found
 
 
-def fed(engine: Engine, row: list[int], count: int) -> Array:
-    engine.rewind(0)
-    return np.concatenate(
-        [np.array(engine.forward(row[at : at + count])) for at in range(0, len(row), count)]
-    )
+def fed(engine: Engine, row: list[int]) -> Array:
+    """Logits [n, V] in single steps."""
+    return CachedEngine(engine).read_rows(row, 1)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path)
     parser.add_argument("--threads", type=int, default=1)
@@ -129,35 +129,23 @@ def main() -> int:
         for _ in range(given.rounds):
             for name, (engine, _) in engines.items():
                 for count in COUNTS:
-                    engine.rewind(0)
-                    for at in range(0, len(text), engine.block_length):
-                        engine.forward(text[at : at + engine.block_length])
+                    CachedEngine(engine).read(text)
                     start = time.perf_counter()
                     engine.forward(long[0][:count])
                     best[name][count] = min(best[name][count], time.perf_counter() - start)
-        reference = [fed(engines["fp32"][0], row, 1) for row in long]
+        reference = [fed(engines["fp32"][0], row) for row in long]
         lines = []
         for name, (engine, size) in engines.items():
-            singles, blocks = ([fed(engine, row, count) for row in long] for count in (1, 4))
-            moved = max(float(np.abs(a - b).max()) for a, b in zip(singles, blocks, strict=True))
-            flips = sum(int((a.argmax(1) != b.argmax(1)).sum()) for a, b in zip(singles, blocks, strict=True))
+            singles = [fed(engine, row) for row in long]
+            moved = block_difference(CachedEngine(engine), long, sys.maxsize, sizes=(4,))
             away = max(float(np.abs(a - b).max()) for a, b in zip(singles, reference, strict=True))
             same = np.concatenate(
                 [a.argmax(1) == b.argmax(1) for a, b in zip(singles, reference, strict=True)]
             )
             times = [f"{best[name][count] * 1e3:.2f}" for count in COUNTS]
-            positions = sum(map(len, long))
-            lines.append(
-                (
-                    name,
-                    f"{size / 2**20:.1f}",
-                    *times,
-                    f"{moved:.1e}",
-                    f"{flips}/{positions}",
-                    f"{away:.1e}",
-                    f"{same.mean():.1%}",
-                )
-            )
+            blocks = (f"{moved.largest:.1e}", f"{moved.flips}/{moved.positions}")
+            away_from = (f"{away:.1e}", f"{same.mean():.1%}")
+            lines.append((name, f"{size / 2**20:.1f}", *times, *blocks, *away_from))
     print(f"{given.threads} threads, {given.past} tokens of past, smallest of {given.rounds}\n")
     print(table(("form", "MiB", *(f"ms, {n}" for n in COUNTS), "block", "flips", "to fp32", "top-1"), lines))
     return 0

@@ -16,15 +16,17 @@ The ways take turns; ratios are paired by round, in brackets 95 % bootstrap inte
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import perf_counter
 
+from common import command_line, sizes_of
 from edgespec_export.synthetic.pair import build
+from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.engine import Engine, default_threads
+from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 
 from edgespec.core.files import write_json
@@ -56,7 +58,7 @@ def seconds(block: Callable[[], None]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--engine", default=LLAMACPP, choices=(LLAMACPP, ONNXRUNTIME))
     parser.add_argument("--precision", default="q4_0")
@@ -69,8 +71,7 @@ def main() -> int:
 
     def load(role: str, threads: int) -> Engine:
         model = load_engine(given.engine, pair.paths[role], CONTEXT, threads)
-        for start in range(0, CACHED, model.block_length):
-            model.forward(range(1, 1 + min(model.block_length, CACHED - start)))
+        CachedEngine(model).read([1] * CACHED)
         return model
 
     small = pair.shapes["drafter"].parameters < ONE_THREAD_BELOW["drafter"]
@@ -98,16 +99,14 @@ def main() -> int:
         names, turn, start = list(ways), -1, perf_counter()  # round -1 warms up
         with progress("blocks", int(given.seconds), "s") as bar:
             while turn < 3 or perf_counter() - start < given.seconds:
-                shift = turn % len(names)
-                for way in names[shift:] + names[:shift]:
+                for way in shuffled(names, turn):
                     found = seconds(ways[way])
                     if turn >= 0:
                         taken[way].append(found)
                 turn += 1
                 bar.update(int(min(perf_counter() - start, given.seconds)) - bar.n)
-    sizes = ", ".join(f"{role} {shape.parameters / 1e6:.1f}M" for role, shape in pair.shapes.items())
     print(
-        f"{sizes}, {given.engine} {given.precision}, γ = {given.gamma}, {given.threads} threads, {turn} rounds"
+        f"{sizes_of(pair.shapes)}, {given.engine} {given.precision}, γ = {given.gamma}, {given.threads} threads, {turn} rounds"
     )
     print(f"D {1e3 * median(taken['D']):.2f} ms, V {1e3 * median(taken['V']):.2f} ms\n")
     rows = []

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from against_llamacpp import Run, Timer, native_loop, ours, python_binding
-from edgespec_runtime.bench.suite import Question, in_turn, read_suite
+from against_llamacpp import Rates, Run, Timer, in_turns, native_loop, ours, python_binding
+from common import chat_of, command_line, whole_numbers, words
+from edgespec_runtime.bench.suite import in_turn, read_suite
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
 
@@ -34,14 +33,11 @@ from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import read_manifest
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.output import note
-from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
-
-Rates = dict[str, list[float]]  # by rival, one for each question
 
 
 @dataclass(frozen=True)
@@ -90,9 +86,8 @@ def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
 
 
 def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
-    lengths = [int(word) for word in given.draft_lengths.split(",")]
     found: dict[str, Run] = {PLAIN: ours(pair, given.new, speculates=False)}
-    found |= {f"γ = {length}": ours(pair, given.new, draft_length=length) for length in lengths}
+    found |= {f"γ = {length}": ours(pair, given.new, draft_length=length) for length in given.draft_lengths}
     found[CHOSEN] = ours(pair, given.new, schedules=Schedules(pair, note))
     if pair.engine == LLAMACPP:
         file = pair.manifest.model_path("target", LLAMACPP, pair.precision)
@@ -105,19 +100,7 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
 def answered(
     rivals: dict[str, Run], prompts: Sequence[Sequence[int]], temperature: float, label: str
 ) -> Measured:
-    """Every rival at every prompt."""
-    rates: Rates = {name: [] for name in rivals}
-    counts: dict[str, RawCounts] = defaultdict(RawCounts)
-    for run in rivals.values():
-        run(prompts[0], temperature)  # first calls allocate, and measure costs
-    with progress(label, len(prompts), "question") as bar:
-        for index, prompt in enumerate(prompts):
-            for name in shuffled(list(rivals), index):
-                rate, counted = rivals[name](prompt, temperature)
-                rates[name].append(rate)
-                if counted is not None:
-                    counts[name].add(counted)
-            bar.update(1)
+    rates, counts = in_turns(rivals, prompts, temperature, label)
     drafted = {name: each for name, each in counts.items() if each.drafted}
     taus = {name: each.block_efficiency for name, each in drafted.items()}
     alphas = {
@@ -144,31 +127,26 @@ def rows_of(file: str, temperature: str, found: Measured) -> list[tuple[str, ...
     return rows
 
 
-class Kept:
-    """What was measured so far, in a JSON file where one is named; a run that was cut off goes on from it."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        self._found = read_json(file) if file is not None and file.exists() else {}
-
-    def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
-        if key not in self._found:
-            self._found[key] = asdict(measure())
-            if self._file is not None:
-                write_json(self._file, self._found)
-        return Measured(**self._found[key])
+def kept(file: Path | None, key: str, measure: Callable[[], Measured]) -> Measured:
+    """What was measured under `key` in a JSON file where one is named; a run that was cut off goes on from it."""
+    found = read_json(file) if file is not None and file.exists() else {}
+    if key not in found:
+        found[key] = asdict(measure())
+        if file is not None:
+            write_json(file, found)
+    return Measured(**found[key])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
-    parser.add_argument("--files", default="", help="ENGINE:PRECISION,... (default: all of the bundle)")
-    parser.add_argument("--temperatures", default="0,0.7,1")
+    parser.add_argument(
+        "--files", type=words, default="", help="ENGINE:PRECISION,... (default: all of the bundle)"
+    )
+    parser.add_argument("--temperatures", type=words, default="0,0.7,1")
     parser.add_argument("--each", type=int, default=20, help="questions of each kind")
     parser.add_argument("--new", type=int, default=128, help="tokens of a reply")
-    parser.add_argument("--draft-lengths", default="1,2")
+    parser.add_argument("--draft-lengths", type=whole_numbers, default="1,2")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
@@ -178,19 +156,20 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
     target = read_manifest(given.bundle).target
-    files = [word for word in given.files.split(",") if word]
-    files = files or [f"{engine}:{precision}" for engine, each in target.files.items() for precision in each]
+    files = given.files or [
+        f"{engine}:{precision}" for engine, each in target.files.items() for precision in each
+    ]
     of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
-    rows, by_kind, kept = [], [], Kept(given.json)
+    rows, by_kind = [], []
     for file in files:
         engine, precision = file.split(":")
         options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
         pair = open_pair(given.bundle, options)
         prompts = [pair.tokenizer.encode_chat(chat_of(question)) for question in questions]
         rivals = rivals_of(pair, given)
-        for word in given.temperatures.split(","):
+        for word in given.temperatures:
             label = f"{file}, T = {word}"
-            found = kept.get(label, partial(answered, rivals, prompts, float(word), label))
+            found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
             rows += rows_of(f"{file} {pair.mode}", word, found)
             by_kind.append((file, word, *(against(found.rates, CHOSEN, of[kind]) for kind in kinds)))
         pair.close()
@@ -199,18 +178,14 @@ def main(arguments: list[str] | None = None) -> int:
             PLAIN: in_torch(given.transformers, given.new, given.threads, lookup=False),
             TORCH_LOOKUP: in_torch(given.transformers, given.new, given.threads, lookup=True),
         }
-        for word in given.temperatures.split(","):
+        for word in given.temperatures:
             label = f"{TORCH}, T = {word}"
-            found = kept.get(label, partial(answered, rivals, prompts, float(word), label))
+            found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
             rows += rows_of(f"{TORCH} float32", word, found)
     print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
     print(table(("file", "T", "rival", "tok/s", "x plain", "τ", "α by position"), rows, left=3))
     print(table(("γ chosen, x plain", "T", *kinds), by_kind))
     return 0
-
-
-def chat_of(question: Question) -> list[dict[str, str]]:
-    return [*question.before, {"role": "user", "content": question.turns[0]}]  # type: ignore[list-item]
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ machine prints the same numbers. The wanted figures are those of GATE; the exit 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+from common import command_line
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.decoding.schedule import Fixed, Schedule
 
@@ -97,7 +97,7 @@ def measure(name: str, rate: float, spread: float) -> Cell:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--worst", type=int, default=12, help="cells to list")
     given = parser.parse_args()
     wanted = list(product(SHAPES, RATES, SPREADS))

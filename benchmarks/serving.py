@@ -18,10 +18,8 @@ Other programs disturb all of it: run it on a quiet machine. Exit code 1 where a
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,12 +30,13 @@ from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
 
+from common import command_line
 from edgespec_runtime.chat.replies import pieces
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.decoding.schedule import Fixed
 from edgespec_runtime.engines.exactness import EXACT
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from endurance import slope
+from endurance import MIB, resident, slope
 
 from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts, median, quantile
@@ -50,7 +49,6 @@ DRAFT_LENGTH = 3
 LONG = 160  # tokens of a timed reply, if the context has room and the model does not end it
 SHORT = 24
 SECONDS = 60.0
-MIB = 1024 * 1024
 Json = dict[str, Any]
 
 
@@ -169,10 +167,6 @@ def token_rates(
     return served_rates, local_rates, differing
 
 
-def resident(process: int) -> int:
-    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
 def many(url: str, process: int, chats: Sequence[Any], requests: int, at_once: int, rounds: int) -> Json:
     """Requests at once: how many failed or differed, the times, and the memory."""
     with closing(Client(url)) as client:
@@ -214,7 +208,7 @@ def many(url: str, process: int, chats: Sequence[Any], requests: int, at_once: i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=8)
@@ -275,16 +269,8 @@ def main() -> int:
     print(f"{given.bundle}: {pair.engine} {pair.precision}, {pair.mode} mode, γ = {DRAFT_LENGTH}\n")
     print(table(("", "seen", "bar", ""), [(*row[:3], "" if row[3] else "over") for row in rows], left=3))
     if given.json:
-        write_json(
-            given.json,
-            {
-                "beside_ms": beside,
-                "own_ms": own,
-                "served_rates": served_rates,
-                "local_rates": local_rates,
-                "many": load_test,
-            },
-        )
+        rates = {"served_rates": served_rates, "local_rates": local_rates}
+        write_json(given.json, {"beside_ms": beside, "own_ms": own, **rates, "many": load_test})
     return int(not all(row[3] for row in rows))
 
 

@@ -11,7 +11,6 @@ it is so on a quiet machine.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from time import perf_counter, sleep
@@ -19,11 +18,13 @@ from unittest import mock
 
 import numpy as np
 import onnxruntime as ort
+from common import command_line, sizes_of
 from edgespec_export.synthetic.pair import build
 from edgespec_runtime.bench.synthetic import Replay, SyntheticPair
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed
+from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.session import CachedEngine
@@ -40,9 +41,8 @@ Entries = dict[str, str]
 NO_SPIN: Entries = {"session.intra_op.allow_spinning": "0"}
 STOPS: Entries = {"session.force_spinning_stop": "1"}  # after every pass
 AS_IT_IS = "as it is"
-WAYS: dict[
-    str, tuple[Entries, Entries, bool]
-] = {  # the target's, the drafter's, whether the drafter has all threads
+# the target's, the drafter's, whether the drafter has all threads
+WAYS: dict[str, tuple[Entries, Entries, bool]] = {
     AS_IT_IS: ({}, {}, True),
     "no spinning": (NO_SPIN, NO_SPIN, True),
     "no spinning, drafter": ({}, NO_SPIN, True),
@@ -81,7 +81,7 @@ def once(target: CachedEngine, draft: CachedEngine | None, prompt: list[int], tu
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--precision", default="int4")
     parser.add_argument("--seconds", type=float, default=120.0)
@@ -101,7 +101,7 @@ def main() -> int:
     runs: dict[str, list[tuple[RawCounts, RawCounts]]] = {name: [] for name in names}
     free, start, turn = free_share(given.threads), perf_counter(), -1  # round -1 warms up
     while turn < 3 or perf_counter() - start < given.seconds:
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in shuffled(names, turn):
             target, draft = models[name]
             found = once(target, None, prompt, turn + 1), once(target, draft, prompt, turn + 1)
             if turn >= 0:
@@ -119,9 +119,9 @@ def main() -> int:
             row.append(f"{median([one[kind].token_rate for one in runs[name]]):.1f}")
             row.append("1" if name == AS_IT_IS else interval(*bootstrap(ratios, median)))
         rows.append((*row, f"{1e3 * median([one.draft_seconds / one.drafted for _, one in runs[name]]):.2f}"))
-    sizes = ", ".join(f"{role} {shape.parameters / 1e6:.1f}M" for role, shape in pair.shapes.items())
     print(
-        f"{sizes}, {given.precision}, {given.threads} threads, {turn} rounds; other programs left {free:.0%} of the processors"
+        f"{sizes_of(pair.shapes)}, {given.precision}, {given.threads} threads, {turn} rounds; "
+        f"other programs left {free:.0%} of the processors"
     )
     headers = ("", "plain tok/s", "x as it is", f"γ = {DRAFT_LENGTH} tok/s", "x as it is", "drafter step ms")
     print(table(headers, rows))

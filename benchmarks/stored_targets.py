@@ -9,7 +9,6 @@ docs/; five minutes for 14M parameters on one busy core.
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from itertools import islice
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import command_line, random_llama
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.data.token_rows import Rows
@@ -26,7 +26,6 @@ from edgespec_recipes.kept.top_k import compress, divergence_errors, expand, rec
 from edgespec_recipes.losses.losses import fkl, jsd, tvd, tvdpp
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from edgespec.core.progress import progress
 from edgespec.core.table import table
@@ -71,18 +70,8 @@ def logits_of(model: Any, rows: Rows, row_ids: list[int]) -> Tensor:
 
 def short_drafter(target: Any, rows: Rows, steps: int) -> Any:
     """Two layers of 128, `steps` batches of FKL."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=target.config.vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-    )
-    drafter = LlamaForCausalLM(config)
+    size, spread = target.config.vocab_size, 0.04
+    drafter = random_llama(0, size, 128, 256, 2, 2, tie_word_embeddings=True, initializer_range=spread)
     optimizer = torch.optim.AdamW(drafter.parameters(), 3e-3)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -133,9 +122,7 @@ VARIANTS: list[tuple[str, str, Callable[[Tensor, Stored], Tensor], Callable[[Sto
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("instructions", nargs="+")
     parser.add_argument("--drafter", type=Path)

@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from common import command_line
 from edgespec_recipes.data.instructions import read_conversations
 from edgespec_recipes.data.token_rows import Rows
 from edgespec_recipes.models import subcloning
@@ -133,9 +134,7 @@ def measurements(given: argparse.Namespace) -> Iterator[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("conversations")
     parser.add_argument("held_out")

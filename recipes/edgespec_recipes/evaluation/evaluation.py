@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -168,14 +169,12 @@ def evaluate(
     parts = len(SAMPLINGS) * (1 + len(drafters) * (1 + len(options.draft_lengths)))
     with progress("evaluate on held-out prompts", parts, "parts") as bar:
 
-        def part(
-            name: str, tokens: Callable[[Any], int], compute: Callable[..., list[Any]], *given: Any
-        ) -> list[Any]:
+        def part(name: str, tokens: Callable[[Any], int], compute: Callable[[], list[Any]]) -> list[Any]:
             """`tokens`: of one item, how many were written or read for it."""
             file = out / "settings" / f"{name}.json"
             bar.set_postfix_str(name)
             before = file.exists()
-            found = finished_part(file, len(asked.prompts), lambda: compute(*given))
+            found = finished_part(file, len(asked.prompts), compute)
             if before:
                 bar.skip(1)
             else:
@@ -184,14 +183,14 @@ def evaluate(
             return found
 
         for sampling in SAMPLINGS:
-            responses = part(f"target-{sampling.key}", len, asked.own_responses, sampling)
+            responses = part(f"target-{sampling.key}", len, partial(asked.own_responses, sampling))
             for name, draft in models.items():
                 stem = f"{name}-{sampling.key}"
-                read = asked.target, draft, asked.prompts, responses, sampling
-                overlaps = part(f"{stem}-agreement", itemgetter(1), teacher_forced, *read)
+                read = partial(teacher_forced, asked.target, draft, asked.prompts, responses, sampling)
+                overlaps = part(f"{stem}-agreement", itemgetter(1), read)
                 for gamma in options.draft_lengths:
-                    job = asked.counts, draft, sampling, gamma
-                    counts = part(f"{stem}-g{gamma}", itemgetter("emitted"), *job)
+                    decode = partial(asked.counts, draft, sampling, gamma)
+                    counts = part(f"{stem}-g{gamma}", itemgetter("emitted"), decode)
                     settings.append(setting_of(name, sampling, gamma, counts, overlaps))
     return finish(out, settings, list(drafters), cost_ratio, seed)
 

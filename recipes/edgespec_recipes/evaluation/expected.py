@@ -143,14 +143,7 @@ def expected_counts(
     found: dict[str, list[ExpectedCounts]] = {name: [] for name in names}
     for items in zip(*agreements.values(), strict=True):  # all drafts on one response
         passing = np.stack([item.passing for item in items])
-        blocks, tested, accepted = expected_blocks(passing, draft_length, max_new_tokens)
-        for row, name in enumerate(names):
-            found[name].append(
-                ExpectedCounts(
-                    float(blocks[row]),
-                    passing.shape[1],
-                    tuple(tested[row].tolist()),
-                    tuple(accepted[row].tolist()),
-                )
-            )
+        counts = (each.tolist() for each in expected_blocks(passing, draft_length, max_new_tokens))
+        for name, blocks, tested, accepted in zip(names, *counts, strict=True):
+            found[name].append(ExpectedCounts(blocks, passing.shape[1], tuple(tested), tuple(accepted)))
     return found

@@ -72,29 +72,23 @@ def summarise(
             counts, setting["teacher_forced"], setting["draft_length"], cost_ratio, seed
         )
     baseline, *others = names
-    found = {(s["drafter"], label_of(s)): s for s in settings}
+    of_baseline = {label_of(setting): setting for setting in settings if setting["drafter"] == baseline}
     comparisons = []
-    for name in others:
-        for (drafter, label), setting in found.items():
-            if drafter != name:
-                continue
-            pairs = [
-                (RawCounts(**ours), RawCounts(**theirs))
-                for ours, theirs in zip(setting["counts"], found[baseline, label]["counts"], strict=True)
-            ]
-            difference = bootstrap(
-                pairs,
-                lambda items: _tau([ours for ours, _ in items]) - _tau([theirs for _, theirs in items]),
-                seed=seed,
-            )
-            comparisons.append(
-                {
-                    "claim": f"{name}_beats_{baseline}",
-                    **{key: setting[key] for key in ("temperature", "top_p", "draft_length")},
-                    "tau_difference": difference,
-                    "holds": difference[1] > 0,
-                }
-            )
+    for name, setting in ((name, s) for name in others for s in settings if s["drafter"] == name):
+        both = zip(setting["counts"], of_baseline[label_of(setting)]["counts"], strict=True)
+        difference = bootstrap(
+            [(RawCounts(**ours), RawCounts(**theirs)) for ours, theirs in both],
+            lambda items: _tau([ours for ours, _ in items]) - _tau([theirs for _, theirs in items]),
+            seed=seed,
+        )
+        comparisons.append(
+            {
+                "claim": f"{name}_beats_{baseline}",
+                **{key: setting[key] for key in ("temperature", "top_p", "draft_length")},
+                "tau_difference": difference,
+                "holds": difference[1] > 0,
+            }
+        )
     return {
         "schema": SCHEMA,
         "cost_ratio": cost_ratio,

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from edgespec_recipes.data.token_rows import PADDING
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.losses.positions import WRITING, noise
+from edgespec_recipes.losses.whole_batch import WRITING, noise
 
 Batch = dict[str, Tensor]
 

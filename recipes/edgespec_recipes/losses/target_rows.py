@@ -1,4 +1,4 @@
-"""The target's side of a batch, a few rows of logits at a time: from a live model, from labels, or from both a model and a store.
+"""The target's side of a batch, a few rows of logits at a time: from a live model, or from it and a store.
 
 TargetRows(rows, draft_logits) gives what a divergence compares the draft's logits of these positions with. Knows no losses.
 """
@@ -69,20 +69,6 @@ def live_rows(
         return rows
 
     return of
-
-
-def labels_of(batch: dict[str, Tensor]) -> Tensor:
-    """[n] the tokens that the compared positions predict."""
-    following = batch["input_ids"].roll(-1, dims=1)
-    return following[batch["compared"]]
-
-
-def label_rows(labels: Tensor, columns: Tensor | None) -> tuple[TargetRows, Tensor]:
-    """Rows that are the written tokens [n] themselves, as the drafter numbers them, and which of them it knows (bool [n])."""
-    if columns is None:
-        return lambda part, _: labels[part], torch.ones_like(labels, dtype=torch.bool)
-    places = torch.searchsorted(columns, labels).clamp_max(len(columns) - 1)
-    return lambda part, _: places[part], columns[places] == labels
 
 
 def join_rows(first: TargetRows, second: TargetRows, is_second: Tensor) -> TargetRows:

@@ -162,11 +162,9 @@ class FeatureHead(nn.Module):
         self.shape, self.vocabulary = shape, vocabulary
         self.embedding_norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
         self.feature_norm = _Norm(shape.feature_size, shape.rms_norm_eps)
-        self.reduce = (
-            nn.Linear(shape.given_size, shape.feature_size, bias=False)
-            if shape.target_layers
-            else nn.Identity()
-        )
+        self.reduce: nn.Module = nn.Identity()
+        if shape.target_layers:
+            self.reduce = nn.Linear(shape.given_size, shape.feature_size, bias=False)
         self.fc = nn.Linear(shape.hidden_size + shape.feature_size, shape.hidden_size, bias=False)
         self.layers = nn.ModuleList([HeadLayer(shape) for _ in range(shape.layers)])
         self.norm = _Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -212,9 +210,8 @@ def load_head(folder: Path) -> FeatureHead:
     if not (folder / HEAD_FILE).is_file():
         raise InputError(f"{folder} has no {HEAD_FILE}; give the folder of a feature drafter")
     try:
-        shape = HeadShape(
-            **{**read_json(folder / HEAD_FILE)["shape"], "target_layers": target_layers(folder)}
-        )
+        numbers = read_json(folder / HEAD_FILE)["shape"]
+        shape = HeadShape(**{**numbers, "target_layers": target_layers(folder)})
         head = FeatureHead(shape, read_vocabulary(folder / VOCABULARY, InputError))
         weights = {name: torch.from_numpy(value) for name, value in head_weights(folder).items()}
         head.load_state_dict(weights)

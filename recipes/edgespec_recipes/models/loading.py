@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,15 @@ from transformers.utils import logging as transformers_logging
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json, whole_folder, write_json, write_text
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.chat_template import read_chat_template
+from edgespec.model_folder.chat_template import TEMPLATE_FILE, read_chat_template
+from edgespec.model_folder.chat_template import TOKENIZER_FILES as FAST_FILES
 from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
 from edgespec.recipe.model_check import check_chat, check_model
 from edgespec_recipes.models.vocabulary import listed_ids, plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
+    *FAST_FILES,
+    *("tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 )
 
 
@@ -122,6 +118,15 @@ def check_same_vocabulary(a_folder: Path, b_folder: Path, what: str) -> None:
             )
 
 
+def check_context(option: str, context: int, shapes: Iterable[ModelShape]) -> None:
+    """Raise InputError where rows of `context` tokens are longer than one of the models holds; `option` names their length."""
+    shortest = min(shapes, key=lambda shape: shape.one_rope_length)
+    if context > shortest.one_rope_length:
+        raise InputError(
+            f"{option} is {context}; the models hold {shortest.told_length()}: give at most that"
+        )
+
+
 def load_model(folder: Path, dtype: torch.dtype = torch.float32, **placement: Any) -> Any:
     """The causal language model of a folder, in eval mode. Raises InputError where it cannot be loaded.
 
@@ -200,7 +205,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     template = read_chat_template(source)
     if template is not None:
         config["chat_template"] = template
-        write_text(out / "chat_template.jinja", template)
+        write_text(out / TEMPLATE_FILE, template)
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     write_json(out / "tokenizer_config.json", config)

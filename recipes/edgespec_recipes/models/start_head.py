@@ -18,9 +18,9 @@ from torch import Tensor
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_named
-from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import DrafterOptions
 from edgespec_recipes.models.feature_head import FeatureHead, HeadShape
+from edgespec_recipes.models.loading import shape_of
 from edgespec_recipes.models.vocabulary import choose_vocabulary, covering
 
 RIDGE = 0.01  # of the mean square: what little text does not tell stays small
@@ -48,7 +48,7 @@ def start_head(
 
     Raises InputError where the target's layers are not of Llama's form.
     """
-    shape = ModelShape.from_config(target.config.to_dict())
+    shape = shape_of(target)
     size = options.vocabulary or covering(counts)
     vocabulary = choose_vocabulary(counts, special, size)
     layers = options.layers or 1

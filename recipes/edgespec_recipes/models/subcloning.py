@@ -30,6 +30,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import LONGROPE, family_named, having
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.recipe.drafter import DrafterShape
+from edgespec_recipes.models.loading import shape_of
 from edgespec_recipes.models.vocabulary import Blocks
 
 SAMPLE_TOKENS = 4096
@@ -61,7 +62,7 @@ def measure(target: Any, blocks: Blocks) -> Activations:
     count = min(len(blocks), max(1, SAMPLE_TOKENS // context))
     sample = [blocks[index * len(blocks) // count] for index in range(count)]
     rows = torch.from_numpy(np.stack(sample).astype(np.int64))
-    shape, decoder = ModelShape.from_config(target.config.to_dict()), target.model
+    shape, decoder = shape_of(target), target.model
     found = Activations(torch.zeros(shape.hidden))
 
     def mean(table: dict[Any, Tensor], key: Any, values: Tensor) -> None:
@@ -117,7 +118,7 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
 
     Its tables have all of the target's tokens. Raises InputError where the target is of another kind or smaller somewhere.
     """
-    full = ModelShape.from_config(target.config.to_dict())
+    full = shape_of(target)
     _check(target.config, full, shape)
     seen = measure(target, blocks)
     weights = {name: value.detach().float().cpu() for name, value in target.state_dict().items()}
@@ -143,11 +144,9 @@ def subclone(target: Any, shape: DrafterShape, blocks: Blocks) -> dict[str, Tens
 def scaling_of(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """RoPE's scaling in a target's config.json, which its drafter needs too; None where there is none."""
     rope, _ = rope_of(config)
-    return (
-        None
-        if rope["rope_type"] == "default"
-        else {name: rope[name] for name in rope if name != "rope_theta"}
-    )
+    if rope["rope_type"] == "default":
+        return None
+    return {name: value for name, value in rope.items() if name != "rope_theta"}
 
 
 def _check(config: Any, full: ModelShape, shape: DrafterShape) -> None:

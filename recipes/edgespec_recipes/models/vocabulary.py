@@ -158,8 +158,7 @@ def restrict(model: Any, vocabulary: Vocabulary, counts: np.ndarray | None) -> A
         weights = torch.from_numpy(counts + 1.0).to(rest.dtype)[others]
         rest = (weights / weights.sum())[None] @ rest
     rows = torch.cat([embedding.weight.data[ids], rest[:1]])
-    padding = embedding.padding_idx
-    padding = None if padding is None else _place(vocabulary, padding)
+    padding = None if embedding.padding_idx is None else _place(vocabulary, embedding.padding_idx)
     _install(model, vocabulary, rows, head.weight.data[ids].clone(), padding)
     return model
 

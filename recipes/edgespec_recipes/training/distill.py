@@ -33,7 +33,13 @@ from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
 from edgespec_recipes.generating.datagen import read_responses
 from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
 from edgespec_recipes.losses.losses import divergence
-from edgespec_recipes.models.loading import check_same_vocabulary, load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.models.loading import (
+    check_context,
+    check_same_vocabulary,
+    load_model,
+    load_tokenizer,
+    stop_ids_of,
+)
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.models.packing import Packing, packing_of
 from edgespec_recipes.parallel import processes
@@ -117,15 +123,6 @@ def _packing(models: dict[str, Any], store: StoredTargets | None) -> Packing:
     )
 
 
-def _check_context(folders: Sequence[Path], options: DistillOptions) -> None:
-    shapes = [ModelShape.from_config(read_json(folder / "config.json")) for folder in folders]
-    shortest = min(shapes, key=lambda shape: shape.one_rope_length)
-    if options.context > shortest.one_rope_length:
-        raise InputError(
-            f"distill.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
-        )
-
-
 def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int) -> dict[str, Any]:
     """Distil `inputs.drafter` into `out`/model; goes on from the last checkpoint in `out`. Drafters kept on the way lie in
     `out`/kept/step-NNNNNN. The target is loaded only where its distributions are not all stored.
@@ -133,7 +130,8 @@ def distill(out: Path, inputs: DistillInputs, options: DistillOptions, seed: int
     Raises InputError: tokenizers that differ, a context longer than a model's, a selection without a reference.
     """
     check_same_vocabulary(inputs.target, inputs.drafter, "the target and the drafter")
-    _check_context([inputs.target, inputs.drafter], options)
+    configs = (read_json(folder / "config.json") for folder in (inputs.target, inputs.drafter))
+    check_context("distill.context", options.context, map(ModelShape.from_config, configs))
     options = with_selection(options, inputs.reference)
     draft = load_model(inputs.drafter)
     device, tokenizer = processes.device(), load_tokenizer(inputs.target)

@@ -31,12 +31,18 @@ from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
 from edgespec_recipes.kept.top_k import Store
 from edgespec_recipes.losses.head_loss import PerToken, TargetRows, head_loss, head_values, in_head
+from edgespec_recipes.losses.label_loss import label_losses, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
-from edgespec_recipes.losses.mean_loss import label_losses
-from edgespec_recipes.losses.positions import LOSS, Positions, noise, positions_of
-from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence
-from edgespec_recipes.losses.target_rows import hidden_at, join_rows, labels_of, live_rows
-from edgespec_recipes.losses.whole_batch import Survey, Terms, settle
+from edgespec_recipes.losses.target_rows import hidden_at, join_rows, live_rows
+from edgespec_recipes.losses.whole_batch import (
+    LOSS,
+    Positions,
+    SelectedTokens,
+    Terms,
+    noise,
+    positions_of,
+    settle,
+)
 from edgespec_recipes.parallel.sharding import whole
 
 Batch = dict[str, Tensor]
@@ -52,7 +58,6 @@ class _Part:
     batch: Batch
     places: Positions
     target: RowsFor | None = None
-    survey: Survey = Survey()
     terms: Terms | None = None
 
     def rows(self, head: Any) -> TargetRows:
@@ -114,11 +119,6 @@ class Objective:
             write_own_responses, temperature=options.student_temperature, stops=stops, seed=seed
         )
 
-    @property
-    def looks(self) -> bool:
-        """Whether it looks at all logits of a step before the first gradient."""
-        return self.selects or self.divergence.scope != "token"
-
     def __call__(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         """The loss of each micro-batch of a step; their sum, averaged over the processes, is the step's mean divergence."""
         if self.last is not self.main:
@@ -132,7 +132,8 @@ class Objective:
 
     def _losses(self, model: Any, batches: Sequence[Batch]) -> Iterator[Tensor]:
         step = [_Part(batch, positions_of(batch)) for batch in batches]
-        for part in step[1:] if self.looks else ():
+        looks = self.selects or self.divergence.scope != "token"  # at all logits, before the first gradient
+        for part in step[1:] if looks else ():
             part.target = self.target_rows(part.batch, set_aside=True)
             with torch.no_grad():
                 _run(model, part.batch, partial(self._look, part))
@@ -143,29 +144,27 @@ class Objective:
 
     def _look(self, part: _Part, hidden: Tensor, head: Any) -> Tensor:
         """Look ahead at a micro-batch, in the place of its output layer."""
-        part.survey = self._survey(part.batch, hidden, head, part.rows(head))
+        self._survey(part, hidden, head, part.rows(head))
         return hidden[:1]  # nobody looks at the logits
 
-    def _survey(self, batch: Batch, hidden: Tensor, head: Any, rows: TargetRows) -> Survey:
-        """From the drafter's hidden states [n, H] at the compared positions."""
+    def _survey(self, part: _Part, hidden: Tensor, head: Any, rows: TargetRows) -> None:
+        """Note what the loss needs of the drafter's hidden states [n, H] at the compared positions."""
         functions = [fkl] * self.selects + [rewarded] * (self.divergence.scope != "token")
         if not functions:
-            return Survey()
+            return
         values = dict(zip(functions, head_values(functions, hidden, head, rows), strict=True))
-        excess = None
+        part.places.rewarded = values.get(rewarded)
         if self.selects:
-            reference = hidden_at(self.reference, batch["compared"], inputs_of(batch))
-            excess = excess_divergence(values[fkl], *reference, rows)
-        return Survey(excess, values.get(rewarded))
+            reference = hidden_at(self.reference, part.batch["compared"], inputs_of(part.batch))
+            part.places.excess = values[fkl] - head_values([fkl], *reference, rows)[0]
 
     def _loss(self, step: Sequence[_Part], part: _Part, hidden: Tensor, head: Any) -> Tensor:
         """The share of one micro-batch in the step's mean, in the place of its output layer."""
         rows = part.rows(head)
         if part.terms is None:  # it is the first one: all others are known
-            part.survey = self._survey(part.batch, hidden, head, rows)
+            self._survey(part, hidden, head, rows)
             found = settle(
                 [each.places for each in step],
-                [each.survey for each in step],
                 scope=self.divergence.scope,
                 fraction=self.fraction,
                 mean=self.mean,

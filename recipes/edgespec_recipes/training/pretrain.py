@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
 from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
-from edgespec_recipes.losses.mean_loss import label_losses
+from edgespec_recipes.losses.label_loss import label_losses
 from edgespec_recipes.models.initialise import initial_drafter
-from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.models.loading import check_context, load_tokenizer
 from edgespec_recipes.training.trainer import Batch, finish, train
 
 
@@ -48,13 +47,9 @@ def pretrain(
     train_seconds, loss_first, loss_last, text_tokens, precision.
     """
     tokenizer = load_tokenizer(target_folder)
-    if options.context > shape.one_rope_length:
-        raise InputError(
-            f"pretrain.context is {options.context}; the target's context is {shape.told_length()}: give at most that"
-        )
-    rows = max(
-        1, options.steps * options.batch_size
-    )  # without steps the first weights may still be chosen by the text
+    check_context("pretrain.context", options.context, [shape])
+    # without steps the first weights may still be chosen by the text
+    rows = max(1, options.steps * options.batch_size)
     wanted = tokens_to_read(options.text, rows * options.context)
     blocks = text_blocks(options.text, tokenizer, options.context, out / "text", tokens=wanted)
     model = initial_drafter(shape, drafter, target_folder, tokenizer, seed, blocks)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,16 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         *,
         loss_fn: LossFunction,
         precision: Precision,
-        warmup_steps: int,
-        floor: float,
+        options: TrainingOptions,
         out: Path,
+        log: TrainingLog,
         **kwargs: Any,
     ) -> None:
-        self.loss_fn, self.precision, self.warmup_steps, self.floor = loss_fn, precision, warmup_steps, floor
-        self.out, self.recent = out, list[float]()
-        self.training_log: TrainingLog | None = None
+        self.loss_fn, self.precision, self.options, self.out = loss_fn, precision, options, out
+        self.training_log, self.recent = log, list[float]()
         self.waiting: list[Batch] = []  # the micro-batches of a step that has not begun
         self.losses: Iterator[torch.Tensor] = iter(())
         self.values: list[float] = []  # of the step's micro-batches so far
-        self.micro_batches = 0  # how many it has
         # base class: a loss function of the caller's own has divided by the whole step; it does not divide once more
         super().__init__(compute_loss_func=loss_fn, **kwargs)
         self.remove_callback(PrinterCallback)
@@ -109,9 +108,11 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> LambdaLR:
         if self.lr_scheduler is None:  # type: ignore[has-type]
+            peak, warmup_steps = self.options.learning_rate, self.options.warmup_steps
+            floor = self.options.min_learning_rate / peak if peak else 1.0
             self.lr_scheduler = LambdaLR(
-                optimizer if optimizer is not None else self.optimizer,
-                lambda step: warmup_decay(step, num_training_steps, self.warmup_steps, self.floor),
+                optimizer or self.optimizer,
+                lambda step: warmup_decay(step, num_training_steps, warmup_steps, floor),
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -128,19 +129,17 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         with self.precision.autocast(self.args.device):
             if self.waiting:  # a step begins; only now are the random states those of a run that goes on
                 self.losses = self.loss_fn(model, [self._prepare_inputs(batch) for batch in self.waiting])
-                self.values, self.micro_batches, self.waiting = [], len(self.waiting), []
+                self.values, self.waiting = [], []
             loss = next(self.losses)
         value = float(processes.total(loss)) / processes.world()  # a NaN in one process stops them all
         if not math.isfinite(value):
             raise TrainingDiverged(self._diverged(value, inputs))
         self.values.append(value)
-        if len(self.values) == self.micro_batches:
+        if len(self.values) == self.args.gradient_accumulation_steps:
             self.losses = iter(())  # what it holds is free
             self.recent = [*self.recent[-RECENT + 1 :], sum(self.values)]
-            if self.training_log is not None:
-                self.training_log.losses.append(sum(self.values))
-        if self.training_log is not None:
-            self.training_log.fresh += inputs["input_ids"].numel() * processes.world()
+            self.training_log.losses.append(sum(self.values))
+        self.training_log.fresh += inputs["input_ids"].numel() * processes.world()
         return loss
 
     def _diverged(self, value: float, batch: Batch) -> str:
@@ -161,8 +160,8 @@ class _Trainer(transformers.Trainer):  # type: ignore[misc]
         named = f" on the rows {ids}" if ids else ""
         return (
             f"the loss is {value} at step {step} of {self.state.max_steps}{named}; model, optimizer and batch lie in "
-            f"{self.out / DIVERGED}. Lower learning_rate (now {self.args.learning_rate:g}) or raise warmup_steps "
-            f"(now {self.warmup_steps}), then start in a new folder"
+            f"{self.out / DIVERGED}. Lower learning_rate (now {self.options.learning_rate:g}) or raise warmup_steps "
+            f"(now {self.options.warmup_steps}), then start in a new folder"
         )
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -229,8 +228,7 @@ def _arguments(out: Path, options: TrainingOptions, seed: int) -> TrainingArgume
     )
     # One device for each process. Without torchrun the base class would take all GPUs of a machine and give each a part of every
     # batch, and our losses need it whole.
-    count = min(1, arguments.n_gpu)
-    arguments._n_gpu = count
+    arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
 
 
@@ -279,29 +277,23 @@ def train(
     precision = choose_precision(arguments.device)
     use_cache = model.config.use_cache
     with progress(label, steps, done=done) as bar:
+        scalars = getattr(loss_fn, "scalars", dict)
+        log = TrainingLog(out / LOG, bar, rows, scalars=scalars, watch=watch, watch_steps=watch_steps)
         trainer = _Trainer(
             model=to_train(model),
             args=arguments,
             train_dataset=dataset if ordered else Shuffled(dataset, steps * batch_size, seed),
             data_collator=collate,
+            callbacks=[log, *([_Keep(keep, keep_steps)] if keep and keep_steps else [])],
             loss_fn=loss_fn,
             precision=precision,
-            warmup_steps=options.warmup_steps,
-            floor=options.min_learning_rate / options.learning_rate if options.learning_rate else 1.0,
+            options=options,
             out=out,
+            log=log,
         )
-        scalars = getattr(loss_fn, "scalars", dict)
-        log = TrainingLog(out / LOG, bar, rows, scalars=scalars, watch=watch, watch_steps=watch_steps)
-        trainer.training_log = log
-        trainer.add_callback(log)
-        if keep is not None and keep_steps:
-            trainer.add_callback(_Keep(keep, keep_steps))
-        try:
-            with freed_memory_kept():
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            whole(trainer.model)
-        finally:
-            log.close()
+        with closing(log), freed_memory_kept():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        whole(trainer.model)
     model.config.use_cache = use_cache
     model.eval()
     rows = rows_until(out / LOG, steps)

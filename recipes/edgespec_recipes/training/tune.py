@@ -14,6 +14,7 @@ from edgespec.recipe.schema import DistillOptions, TuneOptions
 from edgespec_recipes.data.mixing import FIXED, Mixture, response_rows
 from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.models.loading import (
+    check_context,
     check_same_vocabulary,
     load_model,
     load_tokenizer,
@@ -42,11 +43,7 @@ def tune_target(
     stops = stop_ids_of(target_folder, tokenizer)
     models = [target] if teacher_folder is None else [target, _teacher(teacher_folder, target)]
     packing = packing_of(dict(zip(("the target", "the teacher"), models, strict=False)))
-    shortest = min(map(shape_of, models), key=lambda shape: shape.one_rope_length)
-    if options.context > shortest.one_rope_length:
-        raise InputError(
-            f"tune.context is {options.context}; the models hold {shortest.told_length()}: give at most that"
-        )
+    check_context("tune.context", options.context, map(shape_of, models))
     replies = read_replies(options.conversations, tokenizer, stops)
     rows = response_rows(replies, options.context, packing.together)
     labels = "hard" if teacher_folder is None else "soft"

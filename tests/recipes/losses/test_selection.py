@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edgespec_recipes.losses.losses import fkl
-from edgespec_recipes.losses.selection import SelectedTokens, excess_divergence, select
-
-
-def test_excess_is_the_difference_of_the_divergences() -> None:
-    torch.manual_seed(0)
-    target = torch.randn(7, 11)
-    head, reference_head = torch.nn.Linear(5, 11, bias=False), torch.nn.Linear(3, 11, bias=False)
-    hidden, reference = torch.randn(7, 5), torch.randn(7, 3)
-    ours = fkl(head(hidden), target).detach()
-    found = excess_divergence(ours, reference, reference_head, lambda rows, _: target[rows])
-    expected = fkl(head(hidden), target) - fkl(reference_head(reference), target)
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert not found.requires_grad
+from edgespec_recipes.losses.whole_batch import SelectedTokens, select
 
 
 def chosen(excess: torch.Tensor, fraction: float) -> list[int]:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from edgespec_recipes.data.token_rows import pack_conversations
 from edgespec_recipes.generating.datagen import writer_of
-from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of
-from edgespec_recipes.training.distill import _check_context
+from edgespec_recipes.models.loading import check_context, load_model, load_tokenizer, shape_of
 from edgespec_recipes.training.pretrain import pretrain
 from family_cases import LONG
 from tiny_models import make_model_folder
@@ -21,7 +20,6 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.check import problems
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import (
-    DistillOptions,
     DrafterOptions,
     GenerateOptions,
     InferenceOptions,
@@ -90,17 +88,18 @@ def test_training_beyond_the_border_is_refused(model: Path, tmp_path: Path) -> N
     found = "\n".join(problems(recipe))
     assert "distill.context is 65; the target's context is 64 tokens (of 256" in found
     assert "pretrain.context" not in found  # the drafter has one set
+    shapes = [shape_of(load_model(model))] * 2
     with pytest.raises(
         InputError, match=rf"distill.context is 65; the models hold {REASON}: give at most that"
     ):
-        _check_context([model, model], DistillOptions(context=65))
-    _check_context([model, model], DistillOptions(context=64))
+        check_context("distill.context", 65, shapes)
+    check_context("distill.context", 64, shapes)
 
 
 def test_a_drafter_with_two_sets_is_pretrained_on_one_side(model: Path, tmp_path: Path) -> None:
     shape = DrafterShape.from_config(load_model(model).config.to_dict())
     assert isinstance(shape, DrafterShape)
-    with pytest.raises(InputError, match=rf"pretrain.context is 128; the target's context is {REASON}"):
+    with pytest.raises(InputError, match=rf"pretrain.context is 128; the models hold {REASON}"):
         pretrain(tmp_path, model, shape, DrafterOptions(), PretrainOptions(context=128), 0)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from edgespec_recipes.data.mixing import STUDENT, TARGET, TEXT, prompt_rows, response_rows
 from edgespec_recipes.data.token_rows import inputs_of
+from edgespec_recipes.losses.label_loss import label_rows, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, tvd
-from edgespec_recipes.losses.target_rows import join_rows, label_rows, labels_of
+from edgespec_recipes.losses.target_rows import join_rows
 from edgespec_recipes.models.vocabulary import restrict
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.trainer import collate

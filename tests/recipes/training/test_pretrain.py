@@ -90,7 +90,7 @@ def test_interrupted_run_ends_with_the_same_model(
 
 
 def test_shape_must_fit_the_target(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"pretrain.context is 256; the target's context is 128"):
+    with pytest.raises(InputError, match=r"pretrain.context is 256; the models hold 128 tokens"):
         pretrain.pretrain(
             tmp_path, target, SHAPE, DrafterOptions(), dataclasses.replace(options, context=256), seed=0
         )

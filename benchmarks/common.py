@@ -1,0 +1,94 @@
+"""What several benchmarks repeat: their command line, results that are kept, a process of its own, sums, random models."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgespec_runtime.bench.suite import Question
+from edgespec_runtime.text.tokenizer import Message
+
+from edgespec.core.files import read_json, write_json
+from edgespec.core.metrics import RawCounts
+from edgespec.core.shapes import ModelShape
+
+
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help is the script's docstring as it stands."""
+    return argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(word) for word in words(text)]
+
+
+def whole_numbers(text: str) -> list[int]:
+    return [int(word) for word in words(text)]
+
+
+def kept(file: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """What was measured into `file`; measured now, unless it was before."""
+    if not file.is_file():
+        write_json(file, measure())
+    return dict(read_json(file))
+
+
+def in_own_process(*command: object, **environment: str) -> Any:
+    """The JSON in the last line that Python prints with this command. Ends the program where it fails."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+    if done.returncode:
+        raise SystemExit(f"{command[-1]}: status {done.returncode}\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def summed(counts: Iterable[RawCounts]) -> RawCounts:
+    total = RawCounts()
+    for one in counts:
+        total.add(one)
+    return total
+
+
+def chat_of(question: Question) -> list[Message]:
+    """The question's first turn and what precedes it."""
+    return [*question.before, {"role": "user", "content": question.turns[0]}]
+
+
+def sizes_of(shapes: Mapping[str, ModelShape]) -> str:
+    """`target 134.5M, drafter 1.2M`."""
+    return ", ".join(f"{role} {shape.parameters / 1e6:.1f}M" for role, shape in shapes.items())
+
+
+def random_llama(
+    seed: int, vocab_size: int, hidden: int, intermediate: int, layers: int, heads: int, **more: Any
+) -> Any:
+    """A Llama with random weights; `more` is what LlamaConfig names so."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        **more,
+    )
+    return LlamaForCausalLM(config)
