@@ -275,15 +275,22 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The command-line words that give these values: the inverse of `given`."""
     words: list[str] = []
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            words += as_flags(value, f"{prefix}{key}.")
-        else:
-            flag = _words(f"{prefix}{key}")
-            switch = [f"--{flag if value else 'no-' + flag}"]
-            words += switch if isinstance(value, bool) else [f"--{flag}", str(value)]
+        flag = _words(f"{prefix}{key}")
+        match value:
+            case Mapping():
+                words += as_flags(value, f"{prefix}{key}.")
+            case bool():
+                words.append(f"--{flag if value else 'no-' + flag}")
+            case list() | tuple():
+                words += [f"--{flag}", ",".join(map(str, value))]
+            case _:
+                words += [f"--{flag}", str(value)]
     return words
 
 
-def command_line(verb: str, values: Mapping[str, Any]) -> str:
-    """The command that gives these values, as a shell takes it."""
-    return shlex.join(["edgespec", verb, *as_flags(values)])
+def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:
+    """The command that gives a verb with the options `kind` these values, as a shell takes it."""
+    alone = [field.name for field in dataclasses.fields(kind) if field.metadata.get("positional")]
+    words = [str(values[name]) for name in alone if name in values]
+    flags = as_flags({name: value for name, value in values.items() if name not in alone})
+    return shlex.join(["edgespec", verb, *words, *flags])

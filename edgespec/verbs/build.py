@@ -150,7 +150,7 @@ def run(given: dict[str, Any]) -> int:
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
-    command = command_line("build-drafter", given)
+    command = command_line("build-drafter", Options, given)
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):
         build = _build(recipe, out, processes, command, fresh)

@@ -265,7 +265,7 @@ def run(given: dict[str, Any]) -> int:
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.name}{ending}"
-    command = command_line("export", given)
+    command = command_line("export", Options, given)
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))
         write_text(out / "command.txt", command + "\n")

@@ -6,7 +6,6 @@ command: what is complete is skipped, what was under way goes on.
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +15,7 @@ from edgespec.building.find_target import find_target
 from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, refuse_other
-from edgespec.core.options import as_flags, from_mapping, knob
+from edgespec.core.options import command_line, from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
 from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
@@ -66,12 +65,6 @@ def _open(options: Options) -> Study:
     return study
 
 
-def command_of(given: dict[str, Any]) -> str:
-    """The command line of a run, as a shell takes it."""
-    flags = {name: value for name, value in given.items() if name != "study"}
-    return shlex.join(["edgespec", "study", given.get("study", Options.study), *as_flags(flags)])
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     out = (
@@ -85,7 +78,7 @@ def run(given: dict[str, Any]) -> int:
         for package in ("torch", "transformers", "accelerate", "matplotlib"):
             if find_spec(package) is None:
                 raise MissingExtra(package, "all", "A study")
-        command = command_of(given)
+        command = command_line("study", Options, given)
         with held(out, command):
             _make(study, out, command, options.check)
     found = write_report(report, out / RESULTS_FILE)
