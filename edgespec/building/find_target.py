@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edgespec.core.errors import MissingExtra
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.targets import TARGETS, FoundTarget
+from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
 
 
 def gguf_target(name: str) -> FoundTarget | None:

@@ -21,9 +21,9 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import check_start, check_target
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
+from edgespec.recipe.targets import gguf_of
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads
 from edgespec.stages.sources import data_of

@@ -15,7 +15,7 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
-from edgespec.recipe.model_check import check_model
 from edgespec.recipe.read import check_features, check_no_npu
 from edgespec.recipe.schema import ExportOptions
 

@@ -17,7 +17,7 @@ from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
 from edgespec.planning.file_sizes import EXPORTED_BYTES, exported_bytes, weight_bytes
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,

@@ -12,9 +12,9 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.manifest import DEVICE_LIMITS
 from edgespec.core.options import from_mapping, knob
-from edgespec.recipe.device_table import device_entries
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.schema import ExportOptions, Recipe
+from edgespec.recipe.shipped import device_entries
 
 ONNXRUNTIME, LLAMACPP, STATIC = "onnxruntime", "llama.cpp", "static"
 ENGINES = (ONNXRUNTIME, LLAMACPP, STATIC)

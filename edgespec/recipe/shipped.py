@@ -1,4 +1,4 @@
-"""Recipes that come with the package: where they lie, and what the comment at their head says.
+"""Recipes and device profiles that come with the package: where they lie, and what the comment at a recipe's head says.
 
 A recipe is a document. Its head is one line that says what it is and four fields, each of one or more comment lines:
 
@@ -9,13 +9,14 @@ A recipe is a document. Its head is one line that says what it is and four field
     # Cost:    ...
     # Command: edgespec build-drafter ...
 
-Knows the files, not what their values mean (read.py).
+Knows the files, not what their values mean (read.py, devices.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def made_target(alias: str) -> Mapping[str, Any]:
     if file is None:
         raise InputError(f"the recipe of {alias} is not installed; reinstall edgespec")
     return load_recipe(file)
+
+
+@cache
+def device_entries() -> dict[str, dict[str, Any]]:
+    """Name -> values of every device profile, in the file's order."""
+    import yaml
+
+    file = Path(__file__).with_name("devices.yaml")
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return entries
 
 
 def load_recipe(path: Path) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
 from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
-from edgespec.recipe.targets import TARGETS, cache_folder
+from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 

@@ -19,8 +19,7 @@ from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import open_manifest
-from edgespec.recipe.gguf_file import file_in, gguf_of
-from edgespec.recipe.targets import TARGETS, PipFile, find_shape
+from edgespec.recipe.targets import TARGETS, PipFile, file_in, find_shape, gguf_of
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 

@@ -16,7 +16,7 @@ from tiny_models import make_model_folder
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.recipe.model_check import check_model
+from edgespec.model_folder.check import check_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 605544\n"
 LONGROPE = {

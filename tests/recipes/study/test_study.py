@@ -18,7 +18,7 @@ from study_values import changed, values
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
