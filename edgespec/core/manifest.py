@@ -87,9 +87,12 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     folder: Path | None = field(default=None, compare=False)
 
+    def model(self, role: str) -> BundleModel:
+        return self.target if role == "target" else self.drafter
+
     def model_path(self, role: str, engine: str, precision: str) -> Path:
         """Where one model lies. Raises InputError naming what the bundle has instead."""
-        table = (self.target if role == "target" else self.drafter).files
+        table = self.model(role).files
         if engine not in table:
             raise InputError(f"the bundle has no {role} for engine {engine!r}{did_you_mean(engine, table)}")
         if precision not in table[engine]:
@@ -101,7 +104,7 @@ class Manifest:
 
     def fast_graph(self, role: str, engine: str, precision: str) -> Path | None:
         """The graph of a model's fast mode; None where it has none of its own."""
-        name = (self.target if role == "target" else self.drafter).fast.get(engine, {}).get(precision)
+        name = self.model(role).fast.get(engine, {}).get(precision)
         assert self.folder is not None
         return None if name is None else self.folder / name
 
@@ -109,7 +112,7 @@ class Manifest:
         self, role: str, engine: str, precision: str, *, fast: bool = False
     ) -> dict[str, BundleFile]:
         """The listed files of one model, by path; its graph for the fast mode is one of them only where `fast` is set."""
-        model = self.target if role == "target" else self.drafter
+        model = self.model(role)
         path = model.files[engine][precision]
         graph = None if fast else model.fast.get(engine, {}).get(precision)
         return {
@@ -204,13 +207,13 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     """
     manifest = read_manifest(folder)
     for role in ROLES:
-        for engine, table in getattr(manifest, role).files.items():
+        for engine, table in manifest.model(role).files.items():
             for precision, name in table.items():
                 if not manifest.lists(name):
                     raise BundleError(
                         f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
-        _check_fast(getattr(manifest, role), role, manifest, folder / MANIFEST)
+        _check_fast(manifest.model(role), role, manifest, folder / MANIFEST)
     if manifest.drafter.kind == HEAD and manifest.drafter.vocabulary is None:
         raise BundleError(f"{folder / MANIFEST}: the drafter is a head without a vocabulary; {AGAIN}")
     listed_in = manifest.drafter.vocabulary
