@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import open_manifest, read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration, table
 from edgespec.core.texts import draws
 from edgespec.model_folder.config import read_config
 from edgespec.planning.devices_fit import check_fit, fit, fitting
@@ -116,6 +118,11 @@ class ExportStages:
                 reads=sources.everything(data),
             )
 
+    def _possible(self, target: Path, drafter: ModelShape | Path) -> None:
+        """What a later stage would refuse, said before anything is written; notes on the files. Raises as `check_pair` does."""
+        for text in check_pair(target, drafter, self.recipe.export):
+            step(f"Note: {text}")
+
     def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
         """Where the files are for a device: show the memory they take there, and leave out those that it has no room for.
 
@@ -171,7 +178,8 @@ class ExportStages:
         )
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
+    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> Path:
+        """The bundle's folder, after a table of how long each stage took."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
 
@@ -212,6 +220,10 @@ class ExportStages:
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
+        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
+        total = duration(sum(seconds for _, seconds in self.times))
+        print(f"total {total}; bundle: {out / 'bundle'}", flush=True)
+        return out / "bundle"
 
     def _evaluation(self) -> dict[str, Any]:
         """What was measured in torch, raw counts and all."""

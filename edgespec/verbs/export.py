@@ -13,15 +13,13 @@ from typing import Any
 
 from edgespec.building.find_target import gguf_target
 from edgespec.building.pipeline_export import ExportStages
-from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, step
+from edgespec.core.output import give, json_knob
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
 from edgespec.planning.estimate import size
@@ -90,29 +88,20 @@ class Export(ExportStages):
 
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
+        from edgespec_export.bundle.write import check_same_tokenizer
+
         source = self.source
         self._readable(held_out_of(self.recipe, self.out))
         target, drafter = (shape_of_drafter(folder) for folder in (source.target, source.drafter))
         self._fitted(target, drafter, source.name)
-        self._possible()
+        self._possible(source.target, source.drafter)
+        check_same_tokenizer(source.target, source.drafter)
         if not (self.out / "export" / "stage.json").exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
             check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
         self._exported(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
-        self._packed(source.target, source.drafter, found)
-        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
-        print(f"bundle: {self.out / 'bundle'}", flush=True)
-        return self.out / "bundle"
-
-    def _possible(self) -> None:
-        """What the export, its verification or the bundle would refuse, before anything is written. Raises InputError."""
-        from edgespec_export.bundle.write import check_same_tokenizer
-
-        source = self.source
-        for text in check_pair(source.target, source.drafter, self.recipe.export):
-            step(f"Note: {text}")
-        check_same_tokenizer(source.target, source.drafter)
+        return self._packed(source.target, source.drafter, found)
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
