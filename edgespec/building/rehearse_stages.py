@@ -251,14 +251,6 @@ def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]
     return {**asdict(check), "broken": broken, "in words": words}
 
 
-def check_gguf(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
-    return _checked(rehearsal, rehearsal.gguf("target"), "q4_0")
-
-
-def check_onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
-    return _checked(rehearsal, rehearsal.onnx("target"), "int4")
-
-
 def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_export.bundle.write import write_bundle
     from edgespec_recipes.offline_target.rehearsal_data import INSTRUCTIONS
@@ -290,8 +282,8 @@ BODIES: dict[str, Callable[[Rehearsal, Path], dict[str, Any]]] = {
     "distill": distill,
     "drafter": drafter,
     "offload": offload,
-    "check-gguf": check_gguf,
-    "check-onnx": check_onnx,
+    "check-gguf": lambda rehearsal, _: _checked(rehearsal, rehearsal.gguf("target"), "q4_0"),
+    "check-onnx": lambda rehearsal, _: _checked(rehearsal, rehearsal.onnx("target"), "int4"),
     "bundle": bundle,
 }
 

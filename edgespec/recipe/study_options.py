@@ -150,18 +150,19 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
         if key not in known:
             raise InputError(f"unknown option {key!r} in study {name}{did_you_mean(str(key), known)}")
     options = from_mapping(StudyOptions, {key: values[key] for key in values if key not in _SECTIONS})
-    tasks = {
-        task: _located_task(from_mapping(TaskOptions, entry or {}, f"tasks.{task}"), data)
-        for task, entry in _named(values, "tasks")
-    }
+    tasks = {}
+    for task, entry in _named(values, "tasks"):
+        one = from_mapping(TaskOptions, entry or {}, f"tasks.{task}")
+        asked, held_out = _located(one.instructions, data), _located(one.held_out, data)
+        tasks[task] = replace(one, instructions=asked, held_out=held_out)
     groups = {letter: str(title) for letter, title in _named(values, "groups")}
     base = merge(_mapping(values.get("recipe") or {}, "recipe"), {"target": target} if target else {})
     recipe = _recipe(base, data, "recipe")
     arms = {arm: _arm(base, entry or {}, groups, data, arm) for arm, entry in _named(values, "arms")}
-    claims = tuple(
-        from_mapping(ClaimOptions, entry, f"claims[{number}]")
-        for number, entry in enumerate(_list(values.get("claims") or [], "claims"))
-    )
+    listed = values.get("claims") or []
+    if not isinstance(listed, list):
+        raise InputError(f"claims is {listed!r}; it must be a list")
+    claims = tuple(from_mapping(ClaimOptions, entry, f"claims[{i}]") for i, entry in enumerate(listed))
     if any(SELF in arm.recipe.pretrain.text for arm in arms.values()) or any(
         SELF in (task.instructions, task.held_out) for task in tasks.values()
     ):
@@ -176,12 +177,6 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
 def _mapping(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InputError(f"{where} is {value!r}; it must be a mapping of options")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where} is {value!r}; it must be a list")
     return value
 
 
@@ -204,12 +199,6 @@ def _located(name: str, data: str) -> str:
 
 def _is_file(name: str) -> bool:
     return bool(name) and name not in (PYTHON_STDLIB, SELF) and not name.startswith("hub:")
-
-
-def _located_task(task: TaskOptions, data: str) -> TaskOptions:
-    return replace(
-        task, held_out=_located(task.held_out, data), instructions=_located(task.instructions, data)
-    )
 
 
 def _recipe(values: dict[str, Any], data: str, where: str) -> Recipe:

@@ -7,7 +7,7 @@ is complete is skipped.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from edgespec.planning import costs
 from edgespec.planning.estimate import size
 from edgespec.planning.file_sizes import weight_bytes
 from edgespec.recipe.devices import FORMAT_OF, FORMATS, STATIC, profile
-from edgespec.recipe.precisions import MIXED, precision_names
+from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
@@ -197,33 +197,32 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
 
     Raises InputError for a precision of no format, or one whose format was not named.
     """
-    offered = {one.name: one.metadata["choices"] for one in fields(ExportOptions) if one.name in FORMATS}
     chosen_by = profile(options.device) if options.device else usual
-    written = {name: tuple(getattr(chosen_by, name)) for name in FORMATS}
     formats = options.formats or FORMATS
-    known = [one for name in formats for one in offered[name]]
+    known = [one for name in formats for one in PRECISIONS[name]]
     for precision in options.precisions:
         if precision not in known:
             raise InputError(
                 f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, known)}"
             )
     budget = options.bits is not None or options.size or options.quality is not None
-    if budget and not options.precisions:
-        written = {name: (MIXED[name],) if name in MIXED else () for name in FORMATS}
     if budget and options.precisions and not {*MIXED.values()} & {*options.precisions}:
         raise InputError(
             f"--bits, --size and --quality are for mixed files, and --precisions names {', '.join(options.precisions)}; add "
             f"{' or '.join(MIXED.values())}, or leave --precisions out"
         )
     if options.precisions:
-        home = {one: name for name in reversed(formats) for one in offered[name]}  # fp32 alone is ONNX's
-        written = {name: tuple(one for one in options.precisions if home[one] == name) for name in FORMATS}
-    chosen = {name: list(written[name]) if name in formats else [] for name in FORMATS}
+        home = {one: name for name in reversed(formats) for one in PRECISIONS[name]}  # fp32 alone is ONNX's
+        chosen = {name: [one for one in options.precisions if home[one] == name] for name in formats}
+    elif budget:
+        chosen = {name: [MIXED[name]] for name in formats if name in MIXED}
+    else:
+        chosen = {name: list(getattr(chosen_by, name)) for name in formats}
     if not any(chosen.values()):
         raise InputError(
             f"nothing is to be written: {options.device} has no files in {', '.join(formats)}; give --precisions"
         )
-    return chosen
+    return {name: chosen.get(name, []) for name in FORMATS}
 
 
 OWN = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
@@ -238,9 +237,8 @@ def export_recipe(options: Options, source: Source, given: Collection[str] = ())
     export = choose_files(options, source.recipe.export) | {
         name: getattr(options, name) for name in OWN if name in given
     }
-    if options.device and profile(options.device).engine == STATIC:
-        export["npu_length"] = options.context or profile(options.device).context
-        export["npu_gamma"] = profile(options.device).draft_length
+    if options.device and (device := profile(options.device)).engine == STATIC:
+        export |= {"npu_length": options.context or device.context, "npu_gamma": device.draft_length}
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:
         values["evaluate"] = {"prompts_file": options.prompts_file}
