@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import find_target, gguf_target
+from edgespec.building.pair import find_target, gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json

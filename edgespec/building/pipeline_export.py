@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.preflight_pair import check_pair
+from edgespec.building.pair import check_pair
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json, write_text
 from edgespec.core.manifest import open_manifest, read_manifest

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import gguf_target
+from edgespec.building.pair import gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, shares_blocks, write_text

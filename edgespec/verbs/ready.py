@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from edgespec import __version__
-from edgespec.building.find_target import gguf_target
+from edgespec.building.pair import gguf_target
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import compact_json, read_json, write_text
 from edgespec.core.folder_lock import held, refuse_other

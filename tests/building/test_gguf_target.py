@@ -14,7 +14,7 @@ from small_build import command, write_data
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file

@@ -29,8 +29,7 @@ from pair_law import fit, law_of_pairs
 from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
-from edgespec.building.find_target import gguf_target
-from edgespec.building.preflight_pair import check_pair
+from edgespec.building.pair import check_pair, gguf_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json, write_jsonl

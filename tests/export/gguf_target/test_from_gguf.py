@@ -31,7 +31,7 @@ from tiny_models import make_model_folder, save_tokenizer, torch_logits
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from transformers import PreTrainedTokenizerFast
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.shapes import ModelShape
