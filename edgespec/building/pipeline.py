@@ -71,8 +71,8 @@ class Build(ExportStages):
         file, reads = gguf_of(name), Reads()
         if file:
             reads = sources.one_file(stage, file)
-        elif Path(name).is_dir():
-            reads = self._model(stage, Path(name))
+        elif (folder := Path(name).expanduser()).is_dir():
+            reads = self._model(stage, folder)
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
         config = Path(found["folder"]) / "config.json"
         if file and not config.is_file():

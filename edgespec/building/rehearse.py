@@ -117,7 +117,7 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
 
 def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str, Any]]]:
     """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
-    tokenizer = Path(options.tokenizer)
+    tokenizer = Path(options.tokenizer).expanduser()
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
     if why := settle(out / "weights", given):
         step(f"! weights: {why}: running again")

@@ -83,7 +83,7 @@ def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.synthetic.checkpoint import write_checkpoint
     from edgespec_recipes.offline_target.rehearsal_data import write_data, write_tokenizer
 
-    source = Path(rehearsal.options.tokenizer) if rehearsal.options.tokenizer else None
+    source = Path(rehearsal.options.tokenizer).expanduser() if rehearsal.options.tokenizer else None
     tokens = (rehearsal.options.pretrain_steps + 1) * rehearsal.context
     total = write_checkpoint(rehearsal.shape, rehearsal.target)
     which = write_tokenizer(rehearsal.target, rehearsal.shape.vocab_size, source)

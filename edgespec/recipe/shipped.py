@@ -106,8 +106,8 @@ def file_named(name: str, shipped: Mapping[str, Path], what: str) -> Path:
     """One of the files that come with the package, or the user's own. Raises InputError."""
     if name in shipped:
         return shipped[name]
-    if Path(name).is_file():
-        return Path(name)
+    if (path := Path(name).expanduser()).is_file():
+        return path
     raise InputError(f"{what} {name!r} is neither a file nor a shipped {what}{did_you_mean(name, shipped)}")
 
 

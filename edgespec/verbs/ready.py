@@ -50,8 +50,9 @@ def bundle_of(name: str) -> str:
 
     Any other name is a folder's, and the verb says what is wrong with it. Raises InputError where the target is not installed.
     """
-    drafter = None if Path(name).expanduser().exists() else ready_folders().get(name)
-    return name if drafter is None else str(_made(name, drafter))
+    path = Path(name).expanduser()
+    drafter = None if path.exists() else ready_folders().get(name)
+    return str(path if drafter is None else _made(name, drafter))
 
 
 def _made(name: str, drafter: Path) -> Path:

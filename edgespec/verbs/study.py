@@ -6,6 +6,7 @@ command: what is complete is skipped, what was under way goes on.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,11 +52,12 @@ class Options:
 
 def _open(options: Options) -> Study:
     file = file_named(options.study, shipped_studies(), "study")
-    if options.data and not Path(options.data).is_dir():
+    data = os.path.expanduser(options.data)
+    if data and not Path(data).is_dir():
         raise InputError(
             f"the data folder {options.data} does not exist; give the folder the study's files lie in"
         )
-    study = read_study(file.stem, load_recipe(file), target=options.target, data=options.data)
+    study = read_study(file.stem, load_recipe(file), target=options.target, data=data)
     study = study.only(options.arms, options.seeds)
     for name in study.files:
         if not Path(name).expanduser().exists():
@@ -70,7 +72,7 @@ def run(given: dict[str, Any]) -> int:
     out = (
         Path(options.out).expanduser() if options.out else Path("build") / f"study-{Path(options.study).stem}"
     )
-    report = Path(options.results) if options.results else out / "results.md"
+    report = Path(options.results).expanduser() if options.results else out / "results.md"
     if report.suffix != ".md":
         raise InputError(f"results is {options.results!r}; give a file that ends with .md")
     if not options.render:
