@@ -17,7 +17,7 @@ from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.free_space import folder_at
-from edgespec.core.no_room import write_error
+from edgespec.core.no_room import place_of, write_error
 from edgespec.core.texts import check_json
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
@@ -26,12 +26,12 @@ FICLONE = 0x40049409  # linux/fs.h: share all blocks of a file
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
-    """Turn a full disk (or a forbidden place) into one clear InputError."""
+def writing(path: Path | str, *, within: bool = False) -> Iterator[None]:
+    """Turn a full disk (or a forbidden place) into one clear InputError, which names `path`, or a file `within` it."""
     try:
         yield
     except Exception as error:  # libraries have errors of their own for a full disk
-        message = write_error(path, error)
+        message = write_error(place_of(error, path) if within else path, error)
         if message is None:
             raise
         raise message from error
