@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.texts import check_brackets
+from edgespec.core.files import read_bounded
+from edgespec.core.texts import parse_yaml
 
+MOST_BYTES = 2**20  # of a file that people write by hand
 FIELDS = ("purpose", "needs", "cost", "command")
 _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
 _MORE = re.compile(r"#  +(.*)")
@@ -70,26 +72,10 @@ def device_entries() -> dict[str, dict[str, Any]]:
 
 
 def load_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file.
-
-    Aliases are refused: ten short lines of them can stand for a value of ten thousand million items.
-    """
-    import yaml
-
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_brackets(text, f"recipe {path}")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise InputError(f"recipe {path} has a YAML alias (*name); write the value out")
-        values = yaml.safe_load(text)
-    except FileNotFoundError as error:
-        raise InputError(f"recipe {path} does not exist; give a YAML file") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"recipe {path} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise InputError(
-            f"recipe {path} is nested too deeply; an option is a section, a name and a value"
-        ) from error
+    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
+    if not path.exists():
+        raise InputError(f"recipe {path} does not exist; give a YAML file")
+    values = parse_yaml(read_bounded(path, limit=MOST_BYTES), f"recipe {path}")
     if values is None:
         values = {}
     if not isinstance(values, dict):
