@@ -153,17 +153,16 @@ class Build(ExportStages):
 
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
         """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
-        if self.recipe.drafter.kind == "head":
-            if self.recipe.drafter.init == "checkpoint":
-                checkpoint = Path(self.recipe.drafter.checkpoint)
-                check_start(checkpoint, shape_in(target / "config.json"), self.recipe.drafter.features)
+        options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
+        if options.kind == "head":
+            if options.init == "checkpoint":
+                check_start(checkpoint, shape_in(target / "config.json"), options.features)
                 check_target(checkpoint, target)
             return target  # its graph has no limits of its own
-        if self.recipe.drafter.init != "checkpoint":
+        if options.init != "checkpoint":
             return shape
         from edgespec_recipes.models.loading import check_same_vocabulary
 
-        checkpoint = Path(self.recipe.drafter.checkpoint)
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
         return checkpoint
 
