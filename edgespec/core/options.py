@@ -275,6 +275,8 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
         match value:
             case Mapping():
                 words += as_flags(value, f"{prefix}{key}.")
+            case None:  # what an option is without a flag
+                pass
             case bool():
                 words.append(f"--{flag if value else 'no-' + flag}")
             case list() | tuple():

@@ -217,9 +217,7 @@ def _arm(
     base: dict[str, Any], entry: Mapping[str, Any], groups: Mapping[str, str], data: str, name: str
 ) -> Arm:
     where = f"arms.{name}"
-    if not isinstance(entry, Mapping):
-        raise InputError(f"{where} is {entry!r}; it must be a mapping of options")
-    rest = dict(entry)
+    rest = dict(_mapping(entry, where))
     changes = _mapping(rest.pop("recipe", None) or {}, f"{where}.recipe")
     unknown = [key for key in rest if key not in ("groups", "shows")]
     if unknown:

@@ -52,7 +52,7 @@ def test_flags_and_values_are_inverse() -> None:
             {"study": "alignment", "seeds": (0, 1), "check": False, "results": "a b.md"},
             "edgespec study alignment --seeds 0,1 --no-check --results 'a b.md'",
         ),
-        ("export", {"formats": [], "build": "b"}, "edgespec export b --formats ''"),
+        ("export", {"formats": [], "build": "b", "bits": None}, "edgespec export b --formats ''"),
         ("plan", {"target": "t", "rehearsal": {"steps": 3}}, "edgespec plan --target t --rehearsal.steps 3"),
     ],
 )
