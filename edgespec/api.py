@@ -99,7 +99,7 @@ class Pair:
         check_text(given, "the prompt")
         chat = messages_of({"messages": given}, "the prompt")
         system = chat[0]["content"] if chat[0]["role"] == "system" else ""
-        how = self._how(_decoding(draft, options), system)
+        how = self._how(draft, options, system)
         yield from self._reply(self._pair.tokenizer.encode_chat(chat), how)
 
     def chat(self, system: str = "") -> Chat:
@@ -134,12 +134,14 @@ class Pair:
         if self._closed:
             raise InputError("this pair is closed; load it again")
 
-    def _how(self, how: DecodingOptions, system: str) -> DecodingOptions:
-        """A shift keeps the system prompt, unless the options say what it keeps."""
+    def _how(self, draft: bool, options: Mapping[str, Any], system: str) -> DecodingOptions:
+        """The options of a reply. A shift keeps the system prompt, unless they say what it keeps."""
         from edgespec_runtime.chat.conversation import keeping_system
+        from edgespec_runtime.decoding.options import DecodingOptions, plain
 
         self._check_open()
-        return keeping_system(how, self._pair.tokenizer, system, self._pair.target)
+        how = from_mapping(DecodingOptions, options)
+        return keeping_system(how if draft else plain(how), self._pair.tokenizer, system, self._pair.target)
 
 
 class Chat:
@@ -161,7 +163,7 @@ class Chat:
         A reply that is left early is remembered as far as it came.
         """
         check_text(text, "the message")
-        how = self._pair._how(_decoding(draft, options), self._conversation.system)
+        how = self._pair._how(draft, options, self._conversation.system)
         context = self._pair._pair.target.engine.context_length
         ids, _ = self._conversation.fit(text, context - min(how.max_new_tokens, context // 4))
         reply: list[int] = []
@@ -172,13 +174,6 @@ class Chat:
         finally:
             if reply:
                 self._conversation.add(text, ids, reply)
-
-
-def _decoding(draft: bool, options: Mapping[str, Any]) -> DecodingOptions:
-    from edgespec_runtime.decoding.options import DecodingOptions, plain
-
-    how = from_mapping(DecodingOptions, options)
-    return how if draft else plain(how)
 
 
 def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
