@@ -67,9 +67,7 @@ class Rehearsal:
 
     @property
     def inference(self) -> InferenceOptions:
-        return InferenceOptions(
-            source="file", file=str(self.gguf("target")), context=min(self.context, self.shape.context_length)
-        )
+        return InferenceOptions(source="file", file=str(self.gguf("target")), context=self.context)
 
 
 def read_rehearsal(out: Path) -> Rehearsal:

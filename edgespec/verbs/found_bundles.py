@@ -51,7 +51,7 @@ def _described(folder: Path) -> Found | None:
     target, drafter = manifest.target, manifest.drafter
     about = (
         f"{target.name} ({count(target.parameters)}) with a drafter of {count(drafter.parameters)}, "
-        f"{manifest.default.get('engine', '')} {manifest.default.get('precision', '')}"
+        f"{manifest.default['engine']} {manifest.default['precision']}"
     )
     name = str(folder)
     # a stranger's manifest must not write to the terminal

@@ -79,7 +79,6 @@ def _export(name: str, drafter: Path, out: Path) -> None:
     found = gguf_target(name)
     assert found is not None
     recipe = resolve({"target": str(found.folder), "export": FILES}, {})
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "command.txt", f"edgespec chat {name}\n")
     source = Source(
         found.folder,
