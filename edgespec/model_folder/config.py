@@ -23,7 +23,7 @@ _TYPE_NAMES = ("dtype", "torch_dtype")  # of transformers 5, and of 4
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json without the special token ids that are beyond its vocabulary. Raises InputError where it is no JSON object."""
+    """config.json without the special token ids that are beyond its vocabulary."""
     config: dict[str, Any] = read_json(folder / CONFIG)
     return config | known_ids(config, config.get("vocab_size"))
 

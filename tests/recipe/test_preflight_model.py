@@ -143,6 +143,10 @@ def quantised(folder: Path) -> None:
     with_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
 
 
+def config_of_another_form(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
 def cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100_000])
@@ -184,6 +188,7 @@ def no_tokenizer_json(folder: Path) -> None:
 
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (quantised, "holds quantised weights (gptq, 4 bits)"),
+    (config_of_another_form, "is no config of a Llama-style decoder"),
     (cut, "is cut short"),
     (pointer, "is a git-lfs pointer"),
     (shard_missing, "lacks 1 of its 2 weight files"),
