@@ -62,6 +62,14 @@ def read_json(
     return parse_json(read_bounded(path, error=error, limit=limit), path, error=error, strict=strict)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises InputError."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: fetch it again")
+    return value
+
+
 def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: int) -> bytes:
     """The bytes of a regular file of at most `limit` bytes. Raises `error`, and never waits at a FIFO or a device."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec.building.pair import find_target
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.core.files import compact_json, read_json, write_text
+from edgespec.core.files import compact_json, read_json, read_object, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob
 from edgespec.core.output import give, json_knob
@@ -126,7 +126,7 @@ def write_report(report: Path, file: Path) -> dict[str, Any]:
     from edgespec_recipes.study.plot import plot_study
     from edgespec_recipes.study.report import Report
 
-    found: dict[str, Any] = read_json(file)
+    found = read_object(file)
     if found.get("schema") != SCHEMA:
         raise InputError(
             f"{file} has the schema {found.get('schema')!r}; {SCHEMA} is read: run the study again"

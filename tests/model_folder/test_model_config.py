@@ -36,6 +36,13 @@ def changed(source: Path, folder: Path, **change: Any) -> Path:
     return folder
 
 
+def test_settings_of_another_form_are_refused(tmp_path: Path) -> None:
+    for name, read in (("config.json", read_config), ("generation_config.json", read_generation_config)):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(InputError, match=rf"{name} holds list; a JSON object is wanted"):
+            read(tmp_path)
+
+
 def test_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     assert known_ids(BEYOND, 512) == {"pad_token_id": None, "bos_token_id": None, "eos_token_id": [2]}
     assert known_ids({"pad_token_id": 511, "eos_token_id": [0, 2], "bos_token_id": None}, 512) == {}
