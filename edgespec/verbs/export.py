@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.building.pair import gguf_target
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_json, shares_blocks, write_text
+from edgespec.core.files import read_json, read_object, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
@@ -115,8 +115,7 @@ class Export(ExportStages):
 
     def _evaluation(self) -> dict[str, Any]:
         file = self.source.evaluation
-        measured: dict[str, Any] = read_json(file) if file is not None and file.is_file() else {}
-        return measured
+        return read_object(file) if file is not None and file.is_file() else {}
 
 
 def check_disk(
