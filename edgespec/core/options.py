@@ -148,7 +148,8 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     """Build a (nested) dataclass from plain values; an unknown key is an error with the closest known one."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where or kind.__name__} is {values!r}; it must be a mapping of options")
-    hints, known = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     ready: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")

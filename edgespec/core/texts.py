@@ -1,4 +1,4 @@
-"""Text from outside that does harm where it is written: what UTF-8 cannot write, and escape codes that a terminal would obey.
+"""Text from outside that does harm: what UTF-8 cannot write, YAML that fills memory, escape codes that a terminal would obey.
 
 UTF-8 cannot write half of a surrogate pair, as JSON's \\ud83d without its other half, or an argument's odd byte. Python reads
 such text without a word and fails where it is written or tokenised, which may be hours later.
