@@ -10,8 +10,9 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -193,37 +194,36 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the body succeeds and vanishes when it fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
-            shutil.rmtree(stale, ignore_errors=True)
+    with _temporary(path, partial(shutil.rmtree, ignore_errors=True)) as temporary:
         temporary.mkdir()
-        try:
-            yield temporary
-            for file in filter(Path.is_file, temporary.rglob("*")):
-                _sync(file)
-            if path.exists():
-                shutil.rmtree(path)
-            os.replace(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            _sync(file)
+        if path.exists():
+            shutil.rmtree(path)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
+    with _temporary(path, partial(Path.unlink, missing_ok=True)) as temporary:
+        yield temporary
+        _sync(temporary)
+
+
+@contextmanager
+def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
+    """A sibling name of what becomes `path` behind the body. `remove` takes away what is left there, also by a killed run."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
-            stale.unlink(missing_ok=True)
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):
+            remove(stale)
         try:
             yield temporary
-            _sync(temporary)
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            remove(temporary)
 
 
 def copy_file(source: Path, destination: Path) -> None:
