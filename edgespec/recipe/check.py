@@ -15,10 +15,10 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import HEAD_FILE
-from edgespec.recipe.data_sources import HUB, numbered, parse_hub
+from edgespec.recipe.data_sources import HUB, is_local, numbered, parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, find_shape
 
@@ -82,7 +82,7 @@ def _file_problems(recipe: Recipe) -> list[str]:
 def _source_problem(source: str) -> str:
     if source.startswith(HUB):
         return _said(parse_hub, source)
-    if source in ("", PYTHON_STDLIB, SELF) or Path(source).expanduser().exists():
+    if not is_local(source) or Path(source).expanduser().exists():
         return ""
     return f"{source!r} does not exist; give a file, a folder or hub:NAME"
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob, merge, to_mapping
-from edgespec.recipe.data_sources import BuildData
+from edgespec.recipe.data_sources import BuildData, is_local
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
+from edgespec.recipe.schema import SELF, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _SECTIONS = ("recipe", "tasks", "groups", "arms", "claims")
@@ -113,7 +113,7 @@ class Study:
     def files(self) -> list[str]:
         """What of its data lies on the disk, each once."""
         data = self.data
-        return [name for name in {**data.prompts, **data.texts, **data.replies} if _is_file(name)]
+        return [name for name in {**data.prompts, **data.texts, **data.replies} if is_local(name)]
 
     def only(self, arms: Iterable[str] | None, seeds: Iterable[int] | None) -> Study:
         """Some arms (and the baseline) and some seeds of it. Raises InputError for an unknown arm."""
@@ -194,11 +194,7 @@ def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
 
 def _located(name: str, data: str) -> str:
     """A file's name as the data folder has it; names that are no files stay."""
-    return str(Path(data) / name) if data and _is_file(name) else name  # an absolute name stays itself
-
-
-def _is_file(name: str) -> bool:
-    return bool(name) and name not in (PYTHON_STDLIB, SELF) and not name.startswith("hub:")
+    return str(Path(data) / name) if data and is_local(name) else name  # an absolute name stays itself
 
 
 def _recipe(values: dict[str, Any], data: str, where: str) -> Recipe:
