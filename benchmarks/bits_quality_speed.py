@@ -47,7 +47,7 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 from ort_quantizers import KINDS
 
-from edgespec.building.find_target import gguf_target
+from edgespec.building.pair import gguf_target
 from edgespec.core.files import read_json, write_json
 from edgespec.core.metrics import bootstrap, median
 from edgespec.core.progress import progress

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgespec.core.errors import InputError
+from edgespec.core.metrics import RawCounts
+from edgespec.core.options import from_mapping
+from edgespec.core.texts import check_text
+from edgespec.verbs.ready import bundle_of
 
 if TYPE_CHECKING:
     from edgespec_runtime.chat.replies import Piece
@@ -41,9 +45,6 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     """
     from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-    from edgespec.core.options import from_mapping
-    from edgespec.verbs.ready import bundle_of
-
     given = {"engine": engine, "precision": precision, **options}
     return Pair(open_pair(Path(bundle_of(str(bundle))), from_mapping(LoadOptions, given)))
 
@@ -53,8 +54,6 @@ class Pair:
 
     def __init__(self, pair: OpenPair) -> None:
         from edgespec_runtime.chooser.pair_schedule import Schedules
-
-        from edgespec.core.metrics import RawCounts
 
         self._pair = pair
         self._schedules = Schedules(pair, lambda text: print(text, file=sys.stderr))
@@ -96,13 +95,11 @@ class Pair:
         """
         from edgespec_runtime.text.prompts import messages_of
 
-        from edgespec.core.texts import check_text
-
         given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         check_text(given, "the prompt")
         chat = messages_of({"messages": given}, "the prompt")
         system = chat[0]["content"] if chat[0]["role"] == "system" else ""
-        how = self._how(_decoding(draft, options), system)
+        how = self._how(draft, options, system)
         yield from self._reply(self._pair.tokenizer.encode_chat(chat), how)
 
     def chat(self, system: str = "") -> Chat:
@@ -111,8 +108,6 @@ class Pair:
 
     def _reply(self, ids: list[int], how: DecodingOptions) -> Generator[Piece, None, None]:
         from edgespec_runtime.chat.replies import pieces
-
-        from edgespec.core.metrics import RawCounts
 
         self._check_open()
         self._end_reply()  # one that was left: the caches hold what it showed from now on
@@ -139,12 +134,14 @@ class Pair:
         if self._closed:
             raise InputError("this pair is closed; load it again")
 
-    def _how(self, how: DecodingOptions, system: str) -> DecodingOptions:
-        """A shift keeps the system prompt, unless the options say what it keeps."""
+    def _how(self, draft: bool, options: Mapping[str, Any], system: str) -> DecodingOptions:
+        """The options of a reply. A shift keeps the system prompt, unless they say what it keeps."""
         from edgespec_runtime.chat.conversation import keeping_system
+        from edgespec_runtime.decoding.options import DecodingOptions, plain
 
         self._check_open()
-        return keeping_system(how, self._pair.tokenizer, system, self._pair.target)
+        how = from_mapping(DecodingOptions, options)
+        return keeping_system(how if draft else plain(how), self._pair.tokenizer, system, self._pair.target)
 
 
 class Chat:
@@ -165,10 +162,8 @@ class Chat:
 
         A reply that is left early is remembered as far as it came.
         """
-        from edgespec.core.texts import check_text
-
         check_text(text, "the message")
-        how = self._pair._how(_decoding(draft, options), self._conversation.system)
+        how = self._pair._how(draft, options, self._conversation.system)
         context = self._pair._pair.target.engine.context_length
         ids, _ = self._conversation.fit(text, context - min(how.max_new_tokens, context // 4))
         reply: list[int] = []
@@ -179,15 +174,6 @@ class Chat:
         finally:
             if reply:
                 self._conversation.add(text, ids, reply)
-
-
-def _decoding(draft: bool, options: Mapping[str, Any]) -> DecodingOptions:
-    from edgespec_runtime.decoding.options import DecodingOptions, plain
-
-    from edgespec.core.options import from_mapping
-
-    how = from_mapping(DecodingOptions, options)
-    return how if draft else plain(how)
 
 
 def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:
@@ -235,8 +221,5 @@ def verify(bundle: str | Path, **options: Any) -> dict[str, Any]:
     `options`: `models` (two folders), `prompts`, `temperatures` ... of `edgespec verify`. Raises BundleError, InputError.
     """
     from edgespec_export.verify.bundle import Options, verify_bundle
-
-    from edgespec.core.options import from_mapping
-    from edgespec.verbs.ready import bundle_of
 
     return verify_bundle(from_mapping(Options, {"bundle": bundle_of(str(bundle)), **options}))

@@ -32,16 +32,9 @@ def reference() -> str:
     parts = [HEAD, "\n".join(["| verb | what it does |", "| --- | --- |", *verbs]) + "\n", _of_every_verb()]
     for name, parser in parsers.items():
         own = [action for group in parser._action_groups for action in group._group_actions]
-        parts += [
-            f"## {name}\n",
-            " ".join((parser.description or "").split()) + "\n",
-            f"    {parser.usage}\n",
-        ]
-        parts += [
-            _table(
-                [action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}]
-            )
-        ]
+        plain = [action for action in own if "." not in action.dest and action.dest not in {"help", *EVERY}]
+        description = " ".join((parser.description or "").split())
+        parts += [f"## {name}\n", f"{description}\n", f"    {parser.usage}\n", _table(plain)]
         parts += [
             f"**{title}**\n\n{table}" for title, table in sections[name].items() if home[title, table] == name
         ]

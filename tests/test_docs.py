@@ -17,8 +17,8 @@ from repository import REPOSITORY
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.cli_reference import reference
 from edgespec.core.options import from_mapping, given
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import resolve
+from edgespec.recipe.targets import gguf_of
 from edgespec.verbs.renamed import VERBS as OLD_VERBS
 
 PACKAGES = [REPOSITORY / name for name in ("edgespec", "runtime", "recipes", "export")]

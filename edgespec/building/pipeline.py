@@ -5,38 +5,37 @@ Knows what every stage needs of the ones before it; how a stage does its work is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import find_target, gguf_target
+from edgespec.building.pair import find_target, gguf_target
 from edgespec.building.pipeline_export import ExportStages
-from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
-from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import duration, table
-from edgespec.model_folder.config import read_config
+from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_start, check_target
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
+from edgespec.recipe.targets import gguf_of
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads
 from edgespec.stages.sources import data_of
+from edgespec.stages.stage import Body
 
 
-def _or(name: str, file: Path) -> str:
-    """A source's name; for `self` the file that the target wrote."""
-    return str(file) if name == SELF else name
+def _with_own(names: Iterable[str], file: str) -> tuple[str, ...]:
+    """Names of sources; for `self` the file that the target wrote."""
+    return tuple(file if name == SELF else name for name in names)
 
 
 def cost_ratio(target: Path, drafter: ModelShape) -> float:
     """c by parameters, the paper's, beside the target in a folder."""
-    return cost_ratios(ModelShape.from_config(read_config(target)), drafter)["parameters"]
+    return cost_ratios(shape_in(target / "config.json"), drafter)["parameters"]
 
 
 @dataclass
@@ -52,16 +51,12 @@ class Build(ExportStages):
         folder = self._tuned(folder)
         self._own_prompts(folder)
         drafter = self._made(folder, shape)
-        self._packed(folder, drafter, found)
-        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
-        total = duration(sum(seconds for _, seconds in self.times))
-        print(f"total {total}; bundle: {self.out / 'bundle'}", flush=True)
-        return self.out / "bundle"
+        return self._packed(folder, drafter, found)
 
     def _made(self, target: Path, planned: DrafterShape) -> Path:
         """The drafter, trained, evaluated, exported and verified."""
         pretrained, drafter = self._trained(target, planned)
-        made = ModelShape.from_config(read_config(drafter))  # its text may have asked for fewer tokens
+        made = shape_in(drafter / "config.json")  # its text may have asked for fewer tokens
         self._evaluated(target, pretrained, drafter, cost_ratio(target, made))
         self._exported(target, drafter)
         return drafter
@@ -71,30 +66,26 @@ class Build(ExportStages):
 
         def find(place: Path) -> dict[str, Any]:
             target = find_target(name)
-            return {
-                "name": target.name,
-                "folder": str(target.folder),
-                "source": target.source,
-                "licence": target.licence,
-            }
+            return {**asdict(target), "folder": str(target.folder)}
 
-        file = gguf_of(name)
-        folder = Path(name)
-        reads = (
-            sources.one_file(stage, file)
-            if file
-            else self._model(stage, folder)
-            if folder.is_dir()
-            else Reads()
-        )
+        file, reads = gguf_of(name), Reads()
+        if file:
+            reads = sources.one_file(stage, file)
+        elif (folder := Path(name).expanduser()).is_dir():
+            reads = self._model(stage, folder)
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
-        if file and not (Path(found["folder"]) / "config.json").is_file():
+        config = Path(found["folder"]) / "config.json"
+        if file and not config.is_file():
             gguf_target(name)  # the cache was emptied: the file's folder is made again
-        if not (Path(found["folder"]) / "config.json").is_file():
+        if not config.is_file():
             raise InputError(
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"
             )
         return found
+
+    def _writer(self, target: Path) -> Reads:
+        """What stages read in which the target writes."""
+        return self._model("target", target) | sources.exported(self.recipe.inference)
 
     def _check_source(self, target: Path) -> None:
         """Before pretraining takes hours: whether the target can write, and give distributions where they are stored."""
@@ -128,7 +119,7 @@ class Build(ExportStages):
 
     def _planned(self, target: Path) -> DrafterShape:
         options = self.recipe.drafter
-        target_shape = ModelShape.from_config(read_config(target))
+        target_shape = shape_in(target / "config.json")
         if options.init == "checkpoint" and options.kind == "model":
             from edgespec_recipes.models.initialise import checkpoint_shape
 
@@ -140,8 +131,7 @@ class Build(ExportStages):
 
         def plan(place: Path) -> dict[str, Any]:
             # what cannot be exported is said now, and not after hours of pretraining
-            for text in check_pair(target, self._drafter(target, shape), self.recipe.export):
-                step(f"Note: {text}")
+            self._possible(target, self._drafter(target, shape))
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
             found = {
@@ -163,19 +153,16 @@ class Build(ExportStages):
 
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
         """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
-        if self.recipe.drafter.kind == "head":
-            if self.recipe.drafter.init == "checkpoint":
-                checkpoint = Path(self.recipe.drafter.checkpoint)
-                check_start(
-                    checkpoint, ModelShape.from_config(read_config(target)), self.recipe.drafter.features
-                )
+        options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
+        if options.kind == "head":
+            if options.init == "checkpoint":
+                check_start(checkpoint, shape_in(target / "config.json"), options.features)
                 check_target(checkpoint, target)
             return target  # its graph has no limits of its own
-        if self.recipe.drafter.init != "checkpoint":
+        if options.init != "checkpoint":
             return shape
         from edgespec_recipes.models.loading import check_same_vocabulary
 
-        checkpoint = Path(self.recipe.drafter.checkpoint)
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
         return checkpoint
 
@@ -186,9 +173,9 @@ class Build(ExportStages):
         from edgespec_recipes.training.pretrain import pretrain
 
         out, seed = self.out, self.recipe.seed
-        writer = self._model("target", target) | sources.exported(self.recipe.inference)
+        writer = self._writer(target)
         self._check_source(target)
-        recipe, own = self._self_written(target, writer)
+        recipe, own = self._self_written(target)
         self.stage(
             "pretrain",
             f"next-token training on plain text, first weights: {recipe.drafter.init}",
@@ -200,7 +187,7 @@ class Build(ExportStages):
             | sources.stages(out, *own & {SELF_TEXT}),
             together=True,
         )
-        self._written(target, recipe, writer, own)
+        self._written(target, recipe, own)
         teacher, rounding = self._teacher(target)
         inputs = DistillInputs(
             target=teacher,
@@ -264,12 +251,9 @@ class Build(ExportStages):
 
     def _own_prompts(self, target: Path) -> None:
         """Held-out prompts that the target writes, with a seed of their own; from here on the recipe names their file."""
-        from edgespec_recipes.generating.self_written import INSTRUCTIONS, write_instructions
-
-        recipe = self.recipe
+        recipe, export = self.recipe, self.recipe.export
         if recipe.evaluate.prompts_file != SELF:
             return
-        export = recipe.export
         wanted = max(
             recipe.evaluate.prompts,
             export.bundle_prompts,
@@ -277,25 +261,28 @@ class Build(ExportStages):
             export.answer_replies,
             export.acceptance_prompts,
         )
+        file = self._instructions(SELF_PROMPTS, target, wanted, "held-out prompts", SELF_PROMPTS)
+        self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=file))
+
+    def _instructions(
+        self, stage: str, target: Path, count: int, what: str = "instructions", purpose: str = "instructions"
+    ) -> str:
+        """The file of instructions that the target writes in a stage of its own; `what` they are, in words."""
+        from edgespec_recipes.generating.self_written import INSTRUCTIONS, write_instructions
+
+        options, seed, inference = self.recipe.generate, self.recipe.seed, self.recipe.inference
+        openings = {"openings": list(options.self_openings)} if options.self_openings else {}
         self.stage(
-            SELF_PROMPTS,
-            f"the target writes {wanted:,} held-out prompts",
-            {"instructions": wanted, **self._openings()},
-            lambda place: write_instructions(
-                place, target, wanted, recipe.generate, recipe.seed, recipe.inference, purpose=SELF_PROMPTS
-            ),
-            reads=self._model("target", target) | sources.exported(recipe.inference),
+            stage,
+            f"the target writes {count:,} {what}",
+            {"instructions": count, **openings},
+            lambda place: write_instructions(place, target, count, options, seed, inference, purpose),
+            reads=self._writer(target),
             together=True,
         )
-        file = self.out / SELF_PROMPTS / INSTRUCTIONS
-        self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=str(file)))
+        return str(self.out / stage / INSTRUCTIONS)
 
-    def _openings(self) -> dict[str, Any]:
-        """What the target's own instructions begin with, as options of a stage; nothing where they begin freely."""
-        openings = self.recipe.generate.self_openings
-        return {"openings": list(openings)} if openings else {}
-
-    def _written(self, target: Path, recipe: Recipe, writer: Reads, own: set[str]) -> None:
+    def _written(self, target: Path, recipe: Recipe, own: set[str]) -> None:
         """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
         from edgespec_recipes.generating import datagen
 
@@ -307,76 +294,54 @@ class Build(ExportStages):
             lambda place: datagen.generate(
                 place, target, recipe.generate, recipe.seed, recipe.inference, kept
             ),
-            reads=writer
+            reads=self._writer(target)
             | sources.conversations("generate.instructions", self.recipe.generate.instructions)
             | sources.stages(self.out, *own & {SELF_INSTRUCTIONS}),
             together=True,
             damaged=datagen.damaged_shards,
         )
 
-    def _self_written(self, target: Path, writer: Reads) -> tuple[Recipe, set[str]]:
+    def _self_written(self, target: Path) -> tuple[Recipe, set[str]]:
         """The recipe with what the target writes itself as files, and the stages that wrote these."""
-        from edgespec_recipes.generating.self_written import (
-            INSTRUCTIONS,
-            TEXT,
-            write_instructions,
-            write_text,
-        )
+        from edgespec_recipes.generating.self_written import TEXT, write_text
 
-        recipe, seed, written = self.recipe, self.recipe.seed, set()
-        if SELF in recipe.pretrain.text and recipe.drafter.kind == "model":
-            wanted = recipe.pretrain.self_tokens
+        recipe, written = self.recipe, set()
+        pretrain, generate = recipe.pretrain, recipe.generate
+        if SELF in pretrain.text and recipe.drafter.kind == "model":
+            wanted = pretrain.self_tokens
             self.stage(
                 SELF_TEXT,
                 f"the target writes {wanted:,} tokens of running text",
                 {"tokens": wanted},
-                lambda place: write_text(
-                    place, target, wanted, self.recipe.generate, seed, self.recipe.inference
-                ),
-                reads=writer,
+                lambda place: write_text(place, target, wanted, generate, recipe.seed, recipe.inference),
+                reads=self._writer(target),
                 together=True,
             )
-            text = (_or(name, self.out / SELF_TEXT / TEXT) for name in recipe.pretrain.text)
-            recipe = replace(recipe, pretrain=replace(recipe.pretrain, text=tuple(text)))
+            text = _with_own(pretrain.text, str(self.out / SELF_TEXT / TEXT))
+            pretrain = replace(pretrain, text=text)
             written.add(SELF_TEXT)
-        asked = recipe.generate.instructions
+        asked = generate.instructions
         if SELF in asked:
-            count = recipe.generate.self_instructions or -(-recipe.generate.prompts // len(asked))
-            self.stage(
-                SELF_INSTRUCTIONS,
-                f"the target writes {count:,} instructions",
-                {"instructions": count, **self._openings()},
-                lambda place: write_instructions(
-                    place, target, count, self.recipe.generate, seed, self.recipe.inference
-                ),
-                reads=writer,
-                together=True,
-            )
-            named = tuple(_or(name, self.out / SELF_INSTRUCTIONS / INSTRUCTIONS) for name in asked)
-            recipe = replace(recipe, generate=replace(recipe.generate, instructions=named))
+            count = generate.self_instructions or -(-generate.prompts // len(asked))
+            file = self._instructions(SELF_INSTRUCTIONS, target, count)
+            generate = replace(generate, instructions=_with_own(asked, file))
             written.add(SELF_INSTRUCTIONS)
-        return recipe, written
+        return replace(recipe, pretrain=pretrain, generate=generate), written
 
     def _evaluated(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate
+
+        recipe, models = self.recipe, {"pretrained": pretrained, "distilled": drafter}
+        self._evaluate(
+            "in torch",
+            lambda place: evaluate(place, target, models, recipe.evaluate, recipe.seed, c, recipe.inference),
+            self._model("target", target) | sources.stages(self.out, "pretrain", "distill"),
+        )
+
+    def _evaluate(self, where: str, body: Body, reads: Reads) -> None:
+        """The stage that measures the drafter, and the table of what came out."""
         from edgespec_recipes.evaluation.report import evaluation_table
 
-        options = self.recipe.evaluate
-        self.stage(
-            "evaluate",
-            "acceptance and block efficiency in torch, held-out prompts",
-            options,
-            lambda place: evaluate(
-                place,
-                target,
-                {"pretrained": pretrained, "distilled": drafter},
-                options,
-                self.recipe.seed,
-                c,
-                self.recipe.inference,
-            ),
-            reads=self._model("target", target)
-            | sources.stages(self.out, "pretrain", "distill")
-            | self._prompts(),
-        )
+        what = f"acceptance and block efficiency {where}, held-out prompts"
+        self.stage("evaluate", what, self.recipe.evaluate, body, reads=reads | self._prompts())
         print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)

@@ -11,14 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgespec.building.pair import check_pair
 from edgespec.core.errors import BundleError
-from edgespec.core.files import read_json, write_text
+from edgespec.core.files import read_json, read_object, write_text
 from edgespec.core.manifest import open_manifest, read_manifest
 from edgespec.core.options import to_mapping
 from edgespec.core.output import step
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import duration, table
 from edgespec.core.texts import draws
-from edgespec.model_folder.config import read_config
+from edgespec.model_folder.check import shape_in
 from edgespec.planning.devices_fit import check_fit, fit, fitting
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
@@ -116,6 +118,11 @@ class ExportStages:
                 reads=sources.everything(data),
             )
 
+    def _possible(self, target: Path, drafter: ModelShape | Path) -> None:
+        """What a later stage would refuse, said before anything is written; notes on the files. Raises as `check_pair` does."""
+        for text in check_pair(target, drafter, self.recipe.export):
+            step(f"Note: {text}")
+
     def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
         """Where the files are for a device: show the memory they take there, and leave out those that it has no room for.
 
@@ -133,6 +140,7 @@ class ExportStages:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
     def _exported(self, target: Path, drafter: Path) -> None:
+        from edgespec_export.answers.replies import questions_of
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
@@ -165,13 +173,14 @@ class ExportStages:
                 self._verify_prompts(target, options.verify_prompts),
                 options,
                 trials=self._trials(target, options.acceptance_prompts),
-                questions=self._questions(target, options.answer_replies),
+                questions=questions_of(target, self._held_out(options.answer_replies), seed=self.recipe.seed),
             ),
             reads=models | sources.stages(out, "export") | self._prompts(),
         )
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> None:
+    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> Path:
+        """The bundle's folder, after a table of how long each stage took."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
 
@@ -212,11 +221,14 @@ class ExportStages:
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
+        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
+        total = duration(sum(seconds for _, seconds in self.times))
+        print(f"total {total}; bundle: {out / 'bundle'}", flush=True)
+        return out / "bundle"
 
     def _evaluation(self) -> dict[str, Any]:
         """What was measured in torch, raw counts and all."""
-        measured: dict[str, Any] = read_json(self.out / "evaluate" / "evaluation.json")
-        return measured
+        return read_object(self.out / "evaluate" / "evaluation.json")
 
     def _training(self) -> dict[str, Any]:
         """What the drafter was trained on, as far as it is known."""
@@ -239,11 +251,6 @@ class ExportStages:
             target, self.recipe.export.verify_prompts
         )
 
-    @property
-    def _mixed(self) -> bool:
-        """Whether a file's tensors get bits of their own."""
-        return bool({*MIXED.values()} & {*self.recipe.export.onnx, *self.recipe.export.gguf})
-
     def _calibration_texts(self, target: Path) -> Any:
         """What the target wrote for its drafter; where there is nothing, it writes some now."""
         from edgespec_export.bits.texts import written_texts
@@ -252,7 +259,7 @@ class ExportStages:
             return found
         from edgespec_recipes.generating.datagen import generate
 
-        longest = read_config(target)["max_position_embeddings"] // 2
+        longest = shape_in(target / "config.json").context_length // 2
         some = GenerateOptions(
             prompts=CALIBRATION_REPLIES, max_new_tokens=min(CALIBRATION_TOKENS, longest), batch_size=16
         )
@@ -262,12 +269,11 @@ class ExportStages:
         return written_texts(folder)
 
     def _calibrated(self) -> Reads:
-        """What `_calibration_rows` are read from, where a file is calibrated."""
-        return (
-            sources.responses(self._responses(), self.out) | self._prompts()
-            if self.recipe.export.npu or self._mixed
-            else Reads()
-        )
+        """What the calibration reads, where static graphs have integers or a file's tensors get bits of their own."""
+        files = self.recipe.export
+        if files.npu or {*MIXED.values()} & {*files.onnx, *files.gguf}:
+            return sources.responses(self._responses(), self.out) | self._prompts()
+        return Reads()
 
     def _responses(self) -> Path:
         """Where the target's responses lie, if it wrote some."""
@@ -282,12 +288,6 @@ class ExportStages:
             return None
         stop = ChatTokenizer(target).stop_ids
         return Trials(self._verify_prompts(target, count), stop, seed=self.recipe.seed)
-
-    def _questions(self, target: Path, count: int) -> Any:
-        """What the target replies to, for comparing the files' answers; None for nothing."""
-        from edgespec_export.answers.replies import questions_of
-
-        return questions_of(target, self._held_out(count), seed=self.recipe.seed)
 
     def _verify_prompts(self, target: Path, count: int) -> list[list[int]]:
         from edgespec_runtime.text.tokenizer import ChatTokenizer

@@ -15,10 +15,9 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe
 from edgespec.stages import sources as sources
-from edgespec.stages.record import Reads
 
 
 def _writing(recipe: Recipe) -> Recipe:
@@ -44,13 +43,16 @@ class HeadBuild(Build):
         from edgespec_recipes.training.distill_head import distill_head
 
         out, seed = self.out, self.recipe.seed
-        writer = self._model("target", target) | sources.exported(self.recipe.inference)
         self._check_target(target)  # before the target writes for hours
-        read = self._read(target, writer)
-        recipe, own = self._self_written(target, writer)
-        self._written(target, _writing(recipe), writer, own)
-        written, options = self._kept(target, writer), recipe.distill
-        reads = writer | self._checkpoint() | sources.stages(out, written.name, *([READ] if read else []))
+        read = self._read(target)
+        recipe, own = self._self_written(target)
+        self._written(target, _writing(recipe), own)
+        written, options = self._kept(target), recipe.distill
+        reads = (
+            self._writer(target)
+            | self._checkpoint()
+            | sources.stages(out, written.name, *([READ] if read else []))
+        )
         reference = None
         if options.select_fraction < 1:
             taught = reference_options(recipe)
@@ -92,7 +94,7 @@ class HeadBuild(Build):
         else:
             check_gives_states(self.recipe.inference)
 
-    def _kept(self, target: Path, writer: Reads) -> Path:
+    def _kept(self, target: Path) -> Path:
         """The folder of what the head learns from: the responses as they were written, or read again for three layers' states."""
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_again
@@ -106,13 +108,13 @@ class HeadBuild(Build):
             "the target reads its responses, for the states of three layers",
             {"features": recipe.drafter.features, "stored_top_k": top_k, "shard_size": shard_size},
             lambda place: read_again(place, target, written, shard_size, recipe.inference, top_k),
-            reads=writer | sources.stages(self.out, "generate"),
+            reads=self._writer(target) | sources.stages(self.out, "generate"),
             together=True,
             damaged=damaged_shards,
         )
         return self.out / STATES
 
-    def _read(self, target: Path, writer: Reads) -> Path | None:
+    def _read(self, target: Path) -> Path | None:
         """The folder of what the target read of the fixed data; None where a head learns from the target's own text alone."""
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
@@ -143,7 +145,7 @@ class HeadBuild(Build):
                 options.context,
                 features,
             ),
-            reads=writer | sources.conversations("distill.fixed", options.fixed),
+            reads=self._writer(target) | sources.conversations("distill.fixed", options.fixed),
             together=True,
             damaged=damaged_shards,
         )
@@ -153,13 +155,10 @@ class HeadBuild(Build):
         """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""
         from edgespec_export.verify.exported_pair import open_first_pair
         from edgespec_recipes.evaluation.file_pair import evaluate_files
-        from edgespec_recipes.evaluation.report import evaluation_table
 
         recipe = self.recipe
-        self.stage(
-            "evaluate",
-            "acceptance and block efficiency of the exported files, held-out prompts",
-            recipe.evaluate,
+        self._evaluate(
+            "of the exported files",
             lambda place: evaluate_files(
                 place,
                 target,
@@ -168,6 +167,5 @@ class HeadBuild(Build):
                 recipe.seed,
                 c,
             ),
-            reads=self._model("target", target) | sources.stages(self.out, "export") | self._prompts(),
+            self._model("target", target) | sources.stages(self.out, "export"),
         )
-        print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)

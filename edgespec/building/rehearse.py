@@ -17,7 +17,7 @@ from typing import Any
 
 from edgespec.building.measured import run_measured
 from edgespec.core.errors import CheckFailed, InputError
-from edgespec.core.files import read_json, write_json
+from edgespec.core.files import read_json, read_object, write_json
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
@@ -117,7 +117,7 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
 
 def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str, Any]]]:
     """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
-    tokenizer = Path(options.tokenizer)
+    tokenizer = Path(options.tokenizer).expanduser()
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
     if why := settle(out / "weights", given):
         step(f"! weights: {why}: running again")
@@ -164,7 +164,7 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
     asked = {name: value for name, value in to_mapping(options).items() if name not in own}
     plan = {"options": {"target": target, **asked}, "shape": asdict(shape)}
     if (out / PLAN).exists():
-        if (seen := read_json(out / PLAN)) != plan:
+        if (seen := read_object(out / PLAN)) != plan:
             other = [
                 name for name, value in plan["options"].items() if seen.get("options", {}).get(name) != value
             ]

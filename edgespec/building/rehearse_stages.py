@@ -67,9 +67,7 @@ class Rehearsal:
 
     @property
     def inference(self) -> InferenceOptions:
-        return InferenceOptions(
-            source="file", file=str(self.gguf("target")), context=min(self.context, self.shape.context_length)
-        )
+        return InferenceOptions(source="file", file=str(self.gguf("target")), context=self.context)
 
 
 def read_rehearsal(out: Path) -> Rehearsal:
@@ -83,7 +81,7 @@ def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.synthetic.checkpoint import write_checkpoint
     from edgespec_recipes.offline_target.rehearsal_data import write_data, write_tokenizer
 
-    source = Path(rehearsal.options.tokenizer) if rehearsal.options.tokenizer else None
+    source = Path(rehearsal.options.tokenizer).expanduser() if rehearsal.options.tokenizer else None
     tokens = (rehearsal.options.pretrain_steps + 1) * rehearsal.context
     total = write_checkpoint(rehearsal.shape, rehearsal.target)
     which = write_tokenizer(rehearsal.target, rehearsal.shape.vocab_size, source)
@@ -251,14 +249,6 @@ def _checked(rehearsal: Rehearsal, path: Path, precision: str) -> dict[str, Any]
     return {**asdict(check), "broken": broken, "in words": words}
 
 
-def check_gguf(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
-    return _checked(rehearsal, rehearsal.gguf("target"), "q4_0")
-
-
-def check_onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
-    return _checked(rehearsal, rehearsal.onnx("target"), "int4")
-
-
 def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
     from edgespec_export.bundle.write import write_bundle
     from edgespec_recipes.offline_target.rehearsal_data import INSTRUCTIONS
@@ -290,8 +280,8 @@ BODIES: dict[str, Callable[[Rehearsal, Path], dict[str, Any]]] = {
     "distill": distill,
     "drafter": drafter,
     "offload": offload,
-    "check-gguf": check_gguf,
-    "check-onnx": check_onnx,
+    "check-gguf": lambda rehearsal, _: _checked(rehearsal, rehearsal.gguf("target"), "q4_0"),
+    "check-onnx": lambda rehearsal, _: _checked(rehearsal, rehearsal.onnx("target"), "int4"),
     "bundle": bundle,
 }
 

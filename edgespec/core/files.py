@@ -10,14 +10,15 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.free_space import folder_at
-from edgespec.core.no_room import write_error
+from edgespec.core.no_room import place_of, write_error
 from edgespec.core.texts import check_json
 
 MAX_JSON_BYTES = 64 * 1024 * 1024
@@ -26,12 +27,12 @@ FICLONE = 0x40049409  # linux/fs.h: share all blocks of a file
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
-    """Turn a full disk (or a forbidden place) into one clear InputError."""
+def writing(path: Path | str, *, within: bool = False) -> Iterator[None]:
+    """Turn a full disk (or a forbidden place) into one clear InputError, which names `path`, or a file `within` it."""
     try:
         yield
     except Exception as error:  # libraries have errors of their own for a full disk
-        message = write_error(path, error)
+        message = write_error(place_of(error, path) if within else path, error)
         if message is None:
             raise
         raise message from error
@@ -60,6 +61,14 @@ def read_json(
     (readers differ on what they mean). Raises `error` naming the file, what was seen and what is wanted.
     """
     return parse_json(read_bounded(path, error=error, limit=limit), path, error=error, strict=strict)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises InputError."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}; a JSON object is wanted: fetch it again")
+    return value
 
 
 def read_bounded(path: Path, *, error: type[EdgespecError] = InputError, limit: int) -> bytes:
@@ -185,37 +194,36 @@ def read_jsonl(path: Path, *, limit: int | None = None) -> list[dict[str, Any]]:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling folder that becomes `path` when the body succeeds and vanishes when it fails."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
-            shutil.rmtree(stale, ignore_errors=True)
+    with _temporary(path, partial(shutil.rmtree, ignore_errors=True)) as temporary:
         temporary.mkdir()
-        try:
-            yield temporary
-            for file in filter(Path.is_file, temporary.rglob("*")):
-                _sync(file)
-            if path.exists():
-                shutil.rmtree(path)
-            os.replace(temporary, path)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        yield temporary
+        for file in filter(Path.is_file, temporary.rglob("*")):
+            _sync(file)
+        if path.exists():
+            shutil.rmtree(path)
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
+    with _temporary(path, partial(Path.unlink, missing_ok=True)) as temporary:
+        yield temporary
+        _sync(temporary)
+
+
+@contextmanager
+def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
+    """A sibling name of what becomes `path` behind the body. `remove` takes away what is left there, also by a killed run."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in path.parent.glob(f".{path.name}.*.tmp"):  # left by a killed run
-            stale.unlink(missing_ok=True)
+        for stale in path.parent.glob(f".{path.name}.*.tmp"):
+            remove(stale)
         try:
             yield temporary
-            _sync(temporary)
             os.replace(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
+            remove(temporary)
 
 
 def copy_file(source: Path, destination: Path) -> None:

@@ -22,41 +22,31 @@ def free_memory() -> int | None:
     for limit, used, stat in CGROUPS:
         bound, taken = _number(limit), _number(used)
         if bound is not None and taken is not None and bound < 2**60:
-            room = max(0, bound - taken + _reclaimable(stat))
+            # files in a container's memory, which the kernel gives back when programs ask
+            files = _number(stat, "inactive_file", "total_inactive_file") or 0
+            room = max(0, bound - taken + files)
             free = room if free is None else min(free, room)
     return free
 
 
 def _machine_memory() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
+    available = _number("/proc/meminfo", "MemAvailable:")
+    if available is not None:
+        return available * 1024
     try:  # macOS and the BSDs: all of it, since what is free is not told
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def _number(file: str) -> int | None:
+def _number(file: str, *names: str) -> int | None:
+    """The number behind one of `names` in a file of the system, or the file's only one; None where there is none."""
     try:
-        return int(Path(file).read_text(encoding="ascii"))
-    except (OSError, ValueError):  # also 'max'
+        words = Path(file).read_text(encoding="ascii").split()
+        place = next(i for i, word in enumerate(words, 1) if word in names) if names else 0
+        return int(words[place])
+    except (OSError, ValueError, IndexError, StopIteration):  # also 'max'
         return None
-
-
-def _reclaimable(file: str) -> int:
-    """Bytes of files in a container's memory that the kernel gives back when programs ask."""
-    try:
-        for line in Path(file).read_text(encoding="ascii").splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
 
 
 def folder_at(place: Path) -> Path:

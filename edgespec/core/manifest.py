@@ -42,8 +42,7 @@ MAX_VOCAB_SIZE = 2**24
 MAX_RATIO = 1e6
 DEVICE_LIMITS = {"draft_length": 64, "max_draft_length": 64, "context": 2**24}
 ROLES = ("target", "drafter")
-MODEL, HEAD = "model", "head"
-"""Kinds of drafters."""
+MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
 
 
@@ -87,9 +86,12 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     folder: Path | None = field(default=None, compare=False)
 
+    def model(self, role: str) -> BundleModel:
+        return self.target if role == "target" else self.drafter
+
     def model_path(self, role: str, engine: str, precision: str) -> Path:
         """Where one model lies. Raises InputError naming what the bundle has instead."""
-        table = (self.target if role == "target" else self.drafter).files
+        table = self.model(role).files
         if engine not in table:
             raise InputError(f"the bundle has no {role} for engine {engine!r}{did_you_mean(engine, table)}")
         if precision not in table[engine]:
@@ -101,7 +103,7 @@ class Manifest:
 
     def fast_graph(self, role: str, engine: str, precision: str) -> Path | None:
         """The graph of a model's fast mode; None where it has none of its own."""
-        name = (self.target if role == "target" else self.drafter).fast.get(engine, {}).get(precision)
+        name = self.model(role).fast.get(engine, {}).get(precision)
         assert self.folder is not None
         return None if name is None else self.folder / name
 
@@ -109,7 +111,7 @@ class Manifest:
         self, role: str, engine: str, precision: str, *, fast: bool = False
     ) -> dict[str, BundleFile]:
         """The listed files of one model, by path; its graph for the fast mode is one of them only where `fast` is set."""
-        model = self.target if role == "target" else self.drafter
+        model = self.model(role)
         path = model.files[engine][precision]
         graph = None if fast else model.fast.get(engine, {}).get(precision)
         return {
@@ -186,8 +188,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
                 del plain[role][name]
     if not plain["device"]:
         del plain["device"]
-    ordered = {"schema_version": plain.pop("schema_version"), **plain}
-    write_json(folder / MANIFEST, ordered)
+    write_json(folder / MANIFEST, {"schema_version": SCHEMA_VERSION, **plain})
     return folder / MANIFEST
 
 
@@ -203,27 +204,29 @@ def open_manifest(folder: Path, *, hashes: bool = True) -> Manifest:
     was seen, what was wanted and the next step.
     """
     manifest = read_manifest(folder)
+    where = folder / MANIFEST
     for role in ROLES:
-        for engine, table in getattr(manifest, role).files.items():
+        for engine, table in manifest.model(role).files.items():
             for precision, name in table.items():
                 if not manifest.lists(name):
                     raise BundleError(
-                        f"{folder / MANIFEST}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
+                        f"{where}: {role} {engine} {precision} is {name!r}, which is not among its files; {AGAIN}"
                     )
-        _check_fast(getattr(manifest, role), role, manifest, folder / MANIFEST)
-    if manifest.drafter.kind == HEAD and manifest.drafter.vocabulary is None:
-        raise BundleError(f"{folder / MANIFEST}: the drafter is a head without a vocabulary; {AGAIN}")
-    listed_in = manifest.drafter.vocabulary
-    if listed_in is not None and listed_in not in manifest.files:
+        _check_fast(role, manifest, where)
+    vocabulary = manifest.drafter.vocabulary
+    if manifest.drafter.kind == HEAD and vocabulary is None:
+        raise BundleError(f"{where}: the drafter is a head without a vocabulary; {AGAIN}")
+    if vocabulary is not None and vocabulary not in manifest.files:
         raise BundleError(
-            f"{folder / MANIFEST}: the drafter's vocabulary is {listed_in!r}, which is not among its files; {AGAIN}"
+            f"{where}: the drafter's vocabulary is {vocabulary!r}, which is not among its files; {AGAIN}"
         )
     manifest.check_files(hashes=hashes)
     return manifest
 
 
-def _check_fast(model: BundleModel, role: str, manifest: Manifest, where: Path) -> None:
+def _check_fast(role: str, manifest: Manifest, where: Path) -> None:
     """A graph for the fast mode is a listed file directly in the folder of the model whose weights it shares."""
+    model = manifest.model(role)
     for engine, table in model.fast.items():
         for precision, name in table.items():
             home = model.files.get(engine, {}).get(precision)
@@ -260,7 +263,7 @@ def check_file(folder: Path, name: str, entry: BundleFile, *, hashes: bool = Tru
     return path
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> Mapping[str, Any]:
     path = folder / MANIFEST
     if not path.exists():
         raise BundleError(
@@ -269,9 +272,7 @@ def _read(folder: Path) -> dict[str, Any]:
     if not path.resolve().is_relative_to(folder.resolve()):
         raise BundleError(f"{path} is a link to {path.resolve()}, outside the bundle; {AGAIN}")
     data = read_bounded(path, error=BundleError, limit=MAX_MANIFEST_BYTES)
-    value = parse_json(data, path, error=BundleError, strict=True)
-    if not isinstance(value, dict):
-        raise BundleError(f"{path} holds {type(value).__name__}; a JSON object is wanted: {AGAIN}")
+    value = _mapping(parse_json(data, path, error=BundleError, strict=True), "its content", path)
     version = value.get("schema_version")
     if version != SCHEMA_VERSION or isinstance(version, bool):
         raise BundleError(
@@ -281,7 +282,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return value
 
 
-def _parse(value: dict[str, Any], folder: Path) -> Manifest:
+def _parse(value: Mapping[str, Any], folder: Path) -> Manifest:
     """Every field with its type and bounds; unknown fields are ignored, so that a later edgespec can add some."""
     where = folder / MANIFEST
     files = {}
@@ -318,9 +319,6 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
     pair = _need(value, "pair", dict, where)
     _need(pair, "tokenizer_sha256", str, where)
     _between(_need(pair, "vocab_size", int, where), "vocab_size", MAX_VOCAB_SIZE, where)
-    rest: dict[str, Any] = {
-        key: _need(value, key, dict, where) for key in ("cost_ratio", "metrics", "provenance")
-    }
     return Manifest(
         pair=pair,
         default=default,
@@ -329,7 +327,9 @@ def _parse(value: dict[str, Any], folder: Path) -> Manifest:
         folder=folder,
         target=models["target"],
         drafter=models["drafter"],
-        **rest,
+        cost_ratio=_need(value, "cost_ratio", dict, where),
+        metrics=_need(value, "metrics", dict, where),
+        provenance=_need(value, "provenance", dict, where),
     )
 
 
@@ -338,8 +338,8 @@ def _device(value: Any, where: Path) -> dict[str, Any]:
     seen = _mapping(value, "device", where)
     found: dict[str, Any] = {"name": _need(seen, "name", str, where)}
     for key, most in DEVICE_LIMITS.items():
-        number = None if seen.get(key) is None else _between(_need(seen, key, int, where), key, most, where)
-        found[key] = number
+        told = seen.get(key) is not None
+        found[key] = _between(_need(seen, key, int, where), key, most, where) if told else None
     return found
 
 

@@ -84,8 +84,7 @@ def _full(error: BaseException) -> tuple[str, int] | None:
             if "number" in groups:
                 reason = _FULL.get(int(groups["number"]))
                 return (reason, 0) if reason else None
-            return _FULL[errno.ENOSPC] if "bytes" in groups else _CUT, int(groups.get("bytes", 0))
+            if "bytes" in groups:
+                return _FULL[errno.ENOSPC], int(groups["bytes"])
+            return "the file could not be written whole", 0
     return None
-
-
-_CUT = "the file could not be written whole"

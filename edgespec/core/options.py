@@ -59,17 +59,13 @@ def section(kind: type[Any], help: str = "") -> Any:
     return dataclasses.field(default_factory=kind, metadata={"help": help, "section": True})
 
 
-def hints_of(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
 def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def knobs_of(kind: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field[Any]]]]:
     """Dotted name -> (annotation, field) of every knob, those of sections too."""
-    hints = hints_of(kind)
+    hints = typing.get_type_hints(kind)
     for one in dataclasses.fields(kind):
         if is_section(hints[one.name]):
             yield from knobs_of(hints[one.name], f"{prefix}{one.name}.")
@@ -152,7 +148,8 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
     """Build a (nested) dataclass from plain values; an unknown key is an error with the closest known one."""
     if not isinstance(values, Mapping):
         raise InputError(f"{where or kind.__name__} is {values!r}; it must be a mapping of options")
-    hints, known = hints_of(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(kind)
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     ready: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -196,7 +193,7 @@ def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
 
 def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = "") -> None:
     """One flag for every knob of `kind`; flags not given stay out of the namespace, so YAML and defaults show through."""
-    hints = hints_of(kind)
+    hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
         if is_section(hint):
@@ -238,7 +235,7 @@ def usage(kind: type[Any]) -> str:
     for field in dataclasses.fields(kind):
         required, name = _is_required(field), field.name.upper()
         if field.metadata.get("positional"):
-            many = base_of(hints_of(kind)[field.name])[1]
+            many = base_of(typing.get_type_hints(kind)[field.name])[1]
             words.append(name if required else f"[{name}{' ...' * many}]")
         elif required:
             words.insert(0, f"--{_words(field.name)} {name}")
@@ -275,15 +272,24 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The command-line words that give these values: the inverse of `given`."""
     words: list[str] = []
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            words += as_flags(value, f"{prefix}{key}.")
-        else:
-            flag = _words(f"{prefix}{key}")
-            switch = [f"--{flag if value else 'no-' + flag}"]
-            words += switch if isinstance(value, bool) else [f"--{flag}", str(value)]
+        flag = _words(f"{prefix}{key}")
+        match value:
+            case Mapping():
+                words += as_flags(value, f"{prefix}{key}.")
+            case None:  # what an option is without a flag
+                pass
+            case bool():
+                words.append(f"--{flag if value else 'no-' + flag}")
+            case list() | tuple():
+                words += [f"--{flag}", ",".join(map(str, value))]
+            case _:
+                words += [f"--{flag}", str(value)]
     return words
 
 
-def command_line(verb: str, values: Mapping[str, Any]) -> str:
-    """The command that gives these values, as a shell takes it."""
-    return shlex.join(["edgespec", verb, *as_flags(values)])
+def command_line(verb: str, kind: type[Any], values: Mapping[str, Any]) -> str:
+    """The command that gives a verb with the options `kind` these values, as a shell takes it."""
+    alone = [field.name for field in dataclasses.fields(kind) if field.metadata.get("positional")]
+    words = [str(values[name]) for name in alone if name in values]
+    flags = as_flags({name: value for name, value in values.items() if name not in alone})
+    return shlex.join(["edgespec", verb, *words, *flags])

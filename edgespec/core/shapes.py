@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Any
 
 from edgespec.core.errors import BundleError, InputError
@@ -46,10 +47,7 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * self.hidden * query + 2 * self.hidden * key_value
-        extras = (query + 2 * key_value) * self.attention_bias + 2 * self.head_dim * self.head_norms
-        return attention + extras + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return sum(map(prod, self.layer_tensors().values()))
 
     @property
     def joining_parameters(self) -> int:
@@ -63,15 +61,14 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All weights; a tied embedding counts once."""
-        tables = 1 if self.tied else 2
-        body = self.joining_parameters + self.layers * self.layer_parameters
-        return tables * self.embedding_parameters + body + self.hidden
+        tables = self.embedding_parameters * (1 if self.tied else 2)
+        return tables + self.joining_parameters + self.layers * self.layer_parameters + self.hidden
 
     @property
     def streamed_parameters(self) -> int:
         """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
-        body = self.joining_parameters + self.layers * self.layer_parameters
-        return self.embedding_parameters + self.hidden + body + self.hidden
+        input_table = 0 if self.tied else self.embedding_parameters
+        return self.parameters - input_table + self.hidden
 
     def layer_tensors(self) -> dict[str, tuple[int, ...]]:
         """Shapes of a layer's weights by their Hugging Face names within the layer, in the order in which a token meets them."""

@@ -1,4 +1,4 @@
-"""Text from outside that does harm where it is written: what UTF-8 cannot write, and escape codes that a terminal would obey.
+"""Text from outside that does harm: what UTF-8 cannot write, YAML that fills memory, escape codes that a terminal would obey.
 
 UTF-8 cannot write half of a surrogate pair, as JSON's \\ud83d without its other half, or an argument's odd byte. Python reads
 such text without a word and fails where it is written or tokenised, which may be hours later.
@@ -52,10 +52,27 @@ def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{where}[{place}]", one
 
 
-def check_brackets(text: str, where: str) -> None:
-    """Raise InputError where YAML would take hours: PyYAML takes seconds for a thousand brackets within each other."""
-    if (opened := sum(map(text.count, "[{"))) > MOST_BRACKETS:
-        raise InputError(f"{where} opens {opened} brackets; at most {MOST_BRACKETS} are read")
+def parse_yaml(data: bytes, where: str) -> Any:
+    """YAML that people write by hand, of plain types. Raises InputError naming `where`.
+
+    Two things that would fill memory or take hours are refused: aliases (ten short lines of them can stand for a value of ten
+    thousand million items), and many brackets (PyYAML takes seconds for a thousand within each other).
+    """
+    import yaml  # only now: --help does not wait for it
+
+    try:
+        text = data.decode("utf-8-sig")
+        if (opened := sum(map(text.count, "[{"))) > MOST_BRACKETS:
+            raise InputError(f"{where} opens {opened} brackets; at most {MOST_BRACKETS} are read")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise InputError(f"{where} has a YAML alias (*name); write the value out")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise InputError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise InputError(
+            f"{where} is nested too deeply; an option is a section, a name and a value"
+        ) from error
 
 
 def check_text(value: Any, where: str) -> None:

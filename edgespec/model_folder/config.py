@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.files import read_json, write_json
+from edgespec.core.files import read_json, read_object, write_json
 from edgespec.model_folder.weights_files import stored_type
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -24,13 +24,13 @@ _TYPE_NAMES = ("dtype", "torch_dtype")  # of transformers 5, and of 4
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json without the special token ids that are beyond its vocabulary. Raises InputError where it is no JSON object."""
-    config: dict[str, Any] = read_json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     return config | known_ids(config, config.get("vocab_size"))
 
 
 def corrected_ids(folder: Path) -> dict[str, Any]:
     """What `read_config` changes: keyword arguments for transformers' from_pretrained, which reads config.json by itself."""
-    config = read_json(folder / CONFIG)
+    config = read_object(folder / CONFIG)
     return known_ids(config, config.get("vocab_size"))
 
 
@@ -39,8 +39,8 @@ def read_generation_config(folder: Path, vocab_size: int | None = None) -> dict[
     file = folder / GENERATION
     if not file.is_file():
         return {}
-    settings: dict[str, Any] = read_json(file)
-    return settings | known_ids(settings, vocab_size or read_json(folder / CONFIG).get("vocab_size"))
+    settings = read_object(file)
+    return settings | known_ids(settings, vocab_size or read_object(folder / CONFIG).get("vocab_size"))
 
 
 def known_ids(settings: Mapping[str, Any], vocab_size: Any) -> dict[str, Any]:

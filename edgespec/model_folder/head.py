@@ -10,13 +10,15 @@ layers has one matrix more, which joins their states into one feature; it goes i
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, whole_folder
-from edgespec.core.shapes import ModelShape
+from edgespec.core.shapes import ModelShape, impossible
+from edgespec.model_folder.check import shape_in
 
 HEAD_FILE = "head.json"
 WEIGHTS = "model.safetensors"
@@ -131,10 +133,10 @@ def check_start(head: Path, target: ModelShape, features: str) -> None:
 def shape_of_drafter(folder: Path) -> ModelShape:
     """A model's shape; a head's as that of a model of its widths whose table is its output rows. Raises InputError."""
     if not is_head(folder):
-        return ModelShape.from_config(read_json(folder / "config.json"))
+        return shape_in(folder / "config.json")
     shape = head_shape(folder)
     try:
-        return ModelShape(
+        found = ModelShape(
             hidden=shape["hidden_size"],
             layers=shape["layers"],
             heads=shape["heads"],
@@ -149,6 +151,9 @@ def shape_of_drafter(folder: Path) -> ModelShape:
         )
     except KeyError as error:
         raise InputError(f"{folder / HEAD_FILE} has no {error}; train the head again") from error
+    if wrong := impossible(asdict(found)):
+        raise InputError(f"{folder / HEAD_FILE} gives {wrong}; train the head again")
+    return found
 
 
 def table_checksum(table: Any) -> str:

@@ -16,7 +16,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
 from edgespec.recipe.devices import FORMAT_OF
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
     DOCUMENT_TOKENS,

@@ -20,11 +20,10 @@ from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, derive
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
-from edgespec.recipe.targets import TARGETS, find_shape, is_hub_id, shape_of_target
+from edgespec.recipe.targets import TARGETS, find_shape, gguf_of, is_hub_id, shape_of_target
 
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 """What a budget of this machine is made for, where nothing was measured."""

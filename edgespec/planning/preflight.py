@@ -19,9 +19,8 @@ from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate, size
 from edgespec.planning.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
 from edgespec.recipe.drafter import derive
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, is_hub_id
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, gguf_of, is_hub_id
 
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""

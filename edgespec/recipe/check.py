@@ -6,7 +6,7 @@ only the hub can tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import HEAD_FILE
-from edgespec.recipe.data_sources import HUB, numbered, parse_hub
+from edgespec.recipe.data_sources import HUB, is_local, numbered, parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, find_shape
 
@@ -28,26 +28,26 @@ ANY_TARGET = TINY_CHAT
 
 def problems(file: Path) -> list[str]:
     """Every problem of a recipe file in its own words; none where it can run."""
+    found: list[str] = []
     try:
         values = load_recipe(file)
-    except InputError as error:
-        return [str(error)]
-    found = list(dict.fromkeys(_knob_problems(values)))
-    if found:
-        return found
-    try:
+        if wrong := list(dict.fromkeys(_knob_problems(values))):
+            return wrong
         recipe = resolve({"target": ANY_TARGET, **values}, {})
+        found = _file_problems(recipe)
+        shape = find_shape(recipe.target) if "target" in values else None
     except InputError as error:
-        return [str(error)]
-    found += _file_problems(recipe)
-    if "target" in values:
-        try:
-            shape = find_shape(recipe.target)
-        except InputError as error:
-            return [str(error), *found]
-        if shape is not None:
-            found += _shape_problems(recipe, shape)
-    return found
+        return [str(error), *found]
+    return found if shape is None else [*found, *_shape_problems(recipe, shape)]
+
+
+def _said(check: Callable[..., Any], *given: Any) -> str:
+    """What a check has against what it is given; '' where it has nothing."""
+    try:
+        check(*given)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def _knob_problems(values: Mapping[str, Any]) -> Iterator[str]:
@@ -55,10 +55,8 @@ def _knob_problems(values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         parts = [{name: item} for name, item in value.items()] if isinstance(value, Mapping) else [value]
         for part in parts or [{}]:
-            try:
-                from_mapping(Recipe, {"target": ANY_TARGET, key: part})
-            except InputError as error:
-                yield str(error)
+            if problem := _said(from_mapping, Recipe, {"target": ANY_TARGET, key: part}):
+                yield problem
 
 
 def _file_problems(recipe: Recipe) -> list[str]:
@@ -76,24 +74,15 @@ def _file_problems(recipe: Recipe) -> list[str]:
         kind, file = ("head", HEAD_FILE) if drafter.kind == "head" else ("model", "config.json")
         if not (Path(drafter.checkpoint) / file).is_file():
             found.append(f"drafter.checkpoint {drafter.checkpoint!r} is no {kind} folder (it has no {file})")
-    if tune.steps and tune.teacher:
-        try:
-            find_shape(tune.teacher)
-        except InputError as error:
-            found.append(f"tune.teacher: {error}")
+    if tune.steps and tune.teacher and (problem := _said(find_shape, tune.teacher)):
+        found.append(f"tune.teacher: {problem}")
     return found
 
 
 def _source_problem(source: str) -> str:
-    if source in ("", PYTHON_STDLIB, SELF):
-        return ""
     if source.startswith(HUB):
-        try:
-            parse_hub(source)
-        except InputError as error:
-            return str(error)
-        return ""
-    if Path(source).expanduser().exists():
+        return _said(parse_hub, source)
+    if not is_local(source) or Path(source).expanduser().exists():
         return ""
     return f"{source!r} does not exist; give a file, a folder or hub:NAME"
 
@@ -134,9 +123,6 @@ def context_problems(recipe: Recipe, target: ModelShape) -> list[str]:
 def _shape_problems(recipe: Recipe, target: ModelShape) -> list[str]:
     """What does not fit the target: contexts beyond its own, a drafter that cannot be derived."""
     found = context_problems(recipe, target)
-    if recipe.drafter.init != "checkpoint":
-        try:
-            derive(target, recipe.drafter)
-        except InputError as error:
-            found.append(str(error))
+    if recipe.drafter.init != "checkpoint" and (problem := _said(derive, target, recipe.drafter)):
+        found.append(problem)
     return found

@@ -45,6 +45,11 @@ def parse_hub(source: str) -> HubSource:
     return HubSource(name, configuration, split, field)
 
 
+def is_local(source: str) -> bool:
+    """Whether a source is a file or a folder, there or not: nothing of the hub, of Python, or that the target writes."""
+    return source not in ("", PYTHON_STDLIB, SELF) and not source.startswith(HUB)
+
+
 def source_files(source: str, suffixes: Sequence[str]) -> list[Path]:
     """The files a hub folder, a folder or a file stands for, sorted; none for a dataset on the hub. Raises InputError."""
     path = Path(source).expanduser()

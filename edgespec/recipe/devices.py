@@ -12,9 +12,9 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.manifest import DEVICE_LIMITS
 from edgespec.core.options import from_mapping, knob
-from edgespec.recipe.device_table import device_entries
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.schema import ExportOptions, Recipe
+from edgespec.recipe.shipped import device_entries
 
 ONNXRUNTIME, LLAMACPP, STATIC = "onnxruntime", "llama.cpp", "static"
 ENGINES = (ONNXRUNTIME, LLAMACPP, STATIC)
@@ -108,7 +108,7 @@ def device_of(recipe: Recipe) -> Profile | None:
 def profiles() -> dict[str, Profile]:
     """Every profile by name, in the file's order."""
     return {
-        name: _checked(replace(from_mapping(Profile, entry, name), name=name))
+        name: replace(from_mapping(Profile, entry, name), name=name)
         for name, entry in device_entries().items()
     }
 
@@ -118,19 +118,3 @@ def profile(name: str) -> Profile:
     if name not in profiles():
         raise InputError(f"unknown device {name!r}{did_you_mean(name, profiles())}")
     return profiles()[name]
-
-
-def _checked(one: Profile) -> Profile:
-    """What no single field can see. Raises InputError."""
-    from_mapping(ExportOptions, one.export(), one.name)
-    if one.target != one.drafter:
-        raise InputError(
-            f"{one.name}: the target is {one.target} and the drafter {one.drafter}; the runtime opens a pair in one precision"
-        )
-    if (one.engine == STATIC) != bool(one.compiler and one.draft_length):
-        raise InputError(
-            f"{one.name}: static graphs have a compiler and a fixed draft length, other engines no compiler"
-        )
-    if one.target not in getattr(one, FORMAT_OF[one.engine]):
-        raise InputError(f"{one.name}: {one.target} is to run on {one.engine}, and no such file is written")
-    return one

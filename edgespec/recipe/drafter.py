@@ -77,10 +77,6 @@ def step_cost(shape: ModelShape) -> float:
     return shape.streamed_parameters + LAYER_COST * shape.layers
 
 
-def _parameters(shape: ModelShape) -> float:
-    return shape.parameters
-
-
 def _is_narrow(target: ModelShape) -> bool:
     """Whether token tables would be most of a drafter of the usual size."""
     return target.hidden < WIDE_TARGET and target.vocab_size > LARGE_VOCABULARY
@@ -152,7 +148,11 @@ def derive(target: ModelShape, options: DrafterOptions) -> DrafterShape:
             )
         chosen = _shape(target, options.hidden, layers, step, vocab_size)
     else:
-        size = step_cost if _is_narrow(target) else _parameters
+        narrow = _is_narrow(target)
+
+        def size(shape: ModelShape) -> float:
+            return step_cost(shape) if narrow else shape.parameters
+
         budget = options.size_fraction * size(target)
         candidates = [
             _shape(target, hidden, layers, step, vocab_size)

@@ -1,9 +1,10 @@
-"""From a recipe's file and the flags beside it to a recipe: what wins, and what no single knob can see."""
+"""From a recipe's file and the flags beside it to a recipe: what wins, what no single knob can see, and what follows from it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import from_mapping, merge, to_mapping
 from edgespec.model_folder.head import LAST, THREE
 from edgespec.recipe.devices import profile
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.schema import PRESETS, DrafterOptions, ExportOptions, Recipe
-from edgespec.recipe.targets import TARGETS, is_gguf
+from edgespec.recipe.schema import (
+    PRESETS,
+    DistillOptions,
+    DrafterOptions,
+    ExportOptions,
+    Recipe,
+    TrainingOptions,
+)
+from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
 
@@ -24,21 +31,14 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     distill = values.get("distill")
     if isinstance(distill, dict) and isinstance(distill.get("preset"), str):
         values = {**values, "distill": merge(PRESETS.get(distill["preset"], {}), distill)}
-    recipe = _with_whole_paths(_with_own_file(from_mapping(Recipe, values)))
+    recipe = from_mapping(Recipe, values)
+    drafter, inference = recipe.drafter, recipe.inference
+    drafter = replace(drafter, checkpoint=os.path.expanduser(drafter.checkpoint))  # many stages read it
+    if inference.source == "file" and not inference.file:  # a target that is a GGUF file runs from it
+        inference = replace(inference, file=str(gguf_of(recipe.target) or ""))
+    recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
     return recipe
-
-
-def _with_own_file(recipe: Recipe) -> Recipe:
-    """A target that is a GGUF file runs from it where the recipe asks for a file and names none."""
-    file = gguf_of(recipe.target) if recipe.inference.source == "file" and not recipe.inference.file else None
-    return recipe if file is None else replace(recipe, inference=replace(recipe.inference, file=str(file)))
-
-
-def _with_whole_paths(recipe: Recipe) -> Recipe:
-    """`~` in the path of a drafter's checkpoint, which many stages read, becomes the home folder."""
-    drafter = recipe.drafter
-    return replace(recipe, drafter=replace(drafter, checkpoint=os.path.expanduser(drafter.checkpoint)))
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -82,15 +82,10 @@ def _check_together(recipe: Recipe) -> None:
     export = recipe.export
     if not (export.onnx or export.gguf or export.npu):
         raise InputError("export.onnx, export.gguf and export.npu are all empty; give one precision at least")
-    lists = {
-        "generate.temperatures": recipe.generate.temperatures,
-        "generate.system_prompts": recipe.generate.system_prompts,
-        "evaluate.draft_lengths": recipe.evaluate.draft_lengths,
-    }
-    for name, given in lists.items():
-        if not given:
+    for name in ("generate.temperatures", "generate.system_prompts", "evaluate.draft_lengths"):
+        if not attrgetter(name)(recipe):
             raise InputError(f"{name} is empty; give one value at least")
-    _check_inference(recipe, own=_is_gguf(recipe.target))
+    _check_inference(recipe)
     if drafter.kind == "head":
         _check_head(recipe)
         check_features(drafter.features, recipe.export)
@@ -110,25 +105,29 @@ def check_features(features: str, options: ExportOptions) -> None:
         )
 
 
+_OF_A_HEAD: dict[str, tuple[Any, ...]] = {
+    "inference.source": ("torch", "file"),
+    "generate.features": (True,),
+    "distill.target_side": ("stored",),
+    "distill.labels": ("soft",),
+    "distill.against": ("",),
+    "distill.text_fraction": (0.0,),
+    "distill.student_fraction": (0.0,),
+    "distill.keep_steps": (0,),
+    "drafter.hidden": (None,),
+    "drafter.size_fraction": (DrafterOptions.size_fraction,),
+    "drafter.init": ("random", "checkpoint"),
+    "tune.steps": (0,),
+}
+"""Values that a knob may have where the drafter is a head; a message names the first."""
+
+
 def _check_head(recipe: Recipe) -> None:
     """A head learns from hidden states that the target keeps while it writes, and runs beside a target that gives them."""
-    source, init = recipe.inference.source, recipe.drafter.init
-    wanted = {
-        "inference.source": (source, source if source in ("torch", "file") else "torch"),
-        "generate.features": (recipe.generate.features, True),
-        "distill.target_side": (recipe.distill.target_side, "stored"),
-        "distill.labels": (recipe.distill.labels, "soft"),
-        "distill.against": (recipe.distill.against, ""),
-        "distill.text_fraction": (recipe.distill.text_fraction, 0.0),
-        "distill.student_fraction": (recipe.distill.student_fraction, 0.0),
-        "distill.keep_steps": (recipe.distill.keep_steps, 0),
-        "drafter.hidden": (recipe.drafter.hidden, None),
-        "drafter.size_fraction": (recipe.drafter.size_fraction, DrafterOptions.size_fraction),
-        "drafter.init": (init, init if init in ("random", "checkpoint") else "random"),
-        "tune.steps": (recipe.tune.steps, 0),
-    }
     wrong = [
-        f"{name} {wanted!r} (it is {seen!r})" for name, (seen, wanted) in wanted.items() if seen != wanted
+        f"{name} {allowed[0]!r} (it is {seen!r})"
+        for name, allowed in _OF_A_HEAD.items()
+        if (seen := attrgetter(name)(recipe)) not in allowed
     ]
     if wrong:
         raise InputError(
@@ -152,16 +151,14 @@ def _is_gguf(target: str) -> bool:
     return is_gguf(Path(target)) or (known is not None and known.package is not None)
 
 
-def _check_inference(recipe: Recipe, *, own: bool) -> None:
-    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch.
-
-    `own`: the target is a file itself.
-    """
+def _check_inference(recipe: Recipe) -> None:
+    """What the source of the target's words needs, and what a distillation may ask of one that is not in torch."""
     inference, distill = recipe.inference, recipe.distill
     for source, name in {"file": "file", "server": "url"}.items():
         given = getattr(inference, name)
         needed = inference.source == source
-        if needed != bool(given) and not (needed and own and source == "file"):
+        its_own = needed and source == "file" and _is_gguf(recipe.target)  # the target is a file itself
+        if needed != bool(given) and not its_own:
             raise InputError(
                 f"inference.source is {inference.source!r} and inference.{name} is {given!r}; "
                 f"give both source: {source} and {name}, or neither"
@@ -185,3 +182,21 @@ def _check_inference(recipe: Recipe, *, own: bool) -> None:
             f"inference.source is {inference.source!r}, which gives the target's distributions on its own responses alone, and "
             f"{seen}; give --distill.target-side stored --distill.text-fraction 0 and no fixed or student data"
         )
+
+
+def reference_options(recipe: Recipe) -> DistillOptions:
+    """How AdaSPEC's reference is distilled: forward KL on the data of the distillation itself, on all tokens.
+
+    Knobs that this does not read have their defaults, so that recipes which differ in them alone have one reference. Stored
+    distributions are those of rows as long as `distill.context`, so the reference then has rows of that length too.
+    """
+    own = {name: getattr(recipe.reference, name) for name in TrainingOptions.__dataclass_fields__}
+    unread = (
+        *("jsd_beta", "tvdpp_estimator", "tvdpp_scope", "finish", "scale_learning_rate", "select_fraction"),
+        "labels",
+    )
+    plain = DistillOptions(divergence="fkl")
+    own |= {name: getattr(plain, name) for name in unread}
+    if recipe.distill.target_side == "stored":
+        own["context"] = recipe.distill.context
+    return replace(recipe.distill, **own, divergence="fkl", watch_steps=0, keep_steps=0)

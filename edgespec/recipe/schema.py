@@ -7,8 +7,8 @@ from typing import Any
 
 from edgespec.core.options import knob, section, with_default
 from edgespec.model_folder.head import LAST, THREE
-from edgespec.recipe.device_table import device_entries
 from edgespec.recipe.precisions import PRECISIONS, WHOLE_PRECISIONS, precision_names
+from edgespec.recipe.shipped import device_entries
 
 PYTHON_STDLIB = "python-stdlib"
 SELF = "self"

@@ -1,4 +1,4 @@
-"""Recipes that come with the package: where they lie, and what the comment at their head says.
+"""Recipes and device profiles that come with the package: where they lie, and what the comment at a recipe's head says.
 
 A recipe is a document. Its head is one line that says what it is and four fields, each of one or more comment lines:
 
@@ -9,20 +9,23 @@ A recipe is a document. Its head is one line that says what it is and four field
     # Cost:    ...
     # Command: edgespec build-drafter ...
 
-Knows the files, not what their values mean (read.py).
+Knows the files, not what their values mean (read.py, devices.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.texts import check_brackets
+from edgespec.core.files import read_bounded
+from edgespec.core.texts import parse_yaml
 
+MOST_BYTES = 2**20  # of a file that people write by hand
 FIELDS = ("purpose", "needs", "cost", "command")
 _FIELD = re.compile(rf"# ({'|'.join(field.capitalize() for field in FIELDS)}):\s+(.*)")
 _MORE = re.compile(r"#  +(.*)")
@@ -58,27 +61,21 @@ def made_target(alias: str) -> Mapping[str, Any]:
     return load_recipe(file)
 
 
-def load_recipe(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file.
-
-    Aliases are refused: ten short lines of them can stand for a value of ten thousand million items.
-    """
+@cache
+def device_entries() -> dict[str, dict[str, Any]]:
+    """Name -> values of every device profile, in the file's order."""
     import yaml
 
-    try:
-        text = path.read_text(encoding="utf-8")
-        check_brackets(text, f"recipe {path}")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise InputError(f"recipe {path} has a YAML alias (*name); write the value out")
-        values = yaml.safe_load(text)
-    except FileNotFoundError as error:
-        raise InputError(f"recipe {path} does not exist; give a YAML file") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise InputError(f"recipe {path} is not valid YAML: {error}") from error
-    except RecursionError as error:
-        raise InputError(
-            f"recipe {path} is nested too deeply; an option is a section, a name and a value"
-        ) from error
+    file = Path(__file__).with_name("devices.yaml")
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return entries
+
+
+def load_recipe(path: Path) -> dict[str, Any]:
+    """The mapping in a recipe file (YAML, plain types only). Raises InputError that names the file."""
+    if not path.exists():
+        raise InputError(f"recipe {path} does not exist; give a YAML file")
+    values = parse_yaml(read_bounded(path, limit=MOST_BYTES), f"recipe {path}")
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -95,8 +92,8 @@ def file_named(name: str, shipped: Mapping[str, Path], what: str) -> Path:
     """One of the files that come with the package, or the user's own. Raises InputError."""
     if name in shipped:
         return shipped[name]
-    if Path(name).is_file():
-        return Path(name)
+    if (path := Path(name).expanduser()).is_file():
+        return path
     raise InputError(f"{what} {name!r} is neither a file nor a shipped {what}{did_you_mean(name, shipped)}")
 
 

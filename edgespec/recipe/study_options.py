@@ -21,9 +21,9 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob, merge, to_mapping
-from edgespec.recipe.data_sources import BuildData
+from edgespec.recipe.data_sources import BuildData, is_local
 from edgespec.recipe.read import resolve
-from edgespec.recipe.schema import PYTHON_STDLIB, SELF, Recipe
+from edgespec.recipe.schema import SELF, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _SECTIONS = ("recipe", "tasks", "groups", "arms", "claims")
@@ -113,7 +113,7 @@ class Study:
     def files(self) -> list[str]:
         """What of its data lies on the disk, each once."""
         data = self.data
-        return [name for name in {**data.prompts, **data.texts, **data.replies} if _is_file(name)]
+        return [name for name in {**data.prompts, **data.texts, **data.replies} if is_local(name)]
 
     def only(self, arms: Iterable[str] | None, seeds: Iterable[int] | None) -> Study:
         """Some arms (and the baseline) and some seeds of it. Raises InputError for an unknown arm."""
@@ -150,18 +150,19 @@ def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: 
         if key not in known:
             raise InputError(f"unknown option {key!r} in study {name}{did_you_mean(str(key), known)}")
     options = from_mapping(StudyOptions, {key: values[key] for key in values if key not in _SECTIONS})
-    tasks = {
-        task: _located_task(from_mapping(TaskOptions, entry or {}, f"tasks.{task}"), data)
-        for task, entry in _named(values, "tasks")
-    }
+    tasks = {}
+    for task, entry in _named(values, "tasks"):
+        one = from_mapping(TaskOptions, entry or {}, f"tasks.{task}")
+        asked, held_out = _located(one.instructions, data), _located(one.held_out, data)
+        tasks[task] = replace(one, instructions=asked, held_out=held_out)
     groups = {letter: str(title) for letter, title in _named(values, "groups")}
     base = merge(_mapping(values.get("recipe") or {}, "recipe"), {"target": target} if target else {})
     recipe = _recipe(base, data, "recipe")
     arms = {arm: _arm(base, entry or {}, groups, data, arm) for arm, entry in _named(values, "arms")}
-    claims = tuple(
-        from_mapping(ClaimOptions, entry, f"claims[{number}]")
-        for number, entry in enumerate(_list(values.get("claims") or [], "claims"))
-    )
+    listed = values.get("claims") or []
+    if not isinstance(listed, list):
+        raise InputError(f"claims is {listed!r}; it must be a list")
+    claims = tuple(from_mapping(ClaimOptions, entry, f"claims[{i}]") for i, entry in enumerate(listed))
     if any(SELF in arm.recipe.pretrain.text for arm in arms.values()) or any(
         SELF in (task.instructions, task.held_out) for task in tasks.values()
     ):
@@ -179,12 +180,6 @@ def _mapping(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise InputError(f"{where} is {value!r}; it must be a list")
-    return value
-
-
 def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
     entries = values.get(section)
     if not isinstance(entries, Mapping) or not entries:
@@ -199,17 +194,7 @@ def _named(values: Mapping[str, Any], section: str) -> list[tuple[str, Any]]:
 
 def _located(name: str, data: str) -> str:
     """A file's name as the data folder has it; names that are no files stay."""
-    return str(Path(data) / name) if data and _is_file(name) else name  # an absolute name stays itself
-
-
-def _is_file(name: str) -> bool:
-    return bool(name) and name not in (PYTHON_STDLIB, SELF) and not name.startswith("hub:")
-
-
-def _located_task(task: TaskOptions, data: str) -> TaskOptions:
-    return replace(
-        task, held_out=_located(task.held_out, data), instructions=_located(task.instructions, data)
-    )
+    return str(Path(data) / name) if data and is_local(name) else name  # an absolute name stays itself
 
 
 def _recipe(values: dict[str, Any], data: str, where: str) -> Recipe:
@@ -228,9 +213,7 @@ def _arm(
     base: dict[str, Any], entry: Mapping[str, Any], groups: Mapping[str, str], data: str, name: str
 ) -> Arm:
     where = f"arms.{name}"
-    if not isinstance(entry, Mapping):
-        raise InputError(f"{where} is {entry!r}; it must be a mapping of options")
-    rest = dict(entry)
+    rest = dict(_mapping(entry, where))
     changes = _mapping(rest.pop("recipe", None) or {}, f"{where}.recipe")
     unknown = [key for key in rest if key not in ("groups", "shows")]
     if unknown:

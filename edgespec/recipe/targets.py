@@ -1,18 +1,19 @@
-"""Targets edgespec knows by name, the shape of any target that can be had without a download, and the user's cache folder.
+"""Targets edgespec knows by name; of any target, the shape and the GGUF file that can be had without a download.
 
-A table and what reads it; loading a model is the recipes room's work.
+A table and what reads it; loading a model is the recipes room's work. The code of a pip package is never imported: pip's list of
+its files says where the GGUF file is.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_json
-from edgespec.core.shapes import ModelShape, impossible
-from edgespec.model_folder.weights_check import refuse_quantised
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.check import shape_in
 from edgespec.shell.environment import cache_folder as cache_folder
 
 TINY_CHAT = "tiny-chat"
@@ -144,6 +145,38 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
+def gguf_of(name: str) -> Path | None:
+    """The GGUF file that a target's name stands for; None for another kind of target.
+
+    Raises InputError for a package of another version, or one whose file is gone.
+    """
+    path = Path(name).expanduser()
+    if is_gguf(path):
+        return path
+    target = TARGETS.get(name)
+    return None if target is None or target.package is None else file_in(target.package)
+
+
+def file_in(package: PipFile) -> Path | None:
+    """Where an installed package has its file; None where the package is not installed. Raises InputError as `gguf_of` does."""
+    try:
+        found = metadata.distribution(package.name)
+    except metadata.PackageNotFoundError:
+        return None
+    if found.version != package.version:
+        raise InputError(
+            f"{package.name} {found.version} is installed and {package.version} is wanted, whose model the drafter is made for: "
+            f"{package.command}"
+        )
+    entry = next((file for file in found.files or () if file.as_posix() == package.file), None)
+    path = None if entry is None else Path(str(found.locate_file(entry)))
+    if path is None or not path.is_file():
+        raise InputError(
+            f"{package.name} {found.version} is installed without {package.file}: {package.command} --force-reinstall"
+        )
+    return path
+
+
 def find_shape(name: str) -> ModelShape | None:
     """The shape of a target by alias, GGUF file, local folder or hub id, without download or training; None where only the hub
     knows it.
@@ -176,19 +209,6 @@ def shape_of_target(name: str) -> ModelShape:
             f"the config.json of {name} is not on this machine; fetch it with `hf download {repo} config.json`, "
             "or give a local folder"
         )
-    return shape
-
-
-def shape_in(file: Path) -> ModelShape:
-    """The shape that a config.json describes. Raises InputError for another kind of model, and for quantised weights."""
-    config = read_json(file)
-    try:
-        shape = ModelShape.from_config(config)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
-    if wrong := impossible(asdict(shape)):
-        raise InputError(f"{file} is no config of a Llama-style decoder: it gives {wrong}")
-    refuse_quantised(config, file.parent)
     return shape
 
 

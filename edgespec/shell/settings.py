@@ -20,7 +20,7 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_bounded
 from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge
-from edgespec.core.texts import check_brackets
+from edgespec.core.texts import parse_yaml
 from edgespec.shell.environment import config_file
 
 MOST_BYTES = 65_536  # of a file that people write by hand
@@ -92,20 +92,10 @@ def settings_of(
 
 def read_config(verbs: Collection[str]) -> dict[str, Any]:
     """The config file: verb -> its options, and the options of every verb. {} where there is none. Raises InputError."""
-    import yaml
-
     file, keys = config_file(), {*verbs, *EVERY}
     if not file.exists():
         return {}
-    data = read_bounded(file, limit=MOST_BYTES)
-    try:
-        text = data.decode("utf-8-sig")
-        check_brackets(text, str(file))
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise InputError(f"{file} uses YAML's aliases (*name); write each value out")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InputError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    values = parse_yaml(read_bounded(file, limit=MOST_BYTES), str(file))
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise InputError(f"{file} holds {type(values).__name__}; it must map verbs to their options")

@@ -80,12 +80,12 @@ def settle(result: Path, reads: Reads, record: Path | None = None) -> str:
     if seen is None:
         newer = [stage for stage, its_name in now["stages"].items() if its_name != BEFORE_RECORDS]
         reason = f"{newer[0]} ran again" if begun and newer else ""
-        name = BEFORE_RECORDS if begun and not newer else _new_name()
+        name = BEFORE_RECORDS if begun and not newer else secrets.token_hex(8)
     else:
         reason, name = _difference(seen, now), seen["made"]
     if reason:
         _remove(result)
-        name, now = _new_name(), _present(reads, {}, False)
+        name, now = secrets.token_hex(8), _present(reads, {}, False)
     wanted = {"made": name, **now}
     if wanted != seen:
         write_json(place, wanted)
@@ -122,10 +122,6 @@ def _sha256(file: Path) -> str:
         return sha256_file(file)
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error}") from error
-
-
-def _new_name() -> str:
-    return secrets.token_hex(8)
 
 
 def _read(record: Path) -> dict[str, Any] | None:

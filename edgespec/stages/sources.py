@@ -19,6 +19,7 @@ from edgespec.recipe.data_sources import (
     TEXT_FILES,
     BuildData,
     hub_revision,
+    is_local,
     numbered,
     parse_hub,
     source_files,
@@ -143,9 +144,9 @@ def _left(found: Mapping[str, str], recipe: Recipe, out: Path) -> dict[str, str]
     return {
         name: source
         for name, source in found.items()
-        if not (_is_gone(source) and (out / readers[name.partition(" ")[0]] / DONE).exists())
+        if not (
+            is_local(source)
+            and not Path(source).expanduser().exists()
+            and (out / readers[name.partition(" ")[0]] / DONE).exists()
+        )
     }
-
-
-def _is_gone(source: str) -> bool:
-    return source != PYTHON_STDLIB and ":" not in source and not Path(source).expanduser().exists()

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.files import read_json, write_json
-from edgespec.core.no_room import place_of, write_error
+from edgespec.core.files import read_json, write_json, writing
 
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
 
@@ -54,7 +53,8 @@ def run_stage(
 
     `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package
     versions and the seconds spent (summed over interrupted runs as far as they were recorded). Of several processes all run the
-    body where they work `together`, else the first one alone; all return the same counts.
+    body where they work `together`, else the first one alone; all return the same counts. Raises NoRoom where the disk is full,
+    whichever library met that.
     """
     processes = processes or Processes()
     marker = folder / "stage.json"
@@ -65,21 +65,11 @@ def run_stage(
         if not processes.rank:
             _run(folder, marker, options, body)
         elif together:
-            _tried(folder, body)
+            with writing(folder, within=True):
+                body(folder)
         processes.wait()
     counts: dict[str, Any] = read_json(marker)["counts"]
     return counts
-
-
-def _tried(folder: Path, body: Body) -> dict[str, Any]:
-    """What the body returns. Raises NoRoom where the disk is full, whichever library met that and however it says so."""
-    try:
-        return body(folder)
-    except Exception as error:
-        message = write_error(place_of(error, folder), error)
-        if message is None:
-            raise
-        raise message from error
 
 
 def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> None:
@@ -88,7 +78,8 @@ def _run(folder: Path, marker: Path, options: dict[str, Any], body: Body) -> Non
     before = float(read_json(clock)["seconds"]) if clock.exists() else 0.0
     start = time.monotonic()
     try:
-        counts = _tried(folder, body)
+        with writing(folder, within=True):
+            counts = body(folder)
     except BaseException:
         with suppress(EdgespecError):  # where the disk is full, what is full is the news
             write_json(clock, {"seconds": before + time.monotonic() - start})

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import InputError
-from edgespec.core.files import read_json
+from edgespec.core.files import read_json, read_object
 from edgespec.recipe.schema import Recipe
 from edgespec.stages.record import DONE
 
@@ -32,14 +31,7 @@ _CHOSEN = ("batch_size", "context", "divergence")
 
 def read_training(file: Path) -> dict[str, Any]:
     """A training.json; {} where there is none. Raises InputError for a file that holds no object."""
-    if not file.is_file():
-        return {}
-    found = read_json(file)
-    if not isinstance(found, dict):
-        raise InputError(
-            f"{file} holds {type(found).__name__}; a JSON object is wanted: fetch edgespec again"
-        )
-    return found
+    return read_object(file) if file.is_file() else {}
 
 
 def training_of(build: Path, recipe: Recipe) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from edgespec.building.pipeline import Build
 from edgespec.building.pipeline_head import HeadBuild
 from edgespec.core.errors import InputError, MissingExtra, NoRoom
@@ -28,10 +26,10 @@ from edgespec.planning.estimate import size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
+from edgespec.recipe.targets import gguf_of
 from edgespec.stages.stage import Processes
 
 
@@ -78,7 +76,7 @@ def claim(out: Path, recipe: Recipe) -> None:
     """Make `out` this recipe's folder, or refuse it where it is another's."""
     file = out / RECIPE_FILE
     if file.exists():
-        seen, wanted = _filled(yaml.safe_load(file.read_text(encoding="utf-8"))), to_mapping(recipe)
+        seen, wanted = _filled(load_recipe(file)), to_mapping(recipe)
         if seen != wanted:
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
@@ -88,7 +86,7 @@ def claim(out: Path, recipe: Recipe) -> None:
     write_text(file, dump_recipe(recipe))
 
 
-def _filled(seen: Any) -> Any:
+def _filled(seen: dict[str, Any]) -> dict[str, Any]:
     """A build's recipe with the defaults of the knobs that it is older than."""
     try:
         return to_mapping(from_mapping(Recipe, seen))
@@ -150,7 +148,7 @@ def run(given: dict[str, Any]) -> int:
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
         refuse(shortages_of(recipe, out, _room(out, options.parallel)))
-    command = command_line("build-drafter", given)
+    command = command_line("build-drafter", Options, given)
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):
         build = _build(recipe, out, processes, command, fresh)

@@ -7,26 +7,24 @@ is complete is skipped.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import gguf_target
+from edgespec.building.pair import gguf_target
 from edgespec.building.pipeline_export import ExportStages
-from edgespec.building.preflight_pair import check_pair
 from edgespec.core.errors import InputError, did_you_mean
-from edgespec.core.files import read_json, shares_blocks, write_text
+from edgespec.core.files import read_json, read_object, shares_blocks, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, step
+from edgespec.core.output import give, json_knob
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import duration, table
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
 from edgespec.planning.estimate import files_bytes, size
 from edgespec.recipe.devices import FORMATS, STATIC, profile
-from edgespec.recipe.precisions import MIXED, precision_names
+from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
@@ -89,29 +87,20 @@ class Export(ExportStages):
 
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
+        from edgespec_export.bundle.write import check_same_tokenizer
+
         source = self.source
         self._readable(held_out_of(self.recipe, self.out))
         target, drafter = (shape_of_drafter(folder) for folder in (source.target, source.drafter))
         self._fitted(target, drafter, source.name)
-        self._possible()
+        self._possible(source.target, source.drafter)
+        check_same_tokenizer(source.target, source.drafter)
         if not (self.out / "export" / "stage.json").exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
             check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
         self._exported(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
-        self._packed(source.target, source.drafter, found)
-        print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
-        print(f"bundle: {self.out / 'bundle'}", flush=True)
-        return self.out / "bundle"
-
-    def _possible(self) -> None:
-        """What the export, its verification or the bundle would refuse, before anything is written. Raises InputError."""
-        from edgespec_export.bundle.write import check_same_tokenizer
-
-        source = self.source
-        for text in check_pair(source.target, source.drafter, self.recipe.export):
-            step(f"Note: {text}")
-        check_same_tokenizer(source.target, source.drafter)
+        return self._packed(source.target, source.drafter, found)
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
@@ -125,8 +114,7 @@ class Export(ExportStages):
 
     def _evaluation(self) -> dict[str, Any]:
         file = self.source.evaluation
-        measured: dict[str, Any] = read_json(file) if file is not None and file.is_file() else {}
-        return measured
+        return read_object(file) if file is not None and file.is_file() else {}
 
 
 def check_disk(
@@ -206,33 +194,32 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
 
     Raises InputError for a precision of no format, or one whose format was not named.
     """
-    offered = {one.name: one.metadata["choices"] for one in fields(ExportOptions) if one.name in FORMATS}
     chosen_by = profile(options.device) if options.device else usual
-    written = {name: tuple(getattr(chosen_by, name)) for name in FORMATS}
     formats = options.formats or FORMATS
-    known = [one for name in formats for one in offered[name]]
+    known = [one for name in formats for one in PRECISIONS[name]]
     for precision in options.precisions:
         if precision not in known:
             raise InputError(
                 f"precision {precision!r} is of none of {', '.join(formats)}{did_you_mean(precision, known)}"
             )
     budget = options.bits is not None or options.size or options.quality is not None
-    if budget and not options.precisions:
-        written = {name: (MIXED[name],) if name in MIXED else () for name in FORMATS}
     if budget and options.precisions and not {*MIXED.values()} & {*options.precisions}:
         raise InputError(
             f"--bits, --size and --quality are for mixed files, and --precisions names {', '.join(options.precisions)}; add "
             f"{' or '.join(MIXED.values())}, or leave --precisions out"
         )
     if options.precisions:
-        home = {one: name for name in reversed(formats) for one in offered[name]}  # fp32 alone is ONNX's
-        written = {name: tuple(one for one in options.precisions if home[one] == name) for name in FORMATS}
-    chosen = {name: list(written[name]) if name in formats else [] for name in FORMATS}
+        home = {one: name for name in reversed(formats) for one in PRECISIONS[name]}  # fp32 alone is ONNX's
+        chosen = {name: [one for one in options.precisions if home[one] == name] for name in formats}
+    elif budget:
+        chosen = {name: [MIXED[name]] for name in formats if name in MIXED}
+    else:
+        chosen = {name: list(getattr(chosen_by, name)) for name in formats}
     if not any(chosen.values()):
         raise InputError(
             f"nothing is to be written: {options.device} has no files in {', '.join(formats)}; give --precisions"
         )
-    return chosen
+    return {name: chosen.get(name, []) for name in FORMATS}
 
 
 OWN = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
@@ -247,9 +234,8 @@ def export_recipe(options: Options, source: Source, given: Collection[str] = ())
     export = choose_files(options, source.recipe.export) | {
         name: getattr(options, name) for name in OWN if name in given
     }
-    if options.device and profile(options.device).engine == STATIC:
-        export["npu_length"] = options.context or profile(options.device).context
-        export["npu_gamma"] = profile(options.device).draft_length
+    if options.device and (device := profile(options.device)).engine == STATIC:
+        export |= {"npu_length": options.context or device.context, "npu_gamma": device.draft_length}
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:
         values["evaluate"] = {"prompts_file": options.prompts_file}
@@ -263,7 +249,7 @@ def run(given: dict[str, Any]) -> int:
     check_packages(recipe)
     ending = f"-{options.device}" if options.device else "-export"
     out = Path(options.out).expanduser() if options.out else Path("build") / f"{source.name}{ending}"
-    command = command_line("export", given)
+    command = command_line("export", Options, given)
     with held(out, command):
         claim(out, replace(recipe, target=str(source.target)))
         write_text(out / "command.txt", command + "\n")

@@ -9,8 +9,7 @@ from pathlib import Path
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.table import count
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.targets import TARGETS, cache_folder
+from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
 from edgespec.verbs.ready import READY, ready_folders
 
 PLACES = (".", "*", "*/bundle", "build/*", "build/*/bundle")
@@ -52,7 +51,7 @@ def _described(folder: Path) -> Found | None:
     target, drafter = manifest.target, manifest.drafter
     about = (
         f"{target.name} ({count(target.parameters)}) with a drafter of {count(drafter.parameters)}, "
-        f"{manifest.default.get('engine', '')} {manifest.default.get('precision', '')}"
+        f"{manifest.default['engine']} {manifest.default['precision']}"
     )
     name = str(folder)
     # a stranger's manifest must not write to the terminal

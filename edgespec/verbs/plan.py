@@ -54,7 +54,7 @@ def run(given: dict[str, Any]) -> int:
     if not rest.get("target"):
         raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
     if options.rehearse:
-        command = command_line("plan", given)
+        command = command_line("plan", Options, given)
         return run_rehearsal(rest["target"], options.rehearsal, command, str(rest.get("json", "")))
     how, recipe = read_options(rest)
     plan = make(recipe, how)

@@ -13,17 +13,16 @@ import sys
 from pathlib import Path
 
 from edgespec import __version__
-from edgespec.building.find_target import gguf_target
+from edgespec.building.pair import gguf_target
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
 from edgespec.core.output import note, notes_only
 from edgespec.model_folder.head import keep_in_bytes
-from edgespec.recipe.gguf_file import gguf_of
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
-from edgespec.recipe.targets import TARGETS, cache_folder
+from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 
@@ -51,8 +50,9 @@ def bundle_of(name: str) -> str:
 
     Any other name is a folder's, and the verb says what is wrong with it. Raises InputError where the target is not installed.
     """
-    drafter = None if Path(name).expanduser().exists() else ready_folders().get(name)
-    return name if drafter is None else str(_made(name, drafter))
+    path = Path(name).expanduser()
+    drafter = None if path.exists() else ready_folders().get(name)
+    return str(path if drafter is None else _made(name, drafter))
 
 
 def _made(name: str, drafter: Path) -> Path:
@@ -79,7 +79,6 @@ def _export(name: str, drafter: Path, out: Path) -> None:
     found = gguf_target(name)
     assert found is not None
     recipe = resolve({"target": str(found.folder), "export": FILES}, {})
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "command.txt", f"edgespec chat {name}\n")
     source = Source(
         found.folder,

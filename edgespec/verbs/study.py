@@ -6,17 +6,17 @@ command: what is complete is skipped, what was under way goes on.
 
 from __future__ import annotations
 
-import shlex
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.core.errors import InputError, MissingExtra
-from edgespec.core.files import compact_json, read_json, write_text
+from edgespec.core.files import compact_json, read_json, read_object, write_text
 from edgespec.core.folder_lock import held, refuse_other
-from edgespec.core.options import as_flags, from_mapping, knob
+from edgespec.core.options import command_line, from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import interval
 from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
@@ -52,11 +52,12 @@ class Options:
 
 def _open(options: Options) -> Study:
     file = file_named(options.study, shipped_studies(), "study")
-    if options.data and not Path(options.data).is_dir():
+    data = os.path.expanduser(options.data)
+    if data and not Path(data).is_dir():
         raise InputError(
             f"the data folder {options.data} does not exist; give the folder the study's files lie in"
         )
-    study = read_study(file.stem, load_recipe(file), target=options.target, data=options.data)
+    study = read_study(file.stem, load_recipe(file), target=options.target, data=data)
     study = study.only(options.arms, options.seeds)
     for name in study.files:
         if not Path(name).expanduser().exists():
@@ -66,18 +67,12 @@ def _open(options: Options) -> Study:
     return study
 
 
-def command_of(given: dict[str, Any]) -> str:
-    """The command line of a run, as a shell takes it."""
-    flags = {name: value for name, value in given.items() if name != "study"}
-    return shlex.join(["edgespec", "study", given.get("study", Options.study), *as_flags(flags)])
-
-
 def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     out = (
         Path(options.out).expanduser() if options.out else Path("build") / f"study-{Path(options.study).stem}"
     )
-    report = Path(options.results) if options.results else out / "results.md"
+    report = Path(options.results).expanduser() if options.results else out / "results.md"
     if report.suffix != ".md":
         raise InputError(f"results is {options.results!r}; give a file that ends with .md")
     if not options.render:
@@ -85,7 +80,7 @@ def run(given: dict[str, Any]) -> int:
         for package in ("torch", "transformers", "accelerate", "matplotlib"):
             if find_spec(package) is None:
                 raise MissingExtra(package, "all", "A study")
-        command = command_of(given)
+        command = command_line("study", Options, given)
         with held(out, command):
             _make(study, out, command, options.check)
     found = write_report(report, out / RESULTS_FILE)
@@ -131,7 +126,7 @@ def write_report(report: Path, file: Path) -> dict[str, Any]:
     from edgespec_recipes.study.plot import plot_study
     from edgespec_recipes.study.report import Report
 
-    found: dict[str, Any] = read_json(file)
+    found = read_object(file)
     if found.get("schema") != SCHEMA:
         raise InputError(
             f"{file} has the schema {found.get('schema')!r}; {SCHEMA} is read: run the study again"

@@ -13,8 +13,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import table
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape
+from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape, gguf_of
 
 
 @dataclass(frozen=True)

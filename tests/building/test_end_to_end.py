@@ -57,26 +57,29 @@ def test_bundle_opens_and_says_where_it_comes_from(trained: Path) -> None:
 
 
 def test_same_command_again_does_nothing_twice(trained: Path, trained_command: list[str]) -> None:
-    before = {
-        path: path.stat().st_mtime_ns
-        for path in trained.rglob("*")
-        if path.is_file() and path.name != "command.txt"
-    }
+    def times() -> dict[Path, int]:
+        files = (path for path in trained.rglob("*") if path.is_file() and path.name != "command.txt")
+        return {path: path.stat().st_mtime_ns for path in files}
+
+    before = times()
     assert main(trained_command) == 0
-    after = {
-        path: path.stat().st_mtime_ns
-        for path in trained.rglob("*")
-        if path.is_file() and path.name != "command.txt"
-    }
-    assert after == before
+    assert times() == before
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the build to damage."""
+    return shutil.copytree(trained, tmp_path / "copy")
+
+
+@pytest.fixture
+def command(trained: Path, trained_command: list[str], copy: Path) -> list[str]:
+    """The build's command, of the copy."""
+    return [str(copy) if word == str(trained) else word for word in trained_command]
 
 
 @pytest.mark.parametrize("damage", ["manifest", "weights", "folder"])
-def test_a_bundle_that_is_not_whole_is_packed_again(
-    trained: Path, trained_command: list[str], tmp_path: Path, damage: str
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
+def test_a_bundle_that_is_not_whole_is_packed_again(copy: Path, command: list[str], damage: str) -> None:
     if damage == "manifest":
         (copy / "bundle" / MANIFEST).unlink()
     elif damage == "weights":
@@ -84,21 +87,18 @@ def test_a_bundle_that_is_not_whole_is_packed_again(
         os.truncate(largest, largest.stat().st_size - 5)
     else:
         shutil.rmtree(copy / "bundle")
-    assert main([str(copy) if word == str(trained) else word for word in trained_command]) == 0
+    assert main(command) == 0
     open_manifest(copy / "bundle")
 
 
 def test_a_damaged_export_fails_with_exit_code_1(
-    trained: Path, trained_command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    copy: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
     shutil.copy(
         copy / "export" / "drafter" / "gguf" / "drafter-f16.gguf",
         copy / "export" / "target" / "gguf" / "target-f16.gguf",
     )
     (copy / "verify" / "stage.json").unlink()
-    command = [str(copy) if word == str(trained) else word for word in trained_command]
     assert main(command) == CheckFailed.exit_code == 1
     error = capsys.readouterr().err
     assert "target f16" in error

@@ -14,13 +14,12 @@ from small_build import command, write_data
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import open_manifest
-from edgespec.recipe.gguf_file import file_in, gguf_of
-from edgespec.recipe.targets import TARGETS, PipFile, find_shape
+from edgespec.recipe.targets import TARGETS, PipFile, file_in, find_shape, gguf_of
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,7 @@ from pair_law import fit, law_of_pairs
 from small_build import head_command, write_data
 from tiny_models import make_model_folder
 
-from edgespec.building.find_target import gguf_target
-from edgespec.building.preflight_pair import check_pair
+from edgespec.building.pair import check_pair, gguf_target
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json, write_jsonl
@@ -71,14 +71,11 @@ def test_a_target_that_is_no_file_gives_its_states_in_torch(tmp_path: Path) -> N
         WrittenRows(tmp_path / "out" / "read", 128)
     )
     assert open_manifest(tmp_path / "out" / "bundle").drafter.kind == HEAD
-    pair = open_pair(
-        tmp_path / "out" / "bundle", LoadOptions(engine="onnxruntime", precision="fp32", threads=1)
-    )
     how = DecodingOptions(max_new_tokens=NEW, draft_length=2)
-    together, counts = decoded(pair, how)
-    assert together == decoded(pair, plain(how))[0]
+    with opened(tmp_path / "out", engine="onnxruntime", precision="fp32") as pair:
+        together, counts = decoded(pair, how)
+        assert together == decoded(pair, plain(how))[0]
     assert counts.drafted > 0
-    pair.close()
 
 
 def test_the_target_keeps_what_the_head_learns_from(built: Path) -> None:
@@ -109,6 +106,23 @@ def test_the_bundle_says_what_it_is(built: Path) -> None:
     assert {setting["drafter"] for setting in evaluation["settings"]} == {"distilled"}
 
 
+def opened(build: Path, **options: Any) -> closing[Pair]:
+    """The pair of a build's bundle, with one thread."""
+    return closing(open_pair(build / "bundle", LoadOptions(threads=1, **options)))
+
+
+def check_reads_anew(pair: Pair, fresh: Pair, text: list[int]) -> None:
+    """Behind `text` a head's logits are those of one that reads it all for the first time."""
+    assert pair.draft is not None
+    assert fresh.draft is not None
+    held = len(pair.draft.tokens)
+    logits = pair.draft.read(text[held:]).copy()
+    pair.draft.rewind(held)
+    fresh.target.prefill(text[:-1])
+    fresh.draft.rewind(0)
+    np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
+
+
 def decoded(pair: Pair, options: DecodingOptions) -> tuple[list[int], RawCounts]:
     reply, counts = list[int](), RawCounts()
     for block in decode(pair.target, pair.draft, PROMPT, options, (), counts):
@@ -119,13 +133,12 @@ def decoded(pair: Pair, options: DecodingOptions) -> tuple[list[int], RawCounts]
 @pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
 @pytest.mark.parametrize("draft_length", [1, 3])
 def test_a_greedy_reply_is_the_targets(built: Path, engine: str, precision: str, draft_length: int) -> None:
-    pair = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
     how = DecodingOptions(max_new_tokens=NEW, draft_length=draft_length)
-    alone, _ = decoded(pair, plain(how))
-    together, counts = decoded(pair, how)
+    with opened(built, engine=engine, precision=precision) as pair:
+        alone, _ = decoded(pair, plain(how))
+        together, counts = decoded(pair, how)
     assert together == alone
     assert counts.drafted > 0
-    pair.close()
 
 
 @pytest.fixture(
@@ -135,11 +148,8 @@ def test_a_greedy_reply_is_the_targets(built: Path, engine: str, precision: str,
 )
 def pair(request: pytest.FixtureRequest, built: Path) -> Iterator[Pair]:
     engine, precision, mode = request.param
-    loaded = open_pair(
-        built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1, mode=mode)
-    )
-    yield loaded
-    loaded.close()
+    with opened(built, engine=engine, precision=precision, mode=mode) as loaded:
+        yield loaded
 
 
 @pytest.mark.parametrize("drafter", [MODEL, HYBRID])
@@ -173,24 +183,15 @@ def test_samples_follow_the_target_alone(pair: Pair) -> None:
 
 def test_a_head_reads_true_features_behind_a_shift(built: Path) -> None:
     """Where the context shifts, the target reads the shortened text before the head does."""
-    how = LoadOptions(engine="onnxruntime", precision="fp32", threads=1, context=CONTEXT)
-    pair, fresh = open_pair(built / "bundle", how), open_pair(built / "bundle", how)
-    assert pair.draft is not None
-    assert fresh.draft is not None
+    how = {"engine": "onnxruntime", "precision": "fp32", "context": CONTEXT}
     options = DecodingOptions(max_new_tokens=2 * CONTEXT, draft_length=2, when_full="shift", keep=4)
     shifts, before = 0, 0
-    for block in decode(pair.target, pair.draft, PROMPT, options, (), RawCounts()):
-        text = [*pair.target.tokens, block.tokens[-1]]
-        shifts, before = shifts + (len(text) < before), len(text)
-        held = len(pair.draft.tokens)
-        logits = pair.draft.read(text[held:]).copy()
-        pair.draft.rewind(held)
-        fresh.target.prefill(text[:-1])
-        fresh.draft.rewind(0)
-        np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
+    with opened(built, **how) as pair, opened(built, **how) as fresh:
+        for block in decode(pair.target, pair.draft, PROMPT, options, (), RawCounts()):
+            text = [*pair.target.tokens, block.tokens[-1]]
+            shifts, before = shifts + (len(text) < before), len(text)
+            check_reads_anew(pair, fresh, text)
     assert shifts > 1
-    pair.close()
-    fresh.close()
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["with its models", "alone"])
@@ -268,28 +269,19 @@ def test_a_head_has_no_static_files_and_no_life_alone(
 @pytest.mark.parametrize(("engine", "precision"), [("onnxruntime", "fp32"), ("llama.cpp", "q8_0")])
 def test_a_draft_begins_with_true_features(built: Path, engine: str, precision: str) -> None:
     """After every block the head holds no slot that guessed, and its next logits are those of a head that read the text anew."""
-    pair = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
-    fresh = open_pair(built / "bundle", LoadOptions(engine=engine, precision=precision, threads=1))
-    assert pair.draft is not None
-    assert fresh.draft is not None
-    head = pair.draft.engine
-    assert isinstance(head, FeatureEngine)
-    text = list(PROMPT)
-    for block in decode(
-        pair.target, pair.draft, PROMPT, DecodingOptions(max_new_tokens=12, draft_length=3), (), RawCounts()
+    how, text = DecodingOptions(max_new_tokens=12, draft_length=3), list(PROMPT)
+    with (
+        opened(built, engine=engine, precision=precision) as pair,
+        opened(built, engine=engine, precision=precision) as fresh,
     ):
-        text += block.tokens
-        assert head.n_past == head.true_slots <= len(text) - 1
-        if block.finish:
-            break
-        held = head.n_past
-        logits = pair.draft.read(text[held:]).copy()
-        pair.draft.rewind(held)
-        fresh.target.prefill(text[:-1])
-        fresh.draft.rewind(0)
-        np.testing.assert_allclose(fresh.draft.read(text), logits, atol=2e-2, rtol=0)
-    pair.close()
-    fresh.close()
+        assert pair.draft is not None
+        head = pair.draft.engine
+        assert isinstance(head, FeatureEngine)
+        for block in decode(pair.target, pair.draft, PROMPT, how, (), RawCounts()):
+            text += block.tokens
+            assert head.n_past == head.true_slots <= len(text) - 1
+            if not block.finish:
+                check_reads_anew(pair, fresh, text)
 
 
 def test_a_ready_pair_is_made_once(
@@ -333,34 +325,37 @@ def test_a_head_of_another_target_is_refused(
 
 
 def test_rules_that_mix_are_refused(built: Path) -> None:
-    pair = open_pair(built / "bundle", LoadOptions(threads=1))
-    with pytest.raises(InputError, match="those of a head depend on where a block began"):
-        decoded(pair, DecodingOptions(temperature=1.0, rule="opt:a=0.3"))
-    chat = Chat(pair, ChatOptions(bundle=""), interactive=False)
-    with pytest.raises(InputError, match="those of a head depend on where a block began"):
-        chat.change(rule="bild")
-    chat.change(draft="off", rule="bild")  # nobody drafts, so it is plain decoding
-    assert chat.options.rule == "bild"
-    offered = Service(pair, "tiny", None).models()["data"][0]["speculation"]["rules"]
+    with opened(built) as pair:
+        with pytest.raises(InputError, match="those of a head depend on where a block began"):
+            decoded(pair, DecodingOptions(temperature=1.0, rule="opt:a=0.3"))
+        chat = Chat(pair, ChatOptions(bundle=""), interactive=False)
+        with pytest.raises(InputError, match="those of a head depend on where a block began"):
+            chat.change(rule="bild")
+        chat.change(draft="off", rule="bild")  # nobody drafts, so it is plain decoding
+        assert chat.options.rule == "bild"
+        offered = Service(pair, "tiny", None).models()["data"][0]["speculation"]["rules"]
     assert {"lossless", "block", "match-greedy"} <= set(offered)
     assert not {"opt", "bild", "token-cascade"} & set(offered)
-    pair.close()
 
 
 def test_a_build_that_a_head_cannot_learn_from_is_refused(
     built: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*head_command(built.parent).split(), "--out", str(built.parent / "other")]
-    assert main([*words, "--no-generate.features"]) == 2
-    assert (
-        "drafter.kind is 'head', which needs generate.features True (it is False)" in capsys.readouterr().err
-    )
-    assert main([*words, "--inference.source", "torch", "--distill.against", "int4"]) == 2
-    assert "distill.against '' (it is 'int4')" in capsys.readouterr().err
-    assert main([*words, "--distill.text-fraction", "0.1"]) == 2
-    assert "--distill.text-fraction 0 and no" in capsys.readouterr().err
-    assert main([*words, "--inference.source", "torch", "--distill.text-fraction", "0.1"]) == 2
-    assert "distill.text_fraction 0.0 (it is 0.1)" in capsys.readouterr().err
+    for more, said in (
+        (
+            "--no-generate.features",
+            "drafter.kind is 'head', which needs generate.features True (it is False)",
+        ),
+        ("--inference.source torch --distill.against int4", "distill.against '' (it is 'int4')"),
+        ("--distill.text-fraction 0.1", "--distill.text-fraction 0 and no"),
+        (
+            "--inference.source torch --distill.text-fraction 0.1",
+            "distill.text_fraction 0.0 (it is 0.1)",
+        ),
+    ):
+        assert main([*words, *more.split()]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_a_target_without_hidden_states_is_refused_before_it_writes(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ def folder(tmp_path: Path) -> Path:
         ),
     )
     return root
+
+
+@contextmanager
+def rewritten(folder: Path) -> Iterator[dict[str, Any]]:
+    """What the manifest says, to change."""
+    value = read_json(folder / "manifest.json")
+    yield value
+    write_json(folder / "manifest.json", value)
 
 
 def test_read_gives_what_was_written(folder: Path) -> None:
@@ -121,12 +131,11 @@ def test_every_flipped_byte_is_noticed(folder: Path) -> None:
 @pytest.mark.parametrize("place", ["files", "model"])
 def test_paths_that_leave_the_bundle_are_refused(folder: Path, path: str, place: str) -> None:
     (folder.parent / "secret").write_text("{}\n")
-    value = read_json(folder / "manifest.json")
-    if place == "files":
-        value["files"][path] = value["files"]["prompts.jsonl"]
-    else:
-        value["target"]["files"]["onnxruntime"]["fp32"] = path
-    write_json(folder / "manifest.json", value)
+    with rewritten(folder) as value:
+        if place == "files":
+            value["files"][path] = value["files"]["prompts.jsonl"]
+        else:
+            value["target"]["files"]["onnxruntime"]["fp32"] = path
     with pytest.raises(BundleError, match=r"leaves the bundle|is no file name"):
         open_manifest(folder)
 
@@ -148,9 +157,8 @@ def test_links_out_of_the_bundle_are_refused(folder: Path) -> None:
 def test_a_model_must_be_among_the_files(folder: Path) -> None:
     (folder / "extra").mkdir()
     (folder / "extra" / "model.onnx").write_text("not listed")
-    value = read_json(folder / "manifest.json")
-    value["target"]["files"]["onnxruntime"]["fp32"] = "extra"
-    write_json(folder / "manifest.json", value)
+    with rewritten(folder) as value:
+        value["target"]["files"]["onnxruntime"]["fp32"] = "extra"
     with pytest.raises(BundleError, match=r"'extra', which is not among its files"):
         open_manifest(folder)
 
@@ -160,9 +168,8 @@ def test_a_drafters_vocabulary_is_one_of_the_files(folder: Path) -> None:
     # as bundles without one always were
     assert "vocabulary" not in read_json(folder / "manifest.json")["drafter"]
     (folder / "drafter" / "vocabulary.json").write_text("{}")
-    value = read_json(folder / "manifest.json")
-    value["drafter"]["vocabulary"] = "drafter/vocabulary.json"
-    write_json(folder / "manifest.json", value)
+    with rewritten(folder) as value:
+        value["drafter"]["vocabulary"] = "drafter/vocabulary.json"
     with pytest.raises(
         BundleError, match=r"vocabulary is 'drafter/vocabulary\.json', which is not among its files"
     ):
@@ -172,8 +179,8 @@ def test_a_drafters_vocabulary_is_one_of_the_files(folder: Path) -> None:
     assert open_manifest(folder) == manifest
     assert open_manifest(folder).drafter.vocabulary == "drafter/vocabulary.json"
     for path in ("../vocabulary.json", "/etc/passwd", None, 3):
-        value["drafter"]["vocabulary"] = path
-        write_json(folder / "manifest.json", value)
+        with rewritten(folder) as value:
+            value["drafter"]["vocabulary"] = path
         with pytest.raises(BundleError, match=r"leaves the bundle|is no file name"):
             open_manifest(folder)
 
@@ -223,11 +230,8 @@ def test_a_graph_for_the_fast_mode_lies_beside_its_model(folder: Path) -> None:
 
 def open_listed(folder: Path) -> Manifest:
     """The bundle's manifest with the drafter's vocabulary among its files."""
-    value = read_json(folder / "manifest.json")
-    value["files"] = {
-        name: {"sha256": file.sha256, "bytes": file.bytes} for name, file in describe_files(folder).items()
-    }
-    write_json(folder / "manifest.json", value)
+    with rewritten(folder) as value:
+        value["files"] = {name: asdict(file) for name, file in describe_files(folder).items()}
     return open_manifest(folder)
 
 
@@ -248,7 +252,8 @@ def open_listed(folder: Path) -> Manifest:
     ],
 )
 def test_wrong_content_is_named(folder: Path, change: dict[str, Any], message: str) -> None:
-    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
+    with rewritten(folder) as value:
+        value |= change
     with pytest.raises(BundleError, match=message):
         open_manifest(folder)
 

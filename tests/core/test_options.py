@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from edgespec.cli import parser_of
 from edgespec.core.errors import InputError
-from edgespec.core.options import add_flags, as_flags, from_mapping, given, knob, to_mapping
+from edgespec.core.options import add_flags, as_flags, command_line, from_mapping, given, knob, to_mapping
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe
@@ -41,6 +42,23 @@ def test_lists_and_none() -> None:
 def test_flags_and_values_are_inverse() -> None:
     words = ["--target", "a b", "--distill.steps", "7", "--evaluate.draft-lengths", "2,4"]
     assert as_flags(parse(words)) == words
+
+
+@pytest.mark.parametrize(
+    ("verb", "values", "command"),
+    [
+        (
+            "study",
+            {"study": "alignment", "seeds": (0, 1), "check": False, "results": "a b.md"},
+            "edgespec study alignment --seeds 0,1 --no-check --results 'a b.md'",
+        ),
+        ("export", {"formats": [], "build": "b", "bits": None}, "edgespec export b --formats ''"),
+        ("plan", {"target": "t", "rehearsal": {"steps": 3}}, "edgespec plan --target t --rehearsal.steps 3"),
+    ],
+)
+def test_the_command_is_what_a_shell_takes(verb: str, values: dict, command: str) -> None:
+    """Also with values of the config file or of Python, which are lists and no texts."""
+    assert command_line(verb, parser_of(verb)[0].Options, values) == command
 
 
 def test_a_knob_whose_name_python_keeps_for_itself() -> None:

@@ -23,6 +23,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_folder, known_ids, read_config, read_generation_config
+from edgespec.model_folder.head import shape_of_drafter
 
 TOKENS = [5, 6, 7, 300, 2, 17]
 BEYOND = {"pad_token_id": 32000, "bos_token_id": -1, "eos_token_id": [2, 99999]}
@@ -33,6 +34,13 @@ def changed(source: Path, folder: Path, **change: Any) -> Path:
     shutil.copytree(source, folder)
     write_json(folder / "config.json", read_json(folder / "config.json") | change)
     return folder
+
+
+def test_settings_of_another_form_are_refused(tmp_path: Path) -> None:
+    for name, read in (("config.json", read_config), ("generation_config.json", read_generation_config)):
+        (tmp_path / name).write_text("[]")
+        with pytest.raises(InputError, match=rf"{name} holds list; a JSON object is wanted"):
+            read(tmp_path)
 
 
 def test_ids_beyond_the_vocabulary_are_no_tokens() -> None:
@@ -132,3 +140,21 @@ def test_the_weights_count_and_not_what_the_config_says_of_them(
 def test_a_folder_that_is_right_is_read_as_it_is(families: dict[str, Path]) -> None:
     with corrected_folder(families["qwen3"]) as readable:
         assert readable == families["qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": "2"}, r"head\.json gives the layers 2; a value of the kind int is wanted"),
+        ({"heads": -1}, r"head\.json gives the heads -1"),
+        ({"layers": None}, r"head\.json gives the layers None"),
+    ],
+)
+def test_a_heads_sizes_are_numbers(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    sizes = ("hidden_size", "heads", "kv_heads", "head_dim", "intermediate_size", "draft_vocab_size")
+    shape = {**dict.fromkeys(sizes, 8), "layers": 1, "context_length": 64, "rope_theta": 1e4}
+    write_json(tmp_path / "head.json", {"shape": {**shape, "rms_norm_eps": 1e-5}})
+    assert shape_of_drafter(tmp_path).layers == 1
+    write_json(tmp_path / "head.json", {"shape": {**shape, "rms_norm_eps": 1e-5, **change}})
+    with pytest.raises(InputError, match=message):
+        shape_of_drafter(tmp_path)

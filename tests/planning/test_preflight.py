@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.free_space import free_disk, free_memory
 from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.weights_check import check_weights
+from edgespec.model_folder.check import check_weights
 from edgespec.model_folder.weights_files import INDEX, read_header
 from edgespec.planning import preflight
 from edgespec.planning.estimate import StageCost, estimate

@@ -15,7 +15,7 @@ from edgespec.core.errors import BundleError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.options import to_mapping
 from edgespec.planning import costs, devices_fit
-from edgespec.recipe.devices import STATIC, device_of, profile, profiles
+from edgespec.recipe.devices import FORMAT_OF, STATIC, device_of, profile, profiles
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import DrafterOptions, ExportOptions, Recipe
@@ -36,6 +36,9 @@ def test_every_profile_is_whole() -> None:
     for one in profiles().values():
         recipe = resolve({}, {"target": "t", "device": one.name})
         assert device_of(recipe) == one
+        assert one.target == one.drafter  # the runtime opens a pair in one precision
+        assert one.target in getattr(one, FORMAT_OF[one.engine])
+        assert (one.engine == STATIC) == bool(one.compiler and one.draft_length)
         assert {name: list(getattr(recipe.export, name)) for name in ("onnx", "gguf", "npu")} == {
             name: list(getattr(one, name)) for name in ("onnx", "gguf", "npu")
         }

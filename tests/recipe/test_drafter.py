@@ -11,19 +11,34 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import LAYER_COST, cost_ratios, derive, describe, step_cost
 from edgespec.recipe.schema import DrafterOptions
 
-LLAMA_2_7B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-}
+LLAMA_2_7B = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+    }
+)
+SMOLLM2_135M = ModelShape.from_config(
+    {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    }
+)
 
 
 def test_the_papers_drafter_comes_out_of_the_rule() -> None:
-    target = ModelShape.from_config(LLAMA_2_7B)
+    target = LLAMA_2_7B
     drafter = derive(target, DrafterOptions())
     assert target.parameters == 6_738_415_616  # as published
     assert (drafter.layers, drafter.hidden, drafter.intermediate, drafter.heads) == (4, 1024, 2816, 8)
@@ -36,17 +51,8 @@ def test_the_papers_drafter_comes_out_of_the_rule() -> None:
 def test_parameter_count_is_what_transformers_builds() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    target = ModelShape.from_config(
-        {
-            **LLAMA_2_7B,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 9,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 512,
-        }
-    )
+    small = {"hidden": 256, "intermediate": 768, "layers": 9, "heads": 4, "kv_heads": 2, "head_dim": 64}
+    target = replace(LLAMA_2_7B, **small, vocab_size=512)
     drafter = derive(target, DrafterOptions(size_fraction=0.1))
     for shape in (drafter, derive(target, DrafterOptions(hidden=128, layers=2))):
         model = LlamaForCausalLM(LlamaConfig(**shape.llama_config()))
@@ -55,7 +61,7 @@ def test_parameter_count_is_what_transformers_builds() -> None:
 
 def test_a_vocabulary_subset_makes_room_for_width() -> None:
     """The same budget: smaller tables, wider layers; c counts what is there."""
-    target = ModelShape.from_config(LLAMA_2_7B)
+    target = LLAMA_2_7B
     whole, subset = derive(target, DrafterOptions()), derive(target, DrafterOptions(vocabulary=8000))
     assert subset.vocab_size == 8001
     assert subset.hidden > whole.hidden
@@ -68,28 +74,15 @@ def test_a_vocabulary_subset_makes_room_for_width() -> None:
 
 
 def test_more_tokens_than_there_are() -> None:
-    target = ModelShape.from_config(LLAMA_2_7B)
+    target = LLAMA_2_7B
     assert derive(target, DrafterOptions(vocabulary=32000)) == derive(target, DrafterOptions())
     with pytest.raises(InputError, match=r"drafter\.vocabulary is 32001 and the target has 32000 tokens"):
         derive(target, DrafterOptions(vocabulary=32001))
 
 
-SMOLLM2_135M = {
-    "model_type": "llama",
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 8192,
-}
-
-
 def test_a_narrow_target_with_a_large_vocabulary() -> None:
     """The tables would be nearly all of the drafter; all tokens can be had by their number."""
-    target = ModelShape.from_config(SMOLLM2_135M)
+    target = SMOLLM2_135M
     drafter = derive(target, DrafterOptions())
     everything = derive(target, DrafterOptions(vocabulary=49152))
     assert (drafter.vocab_size, everything.vocab_size) == (12289, 49152)
@@ -104,7 +97,7 @@ def test_a_narrow_target_with_a_large_vocabulary() -> None:
 @pytest.mark.parametrize("vocabulary", [None, 4096])
 def test_a_narrow_targets_drafter_goes_by_the_cost_of_a_step(share: float, vocabulary: int | None) -> None:
     """No width or number of layers counts but by weights read, and what starting a layer costs."""
-    target = ModelShape.from_config(SMOLLM2_135M)
+    target = SMOLLM2_135M
     options = DrafterOptions(size_fraction=share, vocabulary=vocabulary)
     drafter = derive(target, options)
     assert drafter.layers == 2
@@ -123,7 +116,7 @@ def test_a_narrow_targets_drafter_goes_by_the_cost_of_a_step(share: float, vocab
 
 def test_a_drafter_is_smaller_than_its_target() -> None:
     with pytest.raises(InputError, match=r"--drafter\.layers"):
-        derive(ModelShape.from_config(LLAMA_2_7B), DrafterOptions(hidden=4096, layers=32))
+        derive(LLAMA_2_7B, DrafterOptions(hidden=4096, layers=32))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +133,7 @@ def test_a_head_that_cannot_be_is_refused_before_the_target_writes(
     wanted: dict[str, int], problem: str
 ) -> None:
     with pytest.raises(InputError, match=problem):
-        derive(ModelShape.from_config(SMOLLM2_135M), DrafterOptions(kind="head", **wanted))
+        derive(SMOLLM2_135M, DrafterOptions(kind="head", **wanted))
 
 
 def test_encoder_decoder_is_refused() -> None:

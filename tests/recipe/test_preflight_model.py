@@ -16,7 +16,7 @@ from tiny_models import make_model_folder
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
-from edgespec.recipe.model_check import check_model
+from edgespec.model_folder.check import check_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 605544\n"
 LONGROPE = {
@@ -143,6 +143,10 @@ def quantised(folder: Path) -> None:
     with_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
 
 
+def config_of_another_form(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
 def cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:100_000])
@@ -184,6 +188,7 @@ def no_tokenizer_json(folder: Path) -> None:
 
 FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (quantised, "holds quantised weights (gptq, 4 bits)"),
+    (config_of_another_form, "is no config of a Llama-style decoder"),
     (cut, "is cut short"),
     (pointer, "is a git-lfs pointer"),
     (shard_missing, "lacks 1 of its 2 weight files"),
@@ -203,6 +208,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def build_words(target: Path, prompts: Path, out: Path) -> list[str]:
+    return [
+        *("build-drafter", "--target", str(target), "--out", str(out), "--export.onnx", "fp32"),
+        *("--pretrain.text", str(prompts.parent / "text.txt"), "--generate.instructions", str(prompts)),
+        *("--evaluate.prompts-file", str(prompts)),
+    ]
+
+
 @pytest.mark.parametrize(("spoil", "message"), FAULTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_build_is_refused_before_it_trains(
     spoilt: Path,
@@ -214,12 +227,7 @@ def test_a_build_is_refused_before_it_trains(
 ) -> None:
     spoil(spoilt)
     out = tmp_path / "out"
-    words = [
-        *("build-drafter", "--target", str(spoilt), "--out", str(out)),
-        *("--pretrain.text", str(prompts.parent / "text.txt")),
-    ]
-    words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
-    assert main([*words, "--export.onnx", "fp32", "--export.gguf", ""]) == 2
+    assert main([*build_words(spoilt, prompts, out), "--export.gguf", ""]) == 2
     error = capsys.readouterr().err.strip()  # behind the progress of reading the data
     assert message in error.splitlines()[-1]
     assert "Traceback" not in error
@@ -268,14 +276,8 @@ def test_the_drafters_checkpoint_is_looked_at_too(
     checkpoint = disturbed(whole, tmp_path / "checkpoint", 0.1)
     cut(checkpoint)
     out = tmp_path / "out"
-    words = [
-        *("build-drafter", "--target", str(whole), "--out", str(out)),
-        *("--pretrain.text", str(prompts.parent / "text.txt")),
-    ]
-    words += ["--generate.instructions", str(prompts), "--evaluate.prompts-file", str(prompts)]
-    words += ["--drafter.init", "checkpoint", "--drafter.checkpoint", str(checkpoint)]
-    words += ["--export.onnx", "fp32"]
-    assert main(words) == 2
+    words = build_words(whole, prompts, out)
+    assert main([*words, "--drafter.init", "checkpoint", "--drafter.checkpoint", str(checkpoint)]) == 2
     assert "checkpoint/model.safetensors is cut short" in capsys.readouterr().err
     assert not (out / "pretrain").exists()
 
@@ -315,9 +317,7 @@ def test_a_target_that_cannot_write_is_told_before_pretraining(
 ) -> None:
     out = tmp_path / "out"
     words = [
-        *("build-drafter", "--target", str(whole), "--out", str(out)),
-        *("--pretrain.text", str(prompts.parent / "text.txt"), "--generate.instructions", str(prompts)),
-        *("--evaluate.prompts-file", str(prompts), "--inference.source", "file", "--export.onnx", "fp32"),
+        *(*build_words(whole, prompts, out), "--inference.source", "file"),
         *("--distill.target-side", "stored", "--distill.text-fraction", "0", "--export.gguf", ""),
         *("--pretrain.context", "64", "--distill.context", "64"),
     ]

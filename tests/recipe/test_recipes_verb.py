@@ -12,7 +12,8 @@ import yaml
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.recipe.read import resolve
-from edgespec.recipe.shipped import header, load_recipe, shipped_recipes
+from edgespec.recipe.shipped import header, load_recipe, recipe_file, shipped_recipes
+from edgespec.verbs.ready import bundle_of
 
 
 def ran(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
@@ -227,9 +228,10 @@ def test_what_a_head_does_not_have_is_refused(option: dict[str, Any], words: str
         resolve(shipped, option)
 
 
-def test_a_tilde_in_the_checkpoints_path_is_the_home_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     recipe = resolve({"target": "t", "drafter": {"init": "checkpoint", "checkpoint": "~/mine"}}, {})
     assert recipe.drafter.checkpoint == str(tmp_path / "mine")
+    mine = written(tmp_path / "mine.yaml", {"seed": 1})
+    assert recipe_file("~/mine.yaml") == mine
+    assert bundle_of("~") == str(tmp_path)

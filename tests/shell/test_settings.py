@@ -76,7 +76,7 @@ def test_dotted_options_lists_and_verbs_that_begin_alike(
         ("quiet: perhaps", "quiet is 'perhaps'; it must be true or false"),
         ("chat: [", "is not valid YAML"),
         ("chat: {temperature: !!python/object/apply:os.getcwd []}", "is not valid YAML"),
-        ("a: &a [1]\nchat: *a", "uses YAML's aliases"),
+        ("a: &a [1]\nchat: *a", "has a YAML alias"),
         ("#" * (MOST_BYTES + 1), f"at most {MOST_BYTES} are read"),
         (f"chat: {'[' * 5000}", "opens 5000 brackets"),
     ],

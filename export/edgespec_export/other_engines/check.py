@@ -23,7 +23,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
 from edgespec.core.table import table
-from edgespec.recipe.model_check import check_model
+from edgespec.model_folder.check import check_model
 from edgespec_export.other_engines.engines import (
     Answer,
     Draw,

@@ -17,8 +17,8 @@ from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import give, json_knob
+from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import is_head, shape_of_drafter
-from edgespec.recipe.model_check import check_model
 from edgespec.recipe.schema import ExportOptions
 
 TOKENIZER, VERIFICATION = "tokenizer", "verify.json"

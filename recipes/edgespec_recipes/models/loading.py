@@ -22,8 +22,8 @@ from edgespec.core.files import read_json, whole_folder, write_json, write_text
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TEMPLATE_FILE, read_chat_template
 from edgespec.model_folder.chat_template import TOKENIZER_FILES as FAST_FILES
+from edgespec.model_folder.check import check_chat, check_model
 from edgespec.model_folder.config import TOKEN_IDS, corrected_ids, read_config, read_generation_config
-from edgespec.recipe.model_check import check_chat, check_model
 from edgespec_recipes.models.vocabulary import listed_ids, plain_config, plain_weights, wrap
 
 TOKENIZER_FILES = (

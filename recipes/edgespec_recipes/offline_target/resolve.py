@@ -10,7 +10,7 @@ from pathlib import Path
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
-from edgespec.model_folder.weights_check import refuse_quantised
+from edgespec.model_folder.check import refuse_quantised
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, FoundTarget, is_hub_id
 from edgespec_recipes.models.loading import TOKENIZER_FILES, check_model_folder, first_line, quiet
 from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat

@@ -40,8 +40,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
-from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.study_options import Arm, Study
 from edgespec.stages import sources as sources

@@ -33,7 +33,7 @@ from tiny_models import byte_level_tokenizer, make_model_folder, save_tokenizer,
 from tiny_sentencepiece import LLAMA_2, sentencepiece_like
 from transformers import PreTrainedTokenizerFast
 
-from edgespec.building.find_target import find_target
+from edgespec.building.pair import find_target
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.shapes import ModelShape

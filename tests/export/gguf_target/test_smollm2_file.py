@@ -17,8 +17,7 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import TEXTS, TRAINING_TEXT, torch_logits
 
 from edgespec.model_folder.weights_files import read_tensors
-from edgespec.recipe.gguf_file import gguf_of
-from edgespec.recipe.targets import TARGETS, shape_of_target
+from edgespec.recipe.targets import TARGETS, gguf_of, shape_of_target
 
 SMOL = "smollm2-135m-instruct"
 # llama.cpp rounds the activations of a Q4_1 matrix to 8 bits. Measured: 0.04 of the logits' spread, 94 % of the top tokens.

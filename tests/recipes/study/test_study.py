@@ -18,12 +18,12 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.study_options import dump_study, parse_sampling, read_study
 from edgespec.verbs import study as study_verb
-from edgespec.verbs.study import command_of, shipped_studies
+from edgespec.verbs.study import shipped_studies
 
 pytestmark = pytest.mark.training
 
@@ -325,8 +325,3 @@ def test_what_the_verb_refuses(place: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="runs in one process"):
         study_verb.run(given(place))
-
-
-def test_the_command_is_what_a_shell_takes() -> None:
-    words = {"study": "alignment", "seeds": "0,1", "check": False, "results": "a b.md"}
-    assert command_of(words) == "edgespec study alignment --seeds 0,1 --no-check --results 'a b.md'"

@@ -17,7 +17,7 @@ from edgespec_recipes.training.distill import DistillInputs, distill, store_resp
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
-from edgespec.recipe.reference import reference_options
+from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import DistillOptions, Recipe, ReferenceOptions
 
 pytestmark = pytest.mark.training

@@ -1,19 +1,52 @@
-"""What later stages of a build or an export would refuse, said before the first training step: they are asked one after another.
+"""A pair before it is trained or exported: where its target is, and what later stages would refuse of the two models.
 
-Opens every file of the two models that training, export, verification and the bundle will open; loads no weights, so it takes
-seconds. The rooms' own checks do the work.
+`check_pair` opens every file that training, export, verification and the bundle will open. It loads no weights, so it takes
+seconds; the rooms' own checks do the work, one after another.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import LAST, THREE, check_target, is_head, target_layers
-from edgespec.recipe.model_check import check_model
 from edgespec.recipe.read import check_features, check_no_npu
 from edgespec.recipe.schema import ExportOptions
+from edgespec.recipe.targets import TARGETS, FoundTarget, gguf_of
+
+
+def gguf_target(name: str) -> FoundTarget | None:
+    """The target that a GGUF file is, with its model folder, made on first use; None for another kind, which resolve.py finds.
+
+    Raises InputError and BundleError as `gguf_target.model_folder.folder_of` does, MissingExtra without the package gguf.
+    """
+    file = gguf_of(name)
+    if file is None:
+        return None
+    try:
+        from edgespec_export.gguf_target.model_folder import folder_of
+    except ModuleNotFoundError as error:
+        raise MissingExtra(error.name or "gguf", "export", "A GGUF file as target") from error
+    folder = folder_of(file)
+    target = TARGETS.get(name)
+    if target is None or target.package is None:
+        return FoundTarget(file.stem, folder, f"GGUF file {file.name}", "see the file")
+    package = target.package
+    return FoundTarget(name, folder, f"pip {package.name}=={package.version}", target.licence)
+
+
+def find_target(name: str) -> FoundTarget:
+    """A target's checked model folder, found, fetched or made. Raises what `gguf_target` and `resolve_target` raise."""
+    from edgespec_recipes.models.loading import check_model_folder
+    from edgespec_recipes.offline_target.resolve import resolve_target
+
+    found = gguf_target(name)
+    if found is not None:
+        check_model_folder(found.folder)
+        return found
+    return resolve_target(name)
 
 
 def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:

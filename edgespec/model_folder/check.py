@@ -1,22 +1,69 @@
-"""Do a model folder's weights fit its config.json, and are they floats? Reads headers only, never weights.
+"""Can a model folder be trained with and exported at all? Looks at every file that later stages open; loads no weights.
 
-Knows the tensor names that decoders of the Llama family have in Hugging Face layout; tensors with other names are held against
-their own header only.
+Knows the files of a Hugging Face folder, and the tensor names that decoders of the Llama family have there; tensors with other
+names are held against their own header only. What an exporter cannot express is edgespec_export's formats/export.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import InputError
-from edgespec.core.shapes import ModelShape
-from edgespec.model_folder.weights_files import FLOATS, Tensor, read_tensors
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape, impossible
+from edgespec.model_folder.chat_template import SETTINGS, read_chat_template
+from edgespec.model_folder.weights_files import FLOATS, Tensor, read_tensors, refuse_pointer
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _PACKED = (".weight", ".qweight", ".weight_packed")  # what quantisers call their matrices
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+LAYOUT = "a model folder in Hugging Face layout (config.json, *.safetensors, tokenizer)"
+
+
+def check_model(folder: Path, what: str = "") -> ModelShape:
+    """Hold a folder against what every stage needs of a model; return its shape.
+
+    `what` names the model in messages ("the drafter"). Raises InputError: no config.json, quantised weights, files that are
+    missing, cut short or git-lfs pointers, weights of another shape, no tokenizer.
+    """
+    named = f"{what} {folder}".strip()
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{named} has no config.json; give {LAYOUT}")
+    shape = shape_in(folder / "config.json")
+    check_weights(folder, shape)
+    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    if not files:
+        raise InputError(
+            f"{named} has no tokenizer (tokenizer.json); copy the model's tokenizer files into it"
+        )
+    for file in files:
+        refuse_pointer(file)
+    return shape
+
+
+def check_chat(folder: Path) -> None:
+    """Whether a folder has the chat template that a target needs. Raises InputError where it has none, or none is the default."""
+    if not read_chat_template(folder):
+        raise InputError(
+            f"the tokenizer in {folder} has no chat template; edgespec needs a chat model, or add chat_template to {SETTINGS}"
+        )
+
+
+def shape_in(file: Path) -> ModelShape:
+    """The shape that a config.json describes. Raises InputError for another kind of model, and for quantised weights."""
+    config = read_json(file)
+    try:
+        shape = ModelShape.from_config(config)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise InputError(f"{file} is no config of a Llama-style decoder: {error}") from error
+    if wrong := impossible(asdict(shape)):
+        raise InputError(f"{file} is no config of a Llama-style decoder: it gives {wrong}")
+    refuse_quantised(config, file.parent)
+    return shape
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
@@ -61,17 +108,15 @@ def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]
         "self_attn.qkv_proj.weight": (joined, shape.hidden),
         "mlp.gate_up_proj.weight": (2 * shape.intermediate, shape.hidden),
     }
-    layers = set()
+    in_layers = {name: match for name in tensors if (match := _LAYER.fullmatch(name))}
     for name, tensor in tensors.items():
-        in_layer = _LAYER.fullmatch(name)
-        if in_layer:
-            layers.add(int(in_layer[1]))
-        expected = inside.get(in_layer[2]) if in_layer else wanted.get(name)
+        expected = inside.get(in_layers[name][2]) if name in in_layers else wanted.get(name)
         if expected is not None and tensor.shape != expected:
             raise InputError(
                 f"{folder}: config.json and weights disagree: {name} in {tensor.file.name} is {list(tensor.shape)}, and the "
                 f"config's sizes make it {list(expected)}; take both from the same model"
             )
+    layers = {int(match[1]) for match in in_layers.values()}
     if not layers:
         return  # another family's names
     if layers != set(range(shape.layers)):
@@ -81,7 +126,7 @@ def _check_shapes(folder: Path, shape: ModelShape, tensors: Mapping[str, Tensor]
         )
     needed = ["model.embed_tokens.weight", "model.norm.weight", *([] if shape.tied else ["lm_head.weight"])]
     gone = [name for name in needed if name not in tensors]
-    first = {match[2] for name in tensors if (match := _LAYER.fullmatch(name)) and match[1] == "0"}
+    first = {match[2] for match in in_layers.values() if match[1] == "0"}
     gone += [
         f"model.layers.{layer}.{name}"
         for layer in sorted(layers)
