@@ -72,10 +72,8 @@ class FeatureEngine:
         known = len(self.target.tokens)  # features 0 .. known − 1
         read = self._read[:count]
         read[:] = 0.0
-        begin, end = (
-            max(first, 1),
-            min(first + count, known + 1),
-        )  # slots that read them; slot 0 reads nothing
+        # slots that read them; slot 0 reads nothing
+        begin, end = max(first, 1), min(first + count, known + 1)
         if begin < end:
             read[begin - first : end - first] = self.target.features[begin - 1 : end - 1]  # type: ignore[index]
         elif first:
