@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from edgespec.core import __version__
+
 if TYPE_CHECKING:
     from edgespec.api import Chat, Pair, build, export, load, plan, verify
 
-__version__ = "0.1.0"
-__all__ = ["Chat", "Pair", "build", "export", "load", "plan", "verify"]
+__all__ = ["Chat", "Pair", "__version__", "build", "export", "load", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.errors import (
     DEFECT,
     DONE,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.progress import progress
 from edgespec.core.table import count
 from edgespec.report.acceptance import acceptance_section, replies_section

@@ -12,8 +12,8 @@ import json
 import sys
 from pathlib import Path
 
-from edgespec import __version__
 from edgespec.building.pair import gguf_target
+from edgespec.core import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held

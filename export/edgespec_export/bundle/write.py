@@ -9,7 +9,7 @@ from typing import Any
 
 from edgespec_runtime.engines.vocabulary import VOCABULARY, Vocabulary, vocabulary_of, write_vocabulary
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.errors import InputError
 from edgespec.core.files import (
     copy_file,

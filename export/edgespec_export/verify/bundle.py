@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.errors import BundleError, CheckFailed, InputError
 from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgespec import __version__
+from edgespec.core import __version__
 from edgespec.core.metrics import RawCounts, bootstrap, mbsu, median, ratio_of_sums
 from edgespec.core.table import count, interval, table
 from edgespec_runtime.bench.report import Interval, summed
