@@ -97,7 +97,7 @@ def needed(tree: ast.AST) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found & set(MODULES) if name.count(".")}
+    return found & set(MODULES)
 
 
 def imported(tree: ast.AST) -> set[str]:
