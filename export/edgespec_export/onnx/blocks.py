@@ -1,13 +1,17 @@
 """A matrix in blocks of 32 weights, as ONNX Runtime's MatMulNBits reads it. Numbers only: no graph, no model.
 
-int4     w = scale (q − zero)      q and zero of 4 bits                      4.625 bits a weight
-offset4  w = scale (q − 8) + shift q of 4 bits, the shift a number of its own  5 bits a weight
-int8     w = scale (q − 128)       q of 8 bits                               8.5 bits a weight
+int4     w = scale (q − zero)         q and zero of 4 bits                       4.625 bits a weight
+offset4  w = scale (q − zero) + rest  the rest of a block in 4 bits too          4.8 to 4.9 bits a weight
+int8     w = scale (q − 128)          q of 8 bits                                8.5 bits a weight
 int8:n   the first n rows in int8, the rest in offset4: a table whose first tokens are the frequent ones
 
-Scales and shifts are float16 in the file. Each block's grid is searched for: of a few candidates the one with the least error,
-weighted by how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's
-types, so that a matrix that was rounded to Q4_0 (int4), Q8_0 (int8) or Q4_1 (offset4) before keeps every value.
+Scales are float16 in the file. Each block's grid is searched for: of a few candidates the one with the least error, weighted by
+how strong each input is (E[x²], as llama.cpp's importance matrix). Among the candidates are the grids of GGUF's types, so that a
+matrix that was rounded to Q4_0 (int4) or Q8_0 (int8) before keeps every value.
+
+A grid of offset4 may lie anywhere, as Q4_1's do: `rest` is what its zero leaves, at most half a step. A block adds to a product
+its rest times the sum of its inputs, which is 32 rests times their mean. So offset4 is an int4 matrix with one column more for
+each block: it holds 32 rests, and its input is the mean of the block's inputs. Rounding the rests errs by a fiftieth of a step.
 """
 
 from __future__ import annotations
@@ -23,10 +27,9 @@ from edgespec_runtime.engines.engine import default_threads
 BLOCK = 32
 INT4, OFFSET4, INT8 = "int4", "offset4", "int8"
 KINDS = (INT4, OFFSET4, INT8)
-HALF_BYTES = 2  # of a scale or a shift
+HALF_BYTES = 2  # of a scale
 PIECE = 2**17  # weights that a thread searches at once: their dozen arrays stay in the processor's cache
 FULL = {INT4: 15, OFFSET4: 15, INT8: 255}  # the largest q
-NEUTRAL = {INT4: 8, OFFSET4: 8, INT8: 128}  # the zero where none is stored
 # Ranges of a block over its step. 15 is the whole range; a step wider than that (14, 13 ...) suits blocks that do not use all 16
 # values, as those of K types; a narrower one cuts the outermost weights off.
 SPANS = (15.0, 14.0, 13.0, 16.5)
@@ -36,30 +39,52 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix [N, K]. packed: uint8 [N, blocks, 16 or 32]; scales, shifts: float16 [N, blocks]; zeros: uint8 [N, ⌈blocks/2⌉]."""
+    """A matrix [N, K]. packed: uint8 [N, blocks, 16 or 32]; scales: float16 [N, blocks]; zeros: uint8 [N, ⌈blocks/2⌉].
+
+    int8 has no zeros. The last blocks of offset4 are those of its rests.
+    """
 
     kind: str
     columns: int
     packed: Array
     scales: Array
     zeros: Array | None = None
-    shifts: Array | None = None
 
     def values(self) -> Array:
         """The matrix as the engine reads it: float32 [N, K]."""
-        rows, blocks = self.scales.shape
-        q = self.packed
-        if self.kind != INT8:
-            q = np.stack([q & 15, q >> 4], axis=-1).reshape(rows, blocks, BLOCK)
-        zeros: Any = np.float32(NEUTRAL[self.kind])
-        if self.zeros is not None:
-            pairs = np.stack([self.zeros & 15, self.zeros >> 4], axis=-1).reshape(rows, -1)
-            zeros = pairs[:, :blocks, None].astype(np.float32)
-        scales = self.scales.astype(np.float32)
-        whole = (q.astype(np.float32) - zeros) * scales[:, :, None]
-        if self.shifts is not None:  # the file holds the value at q = 0, as GGUF does
-            whole += (self.shifts.astype(np.float32) + np.float32(8) * scales)[:, :, None]
-        return np.ascontiguousarray(whole.reshape(rows, -1)[:, : self.columns])
+        return expanded(self.packed, self.scales, self.zeros, self.columns)
+
+
+def expanded(packed: Array, scales: Array, zeros: Array | None, columns: int) -> Array:
+    """The float32 [N, columns] of a matrix's tables in a file: packed uint8 [N, blocks, 16 or 32], any float scales [N, blocks].
+
+    Where there are more blocks than the columns need, the last ones hold rests.
+    """
+    rows, blocks = packed.shape[:2]
+    bits = 8 * packed.shape[2] // BLOCK
+    q = packed if bits == 8 else halves(packed).reshape(rows, blocks, BLOCK)
+    middle: Any = (
+        np.float32(2 ** (bits - 1)) if zeros is None else halves(zeros).reshape(rows, -1)[:, :blocks, None]
+    )
+    whole = (q.astype(np.float32) - middle) * scales.astype(np.float32).reshape(rows, blocks, 1)
+    own = -(-columns // BLOCK)
+    if blocks > own:
+        rests = whole[:, own:].reshape(rows, -1)[:, :own, None]
+        whole = whole[:, :own] + rests / np.float32(BLOCK)
+    return np.ascontiguousarray(whole.reshape(rows, -1)[:, :columns])
+
+
+def halves(packed: Array) -> Array:
+    """Both values of 4 bits in every byte, low one first: [..., 2]."""
+    return np.stack([packed & 0x0F, packed >> 4], axis=-1)
+
+
+def _paired(values: Array) -> Array:
+    """[..., n] values of 4 bits -> bytes [..., ⌈n/2⌉], the low half first."""
+    even = np.zeros((*values.shape[:-1], values.shape[-1] + values.shape[-1] % 2), np.uint8)
+    even[..., : values.shape[-1]] = values
+    both: Array = even[..., ::2] | even[..., 1::2] << 4
+    return both
 
 
 @dataclass(frozen=True)
@@ -98,8 +123,8 @@ def bytes_of(shape: tuple[int, ...], kind: str) -> int:
     rows, blocks = shape[0], -(-shape[1] // BLOCK)
     if kind == INT8:
         return rows * blocks * (BLOCK + HALF_BYTES)
-    tables = HALF_BYTES * blocks if kind == OFFSET4 else -(-blocks // 2)
-    return rows * (blocks * (BLOCK // 2 + HALF_BYTES) + tables)
+    blocks += -(-blocks // BLOCK) if kind == OFFSET4 else 0
+    return rows * (blocks * (BLOCK // 2 + HALF_BYTES) + -(-blocks // 2))
 
 
 def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Blocks | SplitBlocks:
@@ -111,6 +136,21 @@ def in_blocks(weight: Array, kind: str, importance: Array | None = None) -> Bloc
 
 
 def _rounded(weight: Array, kind: str, importance: Array | None) -> Blocks:
+    q, scales, low = _grids(weight, kind, importance)
+    if kind == INT8:
+        return Blocks(kind, weight.shape[1], q, scales.astype(np.float16))
+    zeros = np.clip(np.rint(-low / scales), 0, 15)
+    if kind == OFFSET4:
+        rests = np.float32(BLOCK) * (low + zeros * scales)
+        of_block = None if importance is None else importance.reshape(-1, BLOCK).mean(1)
+        rest_q, rest_scales, rest_low = _grids(rests, INT4, of_block)
+        q, scales = np.concatenate([q, rest_q], 1), np.concatenate([scales, rest_scales], 1)
+        zeros = np.concatenate([zeros, np.rint(-rest_low / rest_scales)], 1)
+    return Blocks(kind, weight.shape[1], _paired(q), scales.astype(np.float16), _paired(zeros))
+
+
+def _grids(weight: Array, kind: str, importance: Array | None) -> tuple[Array, Array, Array]:
+    """(q uint8 [N, blocks, 32], scales, values at q = 0, float32 [N, blocks]) of a matrix [N, K]."""
     rows, columns = weight.shape
     count = -(-columns // BLOCK)
     padded = np.zeros((rows, count * BLOCK), np.float32)
@@ -125,35 +165,29 @@ def _rounded(weight: Array, kind: str, importance: Array | None) -> Blocks:
     places = [slice(at, at + step) for at in range(0, len(blocks), step)]
     with ThreadPoolExecutor(default_threads()) as threads:
         pieces = [*threads.map(lambda at: _searched(blocks[at], weights[at], kind), places)]
-    q, scale, offset = (np.concatenate(part) for part in zip(*pieces, strict=True))
-    scales = scale.reshape(rows, count)
-    if kind == INT8:
-        return Blocks(kind, columns, q.reshape(rows, count, BLOCK), scales)
-    packed = (q[:, ::2] | q[:, 1::2] << 4).reshape(rows, count, BLOCK // 2)
-    if kind == OFFSET4:
-        return Blocks(kind, columns, packed, scales, shifts=offset.reshape(rows, count))
-    zeros = np.zeros((rows, count + count % 2), np.uint8)
-    zeros[:, :count] = offset.reshape(rows, count)
-    return Blocks(kind, columns, packed, scales, zeros=zeros[:, ::2] | zeros[:, 1::2] << 4)
+    q, scale, low = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    return (
+        q.astype(np.uint8).reshape(rows, count, BLOCK),
+        scale.reshape(rows, count),
+        low.reshape(rows, count),
+    )
 
 
 def _searched(blocks: Array, importance: Array, kind: str) -> tuple[Array, Array, Array]:
-    """(q uint8 [n, 32], scale float16 [n, 1], zero uint8 or shift float16 [n, 1]) of the candidate with the least error."""
-    best: list[Array] = []
+    """(q [n, 32], scale [n, 1], the value at q = 0 [n, 1]), float32, of the candidate with the least error."""
+    best: tuple[Array, ...] = ()
     least = np.full((len(blocks), 1), np.inf, np.float32)
     for scale, low in _candidates(blocks, kind):
         q = _assigned(blocks, scale, low, kind)
         scale, low = _fitted(blocks, importance, q, scale, low, kind)
         q = _assigned(blocks, scale, low, kind)
         error = (importance * np.square(blocks - (q * scale + low))).sum(1, keepdims=True)
-        if not best:
-            best = [q, scale, low]
         better = error < least
         least = np.where(better, error, least)
-        best = [np.where(better, new, old) for new, old in zip((q, scale, low), best, strict=True)]
+        new = (q, scale, low)
+        best = tuple(np.where(better, one, old) for one, old in zip(new, best or new, strict=True))
     q, scale, low = best
-    offset = low.astype(np.float16) if kind == OFFSET4 else np.rint(-low / scale).astype(np.uint8)
-    return q.astype(np.uint8), scale.astype(np.float16), offset
+    return q, scale, low
 
 
 def _candidates(blocks: Array, kind: str) -> Iterator[tuple[Array, Array]]:
@@ -193,7 +227,7 @@ def _fitted(
         spread = (importance * np.square(q - middle_q)).sum(1, keepdims=True)
         slope = (importance * (q - middle_q) * (blocks - middle)).sum(1, keepdims=True)
         scale = _half(np.where(spread > 0, slope / np.where(spread > 0, spread, 1), scale))
-        return scale, (middle - middle_q * scale).astype(np.float16).astype(np.float32)
+        return scale, middle - middle_q * scale
     zero = np.rint(-low / scale)
     steps = q - zero
     square = (importance * steps * steps).sum(1, keepdims=True)

@@ -1,10 +1,10 @@
 """The graph of a mixed folder: the builder's int4 graph with each matrix in the kind of blocks that was chosen for it.
 
-The builder's nodes stay; their weights are replaced. In the file scales and shifts are float16, and a Cast widens them when the
-graph is loaded. offset4 adds to MatMulNBits what its zero points cannot say: the mean of each block's inputs times 32 of the
-block's shifts, a small MatMul. (MatMulNBits takes zero points that are floats too, at a twentieth of the speed.) In the exact
-graph int8 is a float MatMul of widened bytes, as in an int8 folder. A split matrix is two, whose outputs are joined. The
-embedding's rows come from blocks too, a tied one's from those of the output head, which are stored once (GatherBlockQuantized).
+The builder's nodes stay; their weights are replaced. In the file scales are float16, and a Cast widens them when the graph is
+loaded. An offset4 matrix reads its inputs and behind them the means of their blocks (blocks.py says why), which matrices with
+the same inputs share. (MatMulNBits takes zero points that are floats too, at a twentieth of the speed.) In the exact graph int8
+is a float MatMul of widened bytes, as in an int8 folder. A split matrix is two, whose outputs are joined. The embedding's rows
+come from blocks too, a tied one's from those of the output head, which are stored once (GatherBlockQuantized).
 
 Knows the names that the model builder gives, and no model.
 """
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
+from edgespec_export.onnx.blocks import BLOCK, INT8, OFFSET4, Blocks, SplitBlocks, split_rows
 from edgespec_export.onnx.folder import DATA, IN_GRAPH, DataFile, set_nodes
 
 HEAD, TABLE = "lm_head", "model.embed_tokens"
@@ -53,7 +53,12 @@ class _Part(NamedTuple):
     @property
     def tables(self) -> list[str]:
         """What the operators on blocks read behind the packed values."""
-        return [f"{self.name}_scales", *([f"{self.name}_zeros"] if self.kind == INT4 else [])]
+        return [f"{self.name}_scales", *([f"{self.name}_zeros"] if self.kind != INT8 else [])]
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the MatMulNBits: those of the matrix, and one for each block's rest."""
+        return self.columns + (self.columns // BLOCK if self.kind == OFFSET4 else 0)
 
 
 def _parts_of(stem: str, kind: str, rows: int, columns: int) -> list[_Part]:
@@ -127,7 +132,6 @@ def _stored(part: _Part, blocks: Blocks, sink: DataFile) -> list[Any]:
         part.packed: blocks.packed,
         f"{part.name}_scales_F16": blocks.scales,
         f"{part.name}_zeros": blocks.zeros,
-        f"{part.name}_shifts_F16": blocks.shifts,
     }
     return [
         numpy_helper.from_array(value, name) if value.nbytes < IN_GRAPH else sink.add(name, value)
@@ -157,8 +161,6 @@ def _rewrite(
     heads: set[str] = set()  # reshaped tables of the output head
     for part in (part for one in parts.values() for part in one):
         made.widened(f"{part.name}_scales")
-        if part.kind == OFFSET4:
-            made.shift(part.name)
     for node in graph.node:
         if node.op_type == "MatMulNBits":
             made.product(node, parts[_stem_of(node)])
@@ -175,10 +177,18 @@ def _rewrite(
         else:
             made.nodes.append(node)
     set_nodes(graph, [*made.first, *made.nodes])
+    _forget_shapes(graph, {name for node in made.first for name in node.output})
     del graph.initializer[:]
     read = {name for node in graph.node for name in node.input}
     graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
     graph.initializer.extend(made.constants.values())
+
+
+def _forget_shapes(graph: Any, names: set[str]) -> None:
+    """What the builder wrote of the shapes of tables that are others now."""
+    kept = [value for value in graph.value_info if value.name not in names]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
 
 
 class _Nodes:
@@ -189,7 +199,7 @@ class _Nodes:
         self.first: list[Any] = []  # made of constants: computed when the graph is loaded
         self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {}
-        self.means: dict[str, str] = {}  # the means of an input's blocks, shared by the matrices that read it
+        self.longer: dict[str, str] = {}  # an input with the means of its blocks behind it
 
     def constant(self, name: str, value: Any) -> str:
         from onnx import numpy_helper
@@ -213,13 +223,6 @@ class _Nodes:
 
         self.folded("Cast", [f"{name}_F16"], name, to=TensorProto.FLOAT)
 
-    def shift(self, name: str) -> None:
-        """The shifts of an offset4 matrix in float32 [N, blocks]: the value at q = 0, and 8 scales."""
-        self.widened(f"{name}_shifts")
-        eight = self.constant("/mixed/eight", np.float32(8))
-        self.folded("Mul", [f"{name}_scales", eight], f"{name}_eight_scales")
-        self.folded("Add", [f"{name}_shifts", f"{name}_eight_scales"], f"{name}_shift")
-
     def product(self, node: Any, parts: list[_Part]) -> None:
         """In place of one of the builder's MatMulNBits; of a split matrix, both products side by side."""
         x, y = node.input[0], node.output[0]
@@ -237,20 +240,21 @@ class _Nodes:
             self.widened_matrix(part)
             self.add("MatMul", [x, f"{part.name}/matrix"], y, at)
             return
-        shifted = part.kind == OFFSET4
-        if shifted and x not in self.means:  # a pool: one node where Reshape and ReduceSum are two
-            self.means[x] = mean = f"/mixed/{x}/means"
-            self.add("AveragePool", [x], mean, mean, kernel_shape=[BLOCK], strides=[BLOCK])
-        settings = {"N": part.rows, "K": part.columns, "bits": part.bits, "block_size": BLOCK}
+        settings = {"N": part.rows, "K": part.inputs, "bits": part.bits, "block_size": BLOCK}
         settings["accuracy_level"] = self.level
-        output = f"{y}/scaled" if shifted else y
-        self.add("MatMulNBits", [x, part.packed, *part.tables], output, at, domain=CONTRIB, **settings)
-        if shifted:
-            block = self.constant("/mixed/block", np.float32(BLOCK))
-            self.folded("Mul", [f"{part.name}_shift", block], f"{part.name}/summed")
-            self.folded("Transpose", [f"{part.name}/summed"], f"{part.name}/shift_matrix", perm=[1, 0])
-            self.add("MatMul", [self.means[x], f"{part.name}/shift_matrix"], f"{y}/shifted", f"{at}/Shift")
-            self.add("Add", [output, f"{y}/shifted"], y, f"{at}/Add")
+        x = self.with_means(x) if part.kind == OFFSET4 else x
+        self.add("MatMulNBits", [x, part.packed, *part.tables], y, at, domain=CONTRIB, **settings)
+
+    def with_means(self, x: str) -> str:
+        """x [.., K] and behind it the means of its blocks of 32: [.., K + K/32]. (An AveragePool is slower for several rows.)"""
+        if x not in self.longer:
+            self.longer[x], blocks, means = (f"/mixed/{x}/{name}" for name in ("longer", "blocks", "means"))
+            shape = self.constant("/mixed/in_blocks", np.array([0, 0, -1, BLOCK]))
+            self.add("Reshape", [x, shape], blocks, blocks)
+            last = self.constant("/mixed/last", np.array([-1]))
+            self.add("ReduceMean", [blocks, last], means, means, keepdims=0)
+            self.add("Concat", [x, means], self.longer[x], self.longer[x], axis=-1)
+        return self.longer[x]
 
     def widened_matrix(self, part: _Part) -> None:
         """An int8 matrix [K, N] in floats."""
@@ -297,20 +301,36 @@ class _Nodes:
 
     def rows(self, part: _Part, node: str, ids: str, y: str, at: str) -> None:
         """Rows of one table; `node`: the name of what gathers them, `at`: the beginning of all other names."""
-        width = -(-part.columns // BLOCK) * BLOCK * part.bits // 8
+        own = -(-part.columns // BLOCK)
+        width = -(-part.inputs // BLOCK) * BLOCK * part.bits // 8
         shape = self.constant(at + "shape", np.array([part.rows, width]))
-        self.add("Reshape", [part.packed, shape], at + "table", at + "Reshape")
+        self.add("Reshape", [part.packed, shape], at + "table", at + "table/Reshape")
         settings = {"bits": part.bits, "block_size": BLOCK, "gather_axis": 0, "quantize_axis": 1}
-        output = at + "scaled" if part.kind == OFFSET4 else y
+        output = at + "gathered" if part.kind == OFFSET4 else y
         inputs = [at + "table", ids, *part.tables]
         self.add("GatherBlockQuantized", inputs, output, node, domain=CONTRIB, **settings)
         if part.kind != OFFSET4:
             return
+        numbers = {
+            "begin": [0],
+            "middle": [part.columns],
+            "end": [part.inputs],
+            "blocks": [0, 0, own, BLOCK],
+            "rests": [0, 0, own, 1],
+            "whole": [0, 0, part.columns],
+        }
+        names = {
+            name: self.constant(f"/mixed/{part.columns}/{name}", np.array(of)) for name, of in numbers.items()
+        }
         last = self.constant("/mixed/last", np.array([-1]))
-        blocks = self.constant(f"/mixed/split_{part.columns}", np.array([0, 0, part.columns // BLOCK, BLOCK]))
-        whole = self.constant(f"/mixed/join_{part.columns}", np.array([0, 0, part.columns]))
-        self.add("Gather", [f"{part.name}_shift", ids], at + "shift", at + "GatherShift")
-        self.add("Unsqueeze", [at + "shift", last], at + "shifts", at + "Unsqueeze")
-        self.add("Reshape", [output, blocks], at + "blocks", at + "ReshapeBlocks")
-        self.add("Add", [at + "blocks", at + "shifts"], at + "shifted", at + "Add")
-        self.add("Reshape", [at + "shifted", whole], y, at + "ReshapeRows")
+        block = self.constant("/mixed/block", np.float32(BLOCK))
+
+        def made(kind: str, inputs: list[str], output: str) -> str:
+            self.add(kind, inputs, output, f"{output}/{kind}")
+            return output
+
+        values = made("Slice", [output, names["begin"], names["middle"], last], at + "values")
+        rests = made("Slice", [output, names["middle"], names["end"], last], at + "rests")
+        values = made("Reshape", [values, names["blocks"]], at + "blocks")
+        rests = made("Reshape", [made("Div", [rests, block], at + "of_one"), names["rests"]], at + "of_block")
+        made("Reshape", [made("Add", [values, rests], at + "sum"), names["whole"]], y)

@@ -16,6 +16,7 @@ from edgespec.core.errors import EdgespecError
 from edgespec.core.families import with_architecture
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
+from edgespec_export.onnx.blocks import BLOCK, expanded
 
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
@@ -154,7 +155,7 @@ def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
         name, kind = stored.removesuffix("_F16"), "weight"
         stem, found, end = name.partition(".MatMul.weight")
         if found and end in ("_Q4", "_Q8"):
-            whole = _expanded(stem + found, int(end[-1]), read, _columns(stem, shape))
+            whole = matrix_of(stem + found, int(end[-1]), read, _columns(stem, shape))
             if stem.endswith(".first"):
                 halves[stem.removesuffix(".first")] = whole
                 continue
@@ -180,30 +181,16 @@ def _columns(stem: str, shape: ModelShape) -> int:
     return shape.intermediate if stem.endswith(".down_proj") else shape.hidden
 
 
-def _expanded(name: str, bits: int, read: Callable[[str], Array | None], columns: int) -> Array:
-    """MatMulNBits: scale * (q - zero point) in blocks, the zero point given or in the middle of what q can be.
-
-    packed [N, blocks, bytes], scales [N, blocks]. With shifts [N, blocks] a value is scale * q + shift, as in Q4_1.
-    """
+def matrix_of(name: str, bits: int, read: Callable[[str], Array | None], columns: int) -> Array:
+    """The matrix of a MatMulNBits (onnx/blocks.py). Older files may have shifts [N, blocks]: scale * q + shift, as in Q4_1."""
     ends = (f"_Q{bits}", "_scales", "_zeros", "_shifts")
     packed, scales, zeros, shifts = (read(name + end) for end in ends)
     if packed is None or scales is None:
         raise EdgespecError(f"{name} has no scales; export it again")
-    rows, blocks = packed.shape[:2]
-    values = (packed if bits == 8 else _halves(packed)).reshape(rows, blocks, -1).astype(np.float32)
-    if zeros is not None:
-        values -= _halves(zeros).reshape(rows, -1)[:, :blocks, None]
-    elif shifts is None:
-        values -= 2.0 ** (bits - 1)
-    values *= scales.astype(np.float32).reshape(rows, blocks, 1)
     if shifts is not None:
-        values += shifts.astype(np.float32).reshape(rows, blocks, 1)
-    return np.ascontiguousarray(values.reshape(rows, -1)[:, :columns])
-
-
-def _halves(packed: Array) -> Array:
-    """Both values of 4 bits in every byte, low one first: [..., 2]."""
-    return np.stack([packed & 0x0F, packed >> 4], axis=-1)
+        zeros = np.zeros((packed.shape[0], -(-packed.shape[1] // 2)), np.uint8)
+    values = expanded(packed, scales, zeros, columns)
+    return values if shifts is None else values + shifts.astype(np.float32).repeat(BLOCK, axis=1)
 
 
 def _named(

@@ -1,10 +1,11 @@
-"""Blocks of MatMulNBits: GGUF's grids kept bit for bit, errors smaller than plain rounding's, and odd weights."""
+"""Blocks of MatMulNBits: GGUF's grids found again, errors smaller than plain rounding's, and odd weights."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from edgespec_export.onnx.blocks import INT4, INT8, KINDS, OFFSET4, bytes_of, fits, in_blocks
+from edgespec_export.onnx.blocks import BLOCK, INT4, INT8, KINDS, OFFSET4, bytes_of, fits, in_blocks
+from edgespec_export.verify.readback import matrix_of
 from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
@@ -15,16 +16,40 @@ def error(weight: np.ndarray, rounded: np.ndarray) -> float:
     return float(np.sqrt(np.square(rounded - weight).mean() / np.square(weight).mean()))
 
 
-@pytest.mark.parametrize(("before", "kind"), [(Kind.Q4_0, INT4), (Kind.Q4_1, OFFSET4), (Kind.Q8_0, INT8)])
+@pytest.mark.parametrize(("before", "kind"), [(Kind.Q4_0, INT4), (Kind.Q8_0, INT8)])
 def test_a_matrix_that_was_rounded_by_llama_cpp_keeps_every_value(before: Kind, kind: str) -> None:
     values = dequantize(quantize(WEIGHTS, before), before)
     assert np.array_equal(in_blocks(values, kind).values(), values)
 
 
+def test_a_matrix_that_was_q4_1_errs_by_a_fiftieth_of_a_step() -> None:
+    """All weights of a block by the same, since only its rest is rounded."""
+    wide = (
+        np.random.default_rng(1).standard_normal((8, 1024)).astype(np.float32)
+    )  # 32 rests to a row share a scale
+    values = dequantize(quantize(wide, Kind.Q4_1), Kind.Q4_1)
+    off = (in_blocks(values, OFFSET4).values() - values).reshape(-1, BLOCK)
+    blocks = values.reshape(-1, BLOCK)
+    steps = (blocks.max(1) - blocks.min(1)) / 15
+    assert np.ptp(off, axis=1).max() < 1e-5
+    assert 1 / 60 < np.sqrt(np.square(off).mean() / np.square(steps).mean()) < 1 / 45
+
+
+def test_tables_of_a_block_that_is_shifted_are_read_in_both_forms() -> None:
+    """Files of before have a shift for each block, today's a zero and a rest."""
+    shifted = quantize(WEIGHTS, Kind.Q4_1).reshape(len(WEIGHTS), -1, 20)
+    half = shifted[..., :4].copy().view(np.float16)
+    low, high = shifted[..., 4:] & 15, shifted[..., 4:] >> 4  # GGUF's first 16 weights, then the other 16
+    q = np.concatenate([low, high], axis=-1)
+    tables = {"w_Q4": q[..., ::2] | q[..., 1::2] << 4, "w_scales": half[..., 0], "w_shifts": half[..., 1]}
+    expected = dequantize(quantize(WEIGHTS, Kind.Q4_1), Kind.Q4_1)
+    assert np.array_equal(matrix_of("w", 4, tables.get, WEIGHTS.shape[1]), expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_are_those_of_the_arrays(kind: str) -> None:
     blocks = in_blocks(WEIGHTS, kind)
-    arrays = [blocks.packed, blocks.scales, blocks.zeros, blocks.shifts]
+    arrays = [blocks.packed, blocks.scales, blocks.zeros]
     assert bytes_of(WEIGHTS.shape, kind) == sum(array.nbytes for array in arrays if array is not None)
 
 
