@@ -98,8 +98,8 @@ def ours(
     return run
 
 
-def native_loop(file: Path, context: int, threads: int, new: int, flash_attention: bool) -> Run:
-    """llama_decode of one token after the other, drawn by llama.cpp's sampler chain."""
+def native_loop(file: Path, context: int, threads: int, new: int, flash_attention: int) -> Run:
+    """llama_decode of one token after the other, drawn by llama.cpp's sampler chain. flash_attention: 1, 0; -1: as it likes."""
     lib = load_library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = 0

@@ -1,16 +1,18 @@
 """One pair in all its files: plain, best fixed and chosen drafts, beside what llama.cpp and transformers do with the same target.
 
     python benchmarks/pair_table.py BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
-                                    [--new 128] [--draft-lengths 1,2] [--transformers FOLDER] [--json FILE.json]
+                                    [--new 128] [--draft-lengths 1,2] [--beside FILE.gguf ...] [--transformers FOLDER]
+                                    [--json FILE.json]
 
     edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4 --out build/all   # its GGUF is FILE.gguf
     edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf   # others of the same weights
 
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
-llama-cpp-python's prompt lookup; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second
-count from the first token on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest
-fixed drafts at each position. The second table has the chosen drafts by kind of question.
+llama-cpp-python's prompt lookup; with `--beside` llama.cpp's own loop on other files, with the attention that it
+chooses itself; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from the
+first token on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest fixed drafts at
+each position. The second table has the chosen drafts by kind of question, a third one what is faster than the files beside.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from edgespec.core.table import interval, table
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
+CHOSEN_BY_IT = -1  # whether llama.cpp's attention is flash attention
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
 
 
@@ -85,6 +88,10 @@ def in_torch(folder: Path, new: int, threads: int, *, lookup: bool) -> Run:
     return run
 
 
+def beside(file: Path) -> str:
+    return f"{LLAMACPP} {file.name}"
+
+
 def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
     found: dict[str, Run] = {PLAIN: ours(pair, given.new, speculates=False)}
     found |= {f"γ = {length}": ours(pair, given.new, draft_length=length) for length in given.draft_lengths}
@@ -94,6 +101,8 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
         same = (file, given.context, given.threads, given.new, bool(pair.flash_attention))
         found[LOOP] = native_loop(*same)
         found[LOOKUP] = python_binding(*same, lookup=True)
+    for file in given.beside:
+        found[beside(file)] = native_loop(file, given.context, given.threads, given.new, CHOSEN_BY_IT)
     return found
 
 
@@ -111,9 +120,9 @@ def answered(
     return Measured(rates, taus, alphas)
 
 
-def against(rates: Rates, name: str, of: Sequence[int]) -> str:
-    """x plain decoding on these questions."""
-    return interval(*bootstrap([rates[name][each] / rates[PLAIN][each] for each in of], median))
+def against(rates: Rates, name: str, of: Sequence[int], rival: str = PLAIN) -> str:
+    """x a rival on these questions."""
+    return interval(*bootstrap([rates[name][each] / rates[rival][each] for each in of], median))
 
 
 def rows_of(file: str, temperature: str, found: Measured) -> list[tuple[str, ...]]:
@@ -149,6 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draft-lengths", type=whole_numbers, default="1,2")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument(
+        "--beside", type=Path, nargs="+", default=[], help="GGUF files of llama.cpp's own loop"
+    )
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
     parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
     given = parser.parse_args(arguments)
@@ -160,7 +172,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{engine}:{precision}" for engine, each in target.files.items() for precision in each
     ]
     of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
-    rows, by_kind = [], []
+    rows, by_kind, besides = [], [], []
     for file in files:
         engine, precision = file.split(":")
         options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
@@ -172,6 +184,11 @@ def main(arguments: list[str] | None = None) -> int:
             found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
             rows += rows_of(f"{file} {pair.mode}", word, found)
             by_kind.append((file, word, *(against(found.rates, CHOSEN, of[kind]) for kind in kinds)))
+            for own in (PLAIN, *(f"γ = {length}" for length in given.draft_lengths), CHOSEN):
+                ratios = (
+                    against(found.rates, own, range(len(questions)), beside(each)) for each in given.beside
+                )
+                besides.append((file, word, own, *ratios))
         pair.close()
     if given.transformers:
         rivals = {
@@ -185,6 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
     print(table(("file", "T", "rival", "tok/s", "x plain", "τ", "α by position"), rows, left=3))
     print(table(("γ chosen, x plain", "T", *kinds), by_kind))
+    if given.beside:
+        names = [f"x {beside(each)}" for each in given.beside]
+        print(table(("file", "T", "ours", *names), besides, left=3))
     return 0
 
 
