@@ -214,6 +214,8 @@ def test(arguments: list[str]) -> int:
     # Two processes, one thread each: most tests are too small for more threads. A file stays in one process, for its fixtures;
     # files go out in their order, so that the long builds come first and no process waits for them at the end.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Some containers forbid it, and then each of the hundreds of programs that tests start compiles the project anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     options = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     options += ["-m", "not llamacpp and not training and not long"] if fast else []
     return code or run(BIN / "python", "-m", "pytest", *options, *arguments)
