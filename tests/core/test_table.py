@@ -27,7 +27,7 @@ def test_a_table_is_whole_where_nobody_looks() -> None:
 def test_a_terminal_folds_text_and_breaks_no_name(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = table(HEADERS, ROWS, left=2)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((columns, 24)))
     folded = table(HEADERS, ROWS, left=2)
     least = 14 + 12 + 5 + 2 * 2
     assert max(map(len, folded.splitlines())) <= max(columns, least)
