@@ -99,7 +99,7 @@ def ours(
 
 
 def native_loop(file: Path, context: int, threads: int, new: int, flash_attention: int) -> Run:
-    """llama_decode of one token after the other, drawn by llama.cpp's sampler chain. flash_attention: 1, 0; -1: as it likes."""
+    """llama_decode of one token after the other, drawn by llama.cpp's sampler chain. flash_attention: 1, 0; -1: it decides."""
     lib = load_library()
     params = lib.llama_model_default_params()
     params.n_gpu_layers = 0

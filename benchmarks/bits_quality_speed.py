@@ -14,7 +14,7 @@ answers judge every file, the others are what mixed bits and GPTQ are fitted to.
     v(4)       a pass of four tokens, in plain steps of the same round: the median
 
 Files with two modes have two lines. Speeds: all files are open at once and take turns, `--rounds` times, in another order each
-round, so a slow moment of the machine hits all; plain llama.cpp runs in llama.cpp's own loop with its default attention.
+round, so a slow moment of the machine hits all; plain llama.cpp runs in llama.cpp's own loop without flash attention.
 `--rounds 0` measures the answers alone. A quality does not depend on the machine's load; a speed does.
 """
 

@@ -9,10 +9,10 @@
 
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
-llama-cpp-python's prompt lookup; with `--beside` llama.cpp's own loop on other files, with the attention that it
-chooses itself; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from the
-first token on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest fixed drafts at
-each position. The second table has the chosen drafts by kind of question, a third one what is faster than the files beside.
+llama-cpp-python's prompt lookup; with `--beside` llama.cpp's own loop on other files, which may then use flash attention where it
+likes; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from the first token
+on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest fixed drafts at each
+position. The second table has the chosen drafts by kind of question, the third one compares edgespec with the files beside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from edgespec.core.table import interval, table
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
-CHOSEN_BY_IT = -1  # whether llama.cpp's attention is flash attention
+AUTO = -1  # llama.cpp decides whether it uses flash attention
 LOOKED_UP = 2  # tokens of transformers' prompt lookup, as of llama-cpp-python's
 
 
@@ -102,7 +102,7 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
         found[LOOP] = native_loop(*same)
         found[LOOKUP] = python_binding(*same, lookup=True)
     for file in given.beside:
-        found[beside(file)] = native_loop(file, given.context, given.threads, given.new, CHOSEN_BY_IT)
+        found[beside(file)] = native_loop(file, given.context, given.threads, given.new, AUTO)
     return found
 
 

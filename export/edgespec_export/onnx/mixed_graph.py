@@ -177,18 +177,11 @@ def _rewrite(
         else:
             made.nodes.append(node)
     set_nodes(graph, [*made.first, *made.nodes])
-    _forget_shapes(graph, {name for node in made.first for name in node.output})
+    del graph.value_info[:]  # shapes, of tables that are others now; ONNX Runtime finds them itself
     del graph.initializer[:]
     read = {name for node in graph.node for name in node.input}
     graph.initializer.extend([*(tensor for tensor in kept if tensor.name in read), *own])
     graph.initializer.extend(made.constants.values())
-
-
-def _forget_shapes(graph: Any, names: set[str]) -> None:
-    """What the builder wrote of the shapes of tables that are others now."""
-    kept = [value for value in graph.value_info if value.name not in names]
-    del graph.value_info[:]
-    graph.value_info.extend(kept)
 
 
 class _Nodes:
@@ -216,6 +209,11 @@ class _Nodes:
         from onnx import helper
 
         self.nodes.append(helper.make_node(kind, inputs, [output], name=name, **settings))
+
+    def made(self, kind: str, inputs: list[str], output: str, **settings: Any) -> str:
+        """A node that is named after its output. Returns the output."""
+        self.add(kind, inputs, output, f"{output}/{kind}", **settings)
+        return output
 
     def widened(self, name: str) -> None:
         """A float16 table as float32."""
@@ -248,12 +246,12 @@ class _Nodes:
     def with_means(self, x: str) -> str:
         """x [.., K] and behind it the means of its blocks of 32: [.., K + K/32]. (An AveragePool is slower for several rows.)"""
         if x not in self.longer:
-            self.longer[x], blocks, means = (f"/mixed/{x}/{name}" for name in ("longer", "blocks", "means"))
+            at = f"/mixed/{x}/"
             shape = self.constant("/mixed/in_blocks", np.array([0, 0, -1, BLOCK]))
-            self.add("Reshape", [x, shape], blocks, blocks)
             last = self.constant("/mixed/last", np.array([-1]))
-            self.add("ReduceMean", [blocks, last], means, means, keepdims=0)
-            self.add("Concat", [x, means], self.longer[x], self.longer[x], axis=-1)
+            blocks = self.made("Reshape", [x, shape], at + "blocks")
+            means = self.made("ReduceMean", [blocks, last], at + "means", keepdims=0)
+            self.longer[x] = self.made("Concat", [x, means], at + "longer", axis=-1)
         return self.longer[x]
 
     def widened_matrix(self, part: _Part) -> None:
@@ -285,23 +283,18 @@ class _Nodes:
         border, none = self.constant(at + "border", np.array(count)), self.constant(at + "none", np.array(0))
         last = self.constant(at + "last_of_first", np.array(count - 1))
         axis = self.constant("/mixed/last", np.array([-1]))
-
-        def made(kind: str, inputs: list[str], output: str, **settings: Any) -> None:
-            self.add(kind, inputs, output, f"{output}/{kind}", **settings)
-
-        made("Cast", [ids], at + "ids", to=TensorProto.INT64)
-        made("Min", [at + "ids", last], at + "ids_first")
-        made("Sub", [at + "ids", border], at + "behind")
-        made("Max", [at + "behind", none], at + "ids_rest")
-        made("Less", [at + "ids", border], at + "is_first")
-        made("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
+        self.made("Cast", [ids], at + "ids", to=TensorProto.INT64)
+        self.made("Min", [at + "ids", last], at + "ids_first")
+        self.made("Sub", [at + "ids", border], at + "behind")
+        self.made("Max", [at + "behind", none], at + "ids_rest")
+        self.made("Less", [at + "ids", border], at + "is_first")
+        self.made("Unsqueeze", [at + "is_first", axis], at + "is_first_row")
         for part, name in zip(parts, ("first", "rest"), strict=True):
             self.rows(part, f"{node.name}/{name}", f"{at}ids_{name}", at + name, f"{at}{name}/")
-        made("Where", [at + "is_first_row", at + "first", at + "rest"], y)
+        self.made("Where", [at + "is_first_row", at + "first", at + "rest"], y)
 
     def rows(self, part: _Part, node: str, ids: str, y: str, at: str) -> None:
         """Rows of one table; `node`: the name of what gathers them, `at`: the beginning of all other names."""
-        own = -(-part.columns // BLOCK)
         width = -(-part.inputs // BLOCK) * BLOCK * part.bits // 8
         shape = self.constant(at + "shape", np.array([part.rows, width]))
         self.add("Reshape", [part.packed, shape], at + "table", at + "table/Reshape")
@@ -309,28 +302,26 @@ class _Nodes:
         output = at + "gathered" if part.kind == OFFSET4 else y
         inputs = [at + "table", ids, *part.tables]
         self.add("GatherBlockQuantized", inputs, output, node, domain=CONTRIB, **settings)
-        if part.kind != OFFSET4:
-            return
+        if part.kind == OFFSET4:
+            self.with_rests(part.columns, output, y, at)
+
+    def with_rests(self, columns: int, rows: str, y: str, at: str) -> None:
+        """Rows as they were gathered, [.., K and 32 rests of each block] -> the rows of the table [.., K]."""
+        blocks = columns // BLOCK
         numbers = {
             "begin": [0],
-            "middle": [part.columns],
-            "end": [part.inputs],
-            "blocks": [0, 0, own, BLOCK],
-            "rests": [0, 0, own, 1],
-            "whole": [0, 0, part.columns],
+            "middle": [columns],
+            "end": [columns + blocks],
+            "blocks": [0, 0, blocks, BLOCK],
+            "rests": [0, 0, blocks, 1],
+            "whole": [0, 0, columns],
         }
-        names = {
-            name: self.constant(f"/mixed/{part.columns}/{name}", np.array(of)) for name, of in numbers.items()
-        }
+        names = {name: self.constant(f"{at}{name}_", np.array(of)) for name, of in numbers.items()}
         last = self.constant("/mixed/last", np.array([-1]))
         block = self.constant("/mixed/block", np.float32(BLOCK))
-
-        def made(kind: str, inputs: list[str], output: str) -> str:
-            self.add(kind, inputs, output, f"{output}/{kind}")
-            return output
-
-        values = made("Slice", [output, names["begin"], names["middle"], last], at + "values")
-        rests = made("Slice", [output, names["middle"], names["end"], last], at + "rests")
-        values = made("Reshape", [values, names["blocks"]], at + "blocks")
-        rests = made("Reshape", [made("Div", [rests, block], at + "of_one"), names["rests"]], at + "of_block")
-        made("Reshape", [made("Add", [values, rests], at + "sum"), names["whole"]], y)
+        values = self.made("Slice", [rows, names["begin"], names["middle"], last], at + "values")
+        values = self.made("Reshape", [values, names["blocks"]], at + "blocks")
+        rests = self.made("Slice", [rows, names["middle"], names["end"], last], at + "rests")
+        rests = self.made("Div", [rests, block], at + "of_one")
+        rests = self.made("Reshape", [rests, names["rests"]], at + "of_block")
+        self.made("Reshape", [self.made("Add", [values, rests], at + "sum"), names["whole"]], y)

@@ -110,6 +110,20 @@ def test_every_kind_in_every_family(families: dict[str, Path], tmp_path: Path, f
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # tied, untied, tied with biases
+def test_every_matrix_in_offset4(families: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Matrices with the same inputs share the means of their blocks; the embedding's rows have their rests too."""
+    folder, out = families[family], tmp_path / "out"
+    kinds = {name: OFFSET4 for name, tensor in read_tensors(folder).items() if len(tensor.shape) == 2}
+    export_mixed(folder, out, kinds, {})
+    check_mixed(out, Reference(folder, PROMPTS))
+    nodes = [node.op_type for node in onnx.load(out / "model-fast.onnx", load_external_data=False).graph.node]
+    layers = ModelShape.from_config(read_config(folder)).layers
+    assert (
+        nodes.count("ReduceMean") == 4 * layers + 1
+    )  # attention, its output, gate and up, down; the output head
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # tied, untied, tied with biases
 def test_a_split_table(families: dict[str, Path], tmp_path: Path, family: str) -> None:
     """Its first rows have eight bits and the rest four, in the output layer and in the embedding, stored once where tied."""
     folder, out = families[family], tmp_path / "out"

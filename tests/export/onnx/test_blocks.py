@@ -24,10 +24,8 @@ def test_a_matrix_that_was_rounded_by_llama_cpp_keeps_every_value(before: Kind, 
 
 def test_a_matrix_that_was_q4_1_errs_by_a_fiftieth_of_a_step() -> None:
     """All weights of a block by the same, since only its rest is rounded."""
-    wide = (
-        np.random.default_rng(1).standard_normal((8, 1024)).astype(np.float32)
-    )  # 32 rests to a row share a scale
-    values = dequantize(quantize(wide, Kind.Q4_1), Kind.Q4_1)
+    weights = np.random.default_rng(1).standard_normal((8, 1024)).astype(np.float32)  # 32 rests share a scale
+    values = dequantize(quantize(weights, Kind.Q4_1), Kind.Q4_1)
     off = (in_blocks(values, OFFSET4).values() - values).reshape(-1, BLOCK)
     blocks = values.reshape(-1, BLOCK)
     steps = (blocks.max(1) - blocks.min(1)) / 15
@@ -35,8 +33,8 @@ def test_a_matrix_that_was_q4_1_errs_by_a_fiftieth_of_a_step() -> None:
     assert 1 / 60 < np.sqrt(np.square(off).mean() / np.square(steps).mean()) < 1 / 45
 
 
-def test_tables_of_a_block_that_is_shifted_are_read_in_both_forms() -> None:
-    """Files of before have a shift for each block, today's a zero and a rest."""
+def test_older_tables_with_a_shift_for_each_block_are_read() -> None:
+    """Mixed files of before have such; today's have a zero and a rest."""
     shifted = quantize(WEIGHTS, Kind.Q4_1).reshape(len(WEIGHTS), -1, 20)
     half = shifted[..., :4].copy().view(np.float16)
     low, high = shifted[..., 4:] & 15, shifted[..., 4:] >> 4  # GGUF's first 16 weights, then the other 16
