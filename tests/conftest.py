@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,15 @@ from once import of_the_run, once
 from repository import REPOSITORY
 
 COSTLY = {"trained": "training", "trained_command": "training", "small_build": "training"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Every process of a run keeps to cores of its own: threads that wait for each other by spinning would take the other's."""
+    worker: dict[str, Any] | None = getattr(config, "workerinput", None)
+    if worker is not None and hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
+        os.sched_setaffinity(0, cores[number::count] or cores)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,11 +42,20 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test touches the user's cache folder, config file or the network; nor does a fixture of a whole module."""
+    """No test touches the user's cache folder, config file or the network, nor does a fixture of a whole module.
+
+    Where a test needs the costs of a pair, they are measured for a shorter time than a chat would.
+    """
+    from edgespec_runtime.chooser import pair_schedule
+    from edgespec_runtime.chooser.calibrate import CalibrateOptions
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EDGESPEC_CONFIG", str(tmp_path_factory.getbasetemp() / "no-config.yaml"))
         patch.setenv("EDGESPEC_HOME", str(shared_home))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(
+            pair_schedule, "QUICK", CalibrateOptions(seconds=0.3, contexts=(64,))
+        )  # models are tiny here
         yield
 
 

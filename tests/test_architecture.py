@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,6 @@ SEVERAL = {"edgespec.building", "edgespec.verbs", "edgespec.api", "edgespec.cli"
 """What may import several of runtime, recipes and export."""
 MOST_FILES = 15
 HEAVY = {"torch", "transformers", "accelerate", "onnx", "gguf", "onnxruntime_genai", "safetensors"}
-FILES = [(package, file) for package, folder in PACKAGES.items() for file in sorted(folder.rglob("*.py"))]
 
 
 def name_of(package: str, file: Path) -> str:
@@ -86,7 +86,16 @@ def room_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-MODULES = {name_of(package, file): ast.parse(file.read_text(encoding="utf-8")) for package, file in FILES}
+MODULES = {
+    name_of(package, file): file
+    for package, folder in PACKAGES.items()
+    for file in sorted(folder.rglob("*.py"))
+}
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
 def needed(tree: ast.AST) -> set[str]:
@@ -132,7 +141,7 @@ def test_rooms_import_one_way(module: str) -> None:
     if room == "edgespec.__main__":
         return
     above = ROOMS[: ROOMS.index(room)]
-    needs = needed(MODULES[module])
+    needs = needed(parsed(module))
     assert {room_of(name) for name in needs} <= {room, *above}
     package = module.partition(".")[0]
     others = {name.partition(".")[0] for name in needs} - {"edgespec", package}
@@ -142,9 +151,9 @@ def test_rooms_import_one_way(module: str) -> None:
         assert others <= {"edgespec_runtime"}  # recipes and export never import each other
 
 
-@pytest.mark.parametrize(("package", "file"), FILES, ids=lambda value: getattr(value, "name", value))
-def test_light_rooms_stay_light(package: str, file: Path) -> None:
-    names = at_import(ast.parse(file.read_text(encoding="utf-8")))
+@pytest.mark.parametrize("module", MODULES)
+def test_light_rooms_stay_light(module: str) -> None:
+    names, package = at_import(parsed(module)), module.partition(".")[0]
     if package in ("edgespec", "edgespec_runtime"):
         assert not names & HEAVY
     if package == "edgespec":
@@ -152,7 +161,7 @@ def test_light_rooms_stay_light(package: str, file: Path) -> None:
 
 
 def test_no_files_need_each_other() -> None:
-    needs = {name: needed(tree) - {name} for name, tree in MODULES.items()}
+    needs = {name: needed(parsed(name)) - {name} for name in MODULES}
     while free := [name for name in needs if not needs[name] & set(needs)]:
         for name in free:
             del needs[name]
@@ -197,7 +206,7 @@ def test_help_imports_no_room_and_little_else() -> None:
 def test_files_stay_readable_in_one_sitting() -> None:
     long = {
         file.name: lines
-        for _, file in FILES
+        for file in MODULES.values()
         if (lines := len(file.read_text(encoding="utf-8").splitlines())) > 400
     }
     assert not long

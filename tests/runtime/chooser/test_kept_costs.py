@@ -32,7 +32,7 @@ BRIEFLY = CalibrateOptions(0.1, (16,))
 
 @pytest.mark.usefixtures("steady")
 def test_a_real_pair_is_measured_once_and_kept(pair: Pair, bundle: Path, notes: list[str]) -> None:
-    how = CalibrateOptions(seconds=1.5, contexts=(16, 64))
+    how = CalibrateOptions(seconds=0.8, contexts=(16, 64))
     pair.target.prefill([1, 2, 3])
     costs, kept = costs_of(pair, how, notes.append)
     assert not kept
