@@ -23,6 +23,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob, merge, to_mapping
 from edgespec.recipe.data_sources import BuildData, is_local
 from edgespec.recipe.read import resolve
+from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.schema import SELF, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
@@ -126,8 +127,8 @@ class Study:
         return replace(self, arms=chosen, options=options)
 
 
-def parse_sampling(text: str) -> tuple[float, float]:
-    """'0.6/0.9' -> (temperature 0.6, top-p 0.9); '1' -> (1.0, 1.0). Raises InputError."""
+def parse_sampling(text: str) -> Sampling:
+    """'0.6/0.9' -> temperature 0.6, top-p 0.9; '1' -> temperature 1, top-p 1. Raises InputError."""
     heat, _, mass = text.partition("/")
     try:
         temperature, top_p = float(heat), float(mass or 1.0)
@@ -137,7 +138,7 @@ def parse_sampling(text: str) -> tuple[float, float]:
         ) from error
     if not (temperature >= 0 and 0 < top_p <= 1):
         raise InputError(f"sampling {text!r} is out of bounds; temperature is at least 0 and top-p in (0, 1]")
-    return temperature, top_p
+    return Sampling(temperature, top_p)
 
 
 def read_study(name: str, values: Mapping[str, Any], *, target: str = "", data: str = "") -> Study:

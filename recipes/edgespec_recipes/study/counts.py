@@ -37,11 +37,11 @@ class Texts:
 
     @property
     def warping(self) -> Sampling:
-        return Sampling(*parse_sampling(self.sampling))
+        return parse_sampling(self.sampling)
 
 
 def _file(task: str, sampling: str) -> str:
-    return f"{task}-{Sampling(*parse_sampling(sampling)).key}.json"
+    return f"{task}-{parse_sampling(sampling).key}.json"
 
 
 def sample_texts(
@@ -65,7 +65,7 @@ def sample_texts(
             )
             counts[name] = {"prompts": len(prompts), "prompt_tokens": sum(map(len, prompts))}
             for sampling in samplings:
-                path, how = out / _file(name, sampling), Sampling(*parse_sampling(sampling))
+                path, how = out / _file(name, sampling), parse_sampling(sampling)
                 go_on = bar.skip if path.exists() else bar.update
                 if not path.exists():
                     responses = HeldOut(target, prompts, stops, options, seed).own_responses(how)

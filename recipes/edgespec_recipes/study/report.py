@@ -11,7 +11,6 @@ import yaml
 
 from edgespec.core import table as tables
 from edgespec.core.table import count, duration, interval
-from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.study_options import parse_sampling
 
 Row = Mapping[str, Any]
@@ -29,7 +28,7 @@ AdaSPEC trains a reference besides, and a drafter's own responses take time to b
 
 
 def label(sampling: str) -> str:
-    return Sampling(*parse_sampling(sampling)).label if sampling else "all"
+    return parse_sampling(sampling).label if sampling else "all"
 
 
 table = partial(tables.table, markdown=True)

@@ -101,8 +101,8 @@ def test_some_arms_and_seeds() -> None:
 
 
 def test_samplings() -> None:
-    assert parse_sampling("0.6/0.9") == (0.6, 0.9)
-    assert parse_sampling("0") == (0.0, 1.0)
+    assert parse_sampling("0.6/0.9") == Sampling(0.6, 0.9)
+    assert parse_sampling("0") == Sampling(0.0, 1.0)
 
 
 @pytest.mark.parametrize("name", list(shipped_studies()))
@@ -112,7 +112,7 @@ def test_shipped_studies_can_be_read(name: str) -> None:
     assert groups == set(study.groups)
     assert len(study.options.seeds) >= 3
     assert study.recipe.evaluate.draft_lengths == (3, 5, 7)
-    assert [parse_sampling(text) for text in study.options.samplings] == [(0, 1), (0.6, 0.9), (1, 1)]
+    assert [parse_sampling(text).key for text in study.options.samplings] == ["t0-p1", "t0.6-p0.9", "t1-p1"]
     assert {task.domain for task in study.tasks.values()} == {"in", "out"}
     arms = [arm.recipe.distill for arm in study.arms.values() if arm.recipe.distill.steps]
     assert {options.divergence for options in arms} == {"fkl", "rkl", "jsd", "tvd", "tvd++", "lk"}
