@@ -4,8 +4,8 @@
                                     [--new 128] [--draft-lengths 1,2] [--beside FILE.gguf ...] [--transformers FOLDER]
                                     [--json FILE.json]
 
-    edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4 --out build/all   # its GGUF is FILE.gguf
-    edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf   # others of the same weights
+    edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q4_1 --out build/all   # FILE.gguf is in Q4_1
+    edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf        # FOLDER: float weights
 
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and

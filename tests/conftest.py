@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-        os.sched_setaffinity(0, cores[number::count] or cores)
+        with suppress(OSError):  # a sandbox may forbid it
+            os.sched_setaffinity(0, cores[number::count] or cores)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

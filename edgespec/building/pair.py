@@ -49,11 +49,12 @@ def find_target(name: str) -> FoundTarget:
     return resolve_target(name)
 
 
-def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:
+def check_pair(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:
     """Hold a target and its drafter against every later stage.
 
-    `drafter`: the folder it is in, or the shape of one that is still to be made. Returns notes on the files that will be written.
-    Raises InputError (BundleError for a chat template that the runtime does not run) naming what stands against it.
+    `drafter`: the folder it is in, or the shape of one that is still to be made; None for a head that is. Returns notes on the
+    files that will be written. Raises InputError naming what stands against it, BundleError for a chat template that the runtime
+    does not run.
     """
     from edgespec_export.formats.export import check_possible
     from edgespec_recipes.models.loading import check_model_folder
@@ -64,7 +65,7 @@ def check_pair(target: Path, drafter: ModelShape | Path, options: ExportOptions)
         check_no_npu(f"{drafter} is a head", options)
         check_features(THREE if target_layers(drafter) else LAST, options)
         check_target(drafter, target)
-        drafter = target  # its graph has no limits of its own
+        drafter = None
     elif isinstance(drafter, Path):
         check_model(drafter, "the drafter")
     return check_possible(target, drafter, options)

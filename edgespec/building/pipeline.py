@@ -151,14 +151,14 @@ class Build(ExportStages):
         checkpoint = self.recipe.drafter.checkpoint
         return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
 
-    def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path:
-        """The checkpoint the drafter starts from, held against the target's tokens; the planned shape where there is none."""
+    def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
+        """What `check_pair` asks about: a checkpoint to start from, held against the target's tokens, or the planned shape."""
         options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
         if options.kind == "head":
             if options.init == "checkpoint":
                 check_start(checkpoint, shape_in(target / "config.json"), options.features)
                 check_target(checkpoint, target)
-            return target  # its graph has no limits of its own
+            return None
         if options.init != "checkpoint":
             return shape
         from edgespec_recipes.models.loading import check_same_vocabulary

@@ -118,7 +118,7 @@ class ExportStages:
                 reads=sources.everything(data),
             )
 
-    def _possible(self, target: Path, drafter: ModelShape | Path) -> None:
+    def _possible(self, target: Path, drafter: ModelShape | Path | None) -> None:
         """What a later stage would refuse, said before anything is written; notes on the files. Raises as `check_pair` does."""
         for text in check_pair(target, drafter, self.recipe.export):
             step(f"Note: {text}")

@@ -30,12 +30,12 @@ READY = "ready"
 EVALUATION = "evaluation.json"
 FILES = {
     "onnx": ["int8"],
-    "gguf": ["q8_0"],
+    "gguf": ["q4_1"],
     "verify_prompts": 2,
     "answer_replies": 8,
     "acceptance_prompts": 0,
 }
-"""What a ready bundle has: ONNX int8 and the target's own GGUF file. Its drafter was measured when it was made."""
+"""What a ready bundle has: ONNX int8 and the target's own GGUF file, which is Q4_1. Its drafter was measured when it was made."""
 
 
 def ready_folders() -> dict[str, Path]:

@@ -91,15 +91,18 @@ def exported_files(
         found += [ExportedFile(role, "onnxruntime", name, place / f"onnx-{name}") for name in options.onnx]
         names = {name: name for name in options.gguf}
         if own is not None and options.gguf:
-            # Q8_0 changes least at half the size of floats
-            beside = "q8_0" if "q8_0" in options.gguf else options.gguf[0]
-            names = {own.precision: own.precision if role == "target" else beside}
+            names = {own.precision: own.precision if role == "target" else _beside(options.gguf)}
         found += [
             ExportedFile(role, "llama.cpp", name, place / "gguf" / f"{role}-{held}.gguf", held)
             for name, held in names.items()
         ]
         found += [ExportedFile(role, "static", name, place / f"static-{name}") for name in options.npu]
     return found
+
+
+def _beside(precisions: Sequence[str]) -> str:
+    """The drafter's precision beside a target's own file: Q8_0 changes least at half the size of floats."""
+    return "q8_0" if "q8_0" in precisions else precisions[0]
 
 
 def export_pair(
@@ -173,12 +176,13 @@ def graph_writer(
     return partial(export_onnx, source, precision=file.precision, hidden_states=head)
 
 
-def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOptions) -> list[str]:
+def check_possible(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:
     """Whether two models can be had in every precision asked for: the exporters are asked, before anything is trained.
 
-    `drafter`: the folder it is in, or the shape of a Llama that is still to be made. Returns notes on matrices that will have
-    another type than asked for. Raises InputError naming what stands against it: family, RoPE, activation, windows, biases,
-    tokenizer, head sizes, rows that are no whole blocks.
+    `drafter`: the folder it is in, or the shape of a Llama that is still to be made; None for a head, whose graph has no limits
+    of its own. Returns notes on what will be otherwise than asked for, such as the type of a matrix.
+    Raises InputError naming what stands against it: family, RoPE, activation, windows, biases, tokenizer, head sizes, rows that
+    are no whole blocks.
     """
     from edgespec_export.bits.choose import budget_of
     from edgespec_export.gguf.quantize import K_BLOCK, PRECISIONS
@@ -187,11 +191,16 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
     shapes = {"the target": _check_folder(target, options)}
     if isinstance(drafter, Path):
         shapes["the drafter"] = _check_folder(drafter, options)
-    else:
+    elif drafter is not None:
         shapes["the drafter"] = drafter
         if options.onnx:
             check_shape(drafter, "the drafter")
-    notes = []
+    notes, own = [], own_file(target)
+    if own is not None and set(options.gguf) - {own.precision}:
+        notes.append(
+            f"the target's own file {own.path.name} stays its GGUF file, in {own.precision}; it is not written in "
+            f"{', '.join(name for name in options.gguf if name != own.precision)}"
+        )
     border = shapes["the target"].rope_border
     if border is not None:
         notes.append(
@@ -206,7 +215,10 @@ def check_possible(target: Path, drafter: ModelShape | Path, options: ExportOpti
                 f"{name} has rows of {odd[0]}, and ONNX int8 needs multiples of {BLOCK_SIZE}; leave it out of --export.onnx, or "
                 "choose another width"
             )
-        for precision in () if name == "the target" and own_file(target) is not None else options.gguf:
+        written = options.gguf
+        if own is not None and written:
+            written = () if name == "the target" else (_beside(written),)
+        for precision in written:
             if precision == MIXED["gguf"]:  # says so itself, tensor by tensor
                 continue
             block = K_BLOCK if PRECISIONS[precision].by_llama_cpp else BLOCK_SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.own_gguf import OwnFile
 
 NPU = ExportOptions(onnx=(), gguf=(), npu=("fp32",))
 DRAFTER = ModelShape(64, 2, 4, 2, 32, 160, 512, tied=True, context_length=256)
@@ -85,6 +87,21 @@ def test_the_drafter_counts_too(families: dict[str, Path]) -> None:
     narrow = ModelShape(64, 2, 8, 2, 8, 160, 512, tied=True, context_length=256)
     with pytest.raises(InputError, match="the drafter has heads of 8"):
         check_possible(families["llama"], narrow, ONNX)
+
+
+def test_what_the_file_of_a_gguf_target_changes(families: dict[str, Path], tmp_path: Path) -> None:
+    """It is the pair's GGUF file, whatever its rows; a head has no GGUF file at all."""
+    folder, file = tmp_path / "model", tmp_path / "own.gguf"
+    shutil.copytree(families["llama"], folder)
+    file.write_bytes(b"GGUF")
+    OwnFile(file, "0" * 64, 4, "q4_1").keep(folder)
+    asked = ExportOptions(onnx=(), gguf=("q4_1", "q6_k"))
+    stays = "the target's own file own.gguf stays its GGUF file, in q4_1; it is not written in q6_k"
+    assert check_possible(folder, None, asked) == [stays]
+    assert check_possible(folder, DRAFTER, asked) == [stays]  # the drafter is written in q4_1 alone
+    rows = "the drafter has rows of 64, 128, 160, no multiples of 256: in q6_k their matrices will have another type"
+    assert check_possible(folder, DRAFTER, ExportOptions(onnx=(), gguf=("q6_k",))) == [stays, rows]
+    assert check_possible(folder, None, ExportOptions(gguf=("q4_1",))) == []
 
 
 def test_a_drafter_that_is_there_counts_as_a_target_does(families: dict[str, Path], tmp_path: Path) -> None:
