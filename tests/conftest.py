@@ -46,7 +46,7 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No test touches the user's cache folder, config file or the network, nor does a fixture of a whole module.
 
-    Where a test needs the costs of a pair, they are measured for a shorter time than a chat would.
+    Where a test needs the costs of a pair, they are measured for a shorter time than in a chat: the models are tiny.
     """
     from edgespec_runtime.chooser import pair_schedule
     from edgespec_runtime.chooser.calibrate import CalibrateOptions
@@ -55,9 +55,7 @@ def cache(shared_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         patch.setenv("EDGESPEC_CONFIG", str(tmp_path_factory.getbasetemp() / "no-config.yaml"))
         patch.setenv("EDGESPEC_HOME", str(shared_home))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(
-            pair_schedule, "QUICK", CalibrateOptions(seconds=0.3, contexts=(64,))
-        )  # models are tiny here
+        patch.setattr(pair_schedule, "QUICK", CalibrateOptions(seconds=0.3, contexts=(64,)))
         yield
 
 

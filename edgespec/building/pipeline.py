@@ -152,7 +152,10 @@ class Build(ExportStages):
         return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
 
     def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
-        """What `check_pair` asks about: a checkpoint to start from, held against the target's tokens, or the planned shape."""
+        """The checkpoint the drafter starts from, held against the target's tokens, or the planned shape; None for a head.
+
+        A head's graph has no limits of its own.
+        """
         options, checkpoint = self.recipe.drafter, Path(self.recipe.drafter.checkpoint)
         if options.kind == "head":
             if options.init == "checkpoint":

@@ -290,7 +290,7 @@ def test_a_drafter_equal_to_the_target_is_never_rejected(how: dict[str, Any]) ->
     assert setup.counts.acceptance_rate == 1.0
 
 
-SMALL, LENGTH, DRAWS = 3, 3, 3000
+SMALL, LENGTH, DRAWS = 3, 3, 6000
 
 
 @pytest.mark.parametrize("gamma", [0, 1, 2, 3])

@@ -37,11 +37,11 @@ WARPS = [
 @pytest.mark.parametrize("how", WARPS)
 @pytest.mark.parametrize("drafter", ["model", LOOKUP, HYBRID])
 def test_a_seed_gives_the_text_of_plain_decoding(drafter: str, how: dict[str, float]) -> None:
-    """Whatever drafts and however much; here for six seeds, four draft lengths, three drafters, and a context that shifts."""
+    """Whatever drafts and however much; here for twelve seeds, four draft lengths, three drafters, and a context that shifts."""
     target = random_model(3, V, 1.0)
     drafts = (target, random_model(4, V, 1.0), lambda ids: target(ids) + random_model(5, V, 0.7)(ids))
     kept = 0
-    for seed, draft in itertools.product(range(6), drafts):
+    for seed, draft in itertools.product(range(12), drafts):
         setup = Setup(target, draft, V, context_length=24)
         said = []
         for schedule in (None, Fixed(1), Fixed(3), Fixed(7), Chosen()):
