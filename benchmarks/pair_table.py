@@ -1,18 +1,20 @@
 """One pair in all its files: plain, best fixed and chosen drafts, beside what llama.cpp and transformers do with the same target.
 
     python benchmarks/pair_table.py BUNDLE [--files onnxruntime:int8,llama.cpp:q4_1] [--temperatures 0,0.7,1] [--each 20]
-                                    [--new 128] [--draft-lengths 1,2] [--beside FILE.gguf ...] [--transformers FOLDER]
-                                    [--json FILE.json]
+                                    [--new 128] [--draft-lengths 1,2] [--alone] [--beside FILE.gguf ...]
+                                    [--transformers FOLDER] [--json FILE.json]
 
     edgespec export --target FILE.gguf --drafter HEAD --precisions int8,int4,q4_1 --out build/all   # FILE.gguf is in Q4_1
     edgespec export --target FOLDER --drafter HEAD --precisions q8_0,q4_k_m --out build/gguf        # FOLDER: float weights
 
 Every question of the built-in suite (`--each` of a kind) is answered once by every rival of a file, in an order of its own.
 Rivals are edgespec's plain decoding, its fixed draft lengths and its chosen one; for a GGUF file also llama.cpp's own loop and
-llama-cpp-python's prompt lookup; with `--beside` llama.cpp's own loop on other files, which may then use flash attention where it
-likes; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from the first token
-on. All figures are medians over questions, with 95 % bootstrap intervals; α is that of the longest fixed drafts at each
-position. The second table has the chosen drafts by kind of question, the third one compares edgespec with the files beside.
+llama-cpp-python's prompt lookup, unless `--alone`; with `--beside` llama.cpp's own loop on other files, which may then use flash
+attention where it likes; with `--transformers` the same target in torch, plain and with prompt lookup. Tokens a second count from
+the first token on. All figures are medians over questions, with 95 % bootstrap intervals.
+
+Tables: what drafts gain, with τ of the chosen ones and α of the longest fixed ones at each position; the chosen drafts by kind of
+question; tokens a second beside the other programs; with `--beside`, edgespec against these files.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def rivals_of(pair: Pair, given: argparse.Namespace) -> dict[str, Run]:
     found: dict[str, Run] = {PLAIN: ours(pair, given.new, speculates=False)}
     found |= {f"γ = {length}": ours(pair, given.new, draft_length=length) for length in given.draft_lengths}
     found[CHOSEN] = ours(pair, given.new, schedules=Schedules(pair, note))
-    if pair.engine == LLAMACPP:
+    if pair.engine == LLAMACPP and not given.alone:
         file = pair.manifest.model_path("target", LLAMACPP, pair.precision)
         same = (file, given.context, given.threads, given.new, bool(pair.flash_attention))
         found[LOOP] = native_loop(*same)
@@ -125,15 +127,19 @@ def against(rates: Rates, name: str, of: Sequence[int], rival: str = PLAIN) -> s
     return interval(*bootstrap([rates[name][each] / rates[rival][each] for each in of], median))
 
 
-def rows_of(file: str, temperature: str, found: Measured) -> list[tuple[str, ...]]:
+def gains(found: Measured, fixed: Sequence[str]) -> list[str]:
+    """Plain tokens a second, what each kind of draft makes of them, τ and α."""
     everywhere = range(len(found.rates[PLAIN]))
-    rows = []
-    for name, rates in found.rates.items():
-        gain = "1" if name == PLAIN else against(found.rates, name, everywhere)
-        tau = f"{found.taus[name]:.2f}" if name in found.taus else ""
-        alpha = " ".join(f"{each:.2f}" for each in found.alphas.get(name, ()))
-        rows.append((file, temperature, name, f"{median(rates):.1f}", gain, tau, alpha))
-    return rows
+    ratios = [against(found.rates, name, everywhere) for name in (*fixed, CHOSEN)]
+    tau = f"{found.taus[CHOSEN]:.2f}" if CHOSEN in found.taus else ""
+    alpha = ", ".join(f"{each:.2f}" for each in found.alphas[fixed[-1]])
+    return [f"{median(found.rates[PLAIN]):.0f}", *ratios, tau, alpha]
+
+
+def speeds(rates: Rates) -> list[str]:
+    """Tokens a second of plain decoding, chosen drafts, llama.cpp's loop, and prompt lookup of another program."""
+    lookup = TORCH_LOOKUP if TORCH_LOOKUP in rates else LOOKUP
+    return [f"{median(rates[name]):.0f}" if name in rates else "" for name in (PLAIN, CHOSEN, LOOP, lookup)]
 
 
 def kept(file: Path | None, key: str, measure: Callable[[], Measured]) -> Measured:
@@ -158,6 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--draft-lengths", type=whole_numbers, default="1,2")
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=default_threads())
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp's own loop and prompt lookup")
     parser.add_argument(
         "--beside", type=Path, nargs="+", default=[], help="GGUF files of llama.cpp's own loop"
     )
@@ -172,7 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
         f"{engine}:{precision}" for engine, each in target.files.items() for precision in each
     ]
     of = {kind: [at for at, one in enumerate(questions) if one.category == kind] for kind in kinds}
-    rows, by_kind, besides = [], [], []
+    fixed = [f"γ = {length}" for length in given.draft_lengths]
+    rows, by_kind, besides, others = [], [], [], []
     for file in files:
         engine, precision = file.split(":")
         options = LoadOptions(engine, precision, context=given.context, threads=given.threads)
@@ -182,13 +190,15 @@ def main(arguments: list[str] | None = None) -> int:
         for word in given.temperatures:
             label = f"{file}, T = {word}"
             found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
-            rows += rows_of(f"{file} {pair.mode}", word, found)
-            by_kind.append((file, word, *(against(found.rates, CHOSEN, of[kind]) for kind in kinds)))
-            for own in (PLAIN, *(f"γ = {length}" for length in given.draft_lengths), CHOSEN):
-                ratios = (
+            rows.append((f"{file} {pair.mode}", word, *gains(found, fixed)))
+            ratios = [[found.rates[CHOSEN][at] / found.rates[PLAIN][at] for at in of[kind]] for kind in kinds]
+            by_kind.append((file, word, *(f"{median(each):.2f}" for each in ratios)))
+            others.append((file, word, *speeds(found.rates)))
+            for own in (PLAIN, *fixed, CHOSEN):
+                them = (
                     against(found.rates, own, range(len(questions)), beside(each)) for each in given.beside
                 )
-                besides.append((file, word, own, *ratios))
+                besides.append((file, word, own, *them))
         pair.close()
     if given.transformers:
         rivals = {
@@ -198,13 +208,15 @@ def main(arguments: list[str] | None = None) -> int:
         for word in given.temperatures:
             label = f"{TORCH}, T = {word}"
             found = kept(given.json, label, partial(answered, rivals, prompts, float(word), label))
-            rows += rows_of(f"{TORCH} float32", word, found)
+            others.append((f"{TORCH} float32", word, *speeds(found.rates)))
+    shown = partial(table, markdown=True, left=2)
     print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
-    print(table(("file", "T", "rival", "tok/s", "x plain", "τ", "α by position"), rows, left=3))
-    print(table(("γ chosen, x plain", "T", *kinds), by_kind))
+    print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), rows), "\n")
+    print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), "\n")
+    print(shown(("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup"), others), "\n")
     if given.beside:
         names = [f"x {beside(each)}" for each in given.beside]
-        print(table(("file", "T", "ours", *names), besides, left=3))
+        print(table(("file", "T", "ours", *names), besides, markdown=True, left=3))
     return 0
 
 
