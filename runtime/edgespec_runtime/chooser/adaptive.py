@@ -85,7 +85,7 @@ class Adaptive:
     def __init__(self, costs: Costs, acceptance_rate: float, most: int = 8, *, mixes: bool = False) -> None:
         most = min(most, costs.longest - 1)
         self._of = {origin: _Origin(AcceptanceRates(acceptance_rate, most)) for origin in ORIGINS}
-        self._costs = CurrentCosts(costs, mixes)
+        self._costs = CurrentCosts(costs, mixes, memory=2 * REFRESH)  # plain steps are never forgotten
         self._guard = Guard()
         self._asked = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step

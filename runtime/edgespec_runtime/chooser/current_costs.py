@@ -14,10 +14,14 @@ CLIP = 2.0  # times what was expected: a block that took longer was held up by a
 
 
 class _Factor:
-    """Times what the table says: the mean of the first blocks, then slowly moving. The table counts as one block."""
+    """Times what the table says: the mean of the first blocks, then slowly moving. The table counts as one block.
+
+    Attributes:
+        block: number of the newest block that it learnt from.
+    """
 
     def __init__(self, value: float = 1.0) -> None:
-        self.value, self._seen = value, 1
+        self.value, self._seen, self.block = value, 1, 0
 
     def learn(self, seconds: float, table: float) -> float:
         """Returns the seconds that were believed."""
@@ -33,15 +37,18 @@ class CurrentCosts:
     Args:
         costs: measured on this device for this pair.
         mixes: the drafter also speaks behind the draft, as a rule wants that mixes p and q (acceptance.Rule).
+        memory: blocks after which a size that was not made is forgotten. It was last seen on a machine that may have been busy
+            then, and as long as it looks dear nobody would make it again.
 
     Attributes:
         row: the table near the present context. It moves when a length is chosen: a block is held against what it was chosen by.
     """
 
-    def __init__(self, costs: Costs, mixes: bool) -> None:
-        self._costs, self._mixes = costs, mixes
+    def __init__(self, costs: Costs, mixes: bool, memory: int) -> None:
+        self._costs, self._mixes, self._memory = costs, mixes, memory
         self._drafting = _Factor()
-        self._passes: dict[int, _Factor] = {}  # by size, of those that were made so far
+        self._passes: dict[int, _Factor] = {}  # by size, of those that were made lately
+        self._blocks = 0
         self.row: Row = costs.row(costs.contexts[0])
 
     def move(self, context: int) -> None:
@@ -61,12 +68,16 @@ class CurrentCosts:
         table = (outcome.drafted + self._mixes) * row.draft
         if table and outcome.origin == FROM_MODEL:
             drafting = self._drafting.learn(drafting, table)
-        self._passes[size] = self._factor(size)
+        self._blocks += 1
+        first = self._blocks - self._memory
+        self._passes = {made: each for made, each in self._passes.items() if each.block >= first}
+        self._passes[size] = factor = self._factor(size)
+        factor.block = self._blocks
         # a pass, and the sampling and the loop's work around it
-        return drafting + self._passes[size].learn(outcome.seconds - outcome.draft_seconds, row.verify[size])
+        return drafting + factor.learn(outcome.seconds - outcome.draft_seconds, row.verify[size])
 
     def _factor(self, size: int) -> _Factor:
-        """Of a size that was never made, the nearest one's: it tells how fast the machine is."""
+        """Of a size that was not made lately, the nearest one's: it tells how fast the machine is."""
         if size in self._passes or not self._passes:
             return self._passes.get(size) or _Factor()
         return _Factor(self._passes[min(self._passes, key=lambda made: abs(made - size))].value)

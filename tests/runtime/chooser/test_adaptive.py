@@ -260,6 +260,21 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
     assert re.fullmatch(r"off for now: drafts have cost \d\d% of this session's time", schedule.off)
 
 
+@pytest.mark.parametrize("shape", ["measured", "dear", "saw-tooth"])
+def test_drafts_are_back_when_a_busy_machine_is_quiet_again(shape: str) -> None:
+    """Another program slows a pass of several tokens more than a plain step. What it took then must not keep drafts off later."""
+    costs, draws = costs_of(SHAPES[shape], 0.1), np.random.default_rng(0)
+    schedule, drafted = Adaptive(costs, 0.6), []
+    for block in range(2400):
+        length = schedule.draft_length(CONTEXT, ROOM)
+        drafted.append(length > 0)
+        size, kept = schedule.pass_length(length + 1), int((draws.random(length) < 0.6).cumprod().sum())
+        slow = (2.5 if length else 1.5) if 600 <= block < 1000 else 1.0
+        drafting, passing = slow * length * costs.draft(CONTEXT), slow * costs.verify(size, CONTEXT)
+        schedule.observe(Outcome(length, kept, kept + 1, size, drafting, drafting + passing))
+    assert np.mean(drafted[1200:]) > 0.95
+
+
 def sessions(machine: Machine, make: Callable[[], Schedule]) -> np.ndarray:
     """Seconds of two sessions of ten replies of 128 tokens, each with a schedule of its own."""
     return np.array([sum(seconds_of(machine, make(), 10, 128, first=10 * n)) for n in range(2)])

@@ -8,6 +8,11 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import Outcome
 
 TABLE = Costs((32,), ((1.0, 1.5, 2.2, 1.6, 2.0),), (0.1,))
+MEMORY = 50  # blocks
+
+
+def of(table: Costs = TABLE, *, mixes: bool = False) -> CurrentCosts:
+    return CurrentCosts(table, mixes, MEMORY)
 
 
 def outcome(drafted: int, size: int, draft_seconds: float, pass_seconds: float) -> Outcome:
@@ -20,14 +25,14 @@ def now(costs: CurrentCosts, length: int) -> float:
 
 def test_before_any_block_the_table_holds() -> None:
     """A draft of 2 needs a pass of 3, and one of 4 is cheaper."""
-    plain, mixing = CurrentCosts(TABLE, mixes=False), CurrentCosts(TABLE, mixes=True)
+    plain, mixing = of(), of(mixes=True)
     wanted = [1.0, 0.1 + 1.5, 0.2 + 1.6, 0.3 + 1.6, 0.4 + 2.0]
     assert [now(plain, length) for length in range(5)] == pytest.approx(wanted)
     assert [now(mixing, length) for length in range(5)] == pytest.approx([cost + 0.1 for cost in wanted])
 
 
 def test_a_factor_goes_to_what_is_seen_and_then_moves_slowly() -> None:
-    costs = CurrentCosts(TABLE, mixes=False)
+    costs = of()
     for _ in range(200):
         costs.learn(outcome(0, 1, 0.0, 1.3))
     assert now(costs, 0) == pytest.approx(1.3, rel=1e-3)
@@ -38,7 +43,7 @@ def test_a_factor_goes_to_what_is_seen_and_then_moves_slowly() -> None:
 
 def test_a_hiccup_counts_as_one() -> None:
     """A pass that took a hundred times as long moves its factor as one that took CLIP times as long."""
-    held_up, slow = CurrentCosts(TABLE, mixes=False), CurrentCosts(TABLE, mixes=False)
+    held_up, slow = of(), of()
     for _ in range(20):
         for costs in (held_up, slow):
             costs.learn(outcome(3, 4, 0.3, 1.6))
@@ -49,7 +54,7 @@ def test_a_hiccup_counts_as_one() -> None:
 
 
 def test_sizes_have_factors_of_their_own_and_a_new_one_takes_the_nearest() -> None:
-    costs = CurrentCosts(TABLE, mixes=False)
+    costs = of()
     for _ in range(200):
         costs.learn(outcome(0, 1, 0.0, 1.1))
         costs.learn(outcome(3, 4, 0.3, 2.4))
@@ -59,8 +64,22 @@ def test_sizes_have_factors_of_their_own_and_a_new_one_takes_the_nearest() -> No
     assert now(costs, 4) == pytest.approx(0.4 + 1.5 * 2.0, rel=1e-3)
 
 
+def test_a_size_that_was_seen_on_a_busy_machine_alone_is_forgotten() -> None:
+    """Passes of 4 took three times as long, and then plain steps show a quiet machine."""
+    costs = of()
+    for _ in range(100):
+        costs.learn(outcome(0, 1, 0.0, 3.0))
+        costs.learn(outcome(3, 4, 0.3, 3 * 1.6))
+    for block in range(MEMORY + 1):
+        dear = now(costs, 3)
+        costs.learn(outcome(0, 1, 0.0, 1.0))
+        assert dear == pytest.approx(0.3 + 3 * 1.6, rel=0.01), block
+    assert now(costs, 3) == pytest.approx(0.3 + 1.6 * now(costs, 0))
+    assert now(costs, 0) < 1.02
+
+
 def test_a_rule_that_mixes_shows_a_drafter_step_in_plain_steps_too() -> None:
-    costs = CurrentCosts(TABLE, mixes=True)
+    costs = of(mixes=True)
     for _ in range(200):
         costs.learn(outcome(0, 1, 0.15, 1.0))
     assert now(costs, 0) == pytest.approx(1.15, rel=1e-3)
@@ -68,5 +87,5 @@ def test_a_rule_that_mixes_shows_a_drafter_step_in_plain_steps_too() -> None:
 
 
 def test_a_drafter_that_costs_nothing_is_no_division_by_zero() -> None:
-    costs = CurrentCosts(Costs((32,), ((1.0, 1.5),), (0.0,)), mixes=True)
+    costs = of(Costs((32,), ((1.0, 1.5),), (0.0,)), mixes=True)
     assert costs.learn(outcome(1, 2, 0.01, 1.5)) == pytest.approx(1.51)
