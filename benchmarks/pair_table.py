@@ -211,9 +211,12 @@ def main(arguments: list[str] | None = None) -> int:
             others.append((f"{TORCH} float32", word, *speeds(found.rates)))
     shown = partial(table, markdown=True, left=2)
     print(f"{len(questions)} questions, {given.new} tokens, {given.threads} threads\n")
-    print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), rows), "\n")
-    print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), "\n")
-    print(shown(("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup"), others), "\n")
+    print(shown(("file", "T", "plain tok/s", *fixed, CHOSEN, "τ", "α"), rows), end="\n\n")
+    print(shown((f"{CHOSEN}, x plain", "T", *kinds), by_kind), end="\n\n")
+    print(
+        shown(("tokens a second", "T", "plain", CHOSEN, "llama.cpp's loop", "prompt lookup"), others),
+        end="\n\n",
+    )
     if given.beside:
         names = [f"x {beside(each)}" for each in given.beside]
         print(table(("file", "T", "ours", *names), besides, markdown=True, left=3))
