@@ -2,10 +2,10 @@
 
     python benchmarks/int8_blocks.py [--shape 30x576x1536x49152] [--blocks 32,64,128] [--threads 2] [--rounds 40]
 
-The shape is layers x hidden x intermediate x vocabulary. The graph has only a decoder's matrices, with random weights, joined so
-that every one is computed (MatMulNBits, 8 bits, accuracy level 4: the product of edgespec's fast int8 graph). All graphs take
-turns; times are medians. "rows that differ": of 60 rows, in passes of 1 to 60 rows, how often a row is not bit for bit what it is
-beside one row of zeros, which is how a single step runs.
+The shape is layers x hidden x intermediate x vocabulary. The graph has only a decoder's matrices, with random weights (those of
+attention are two squares), joined so that every one is computed (MatMulNBits, 8 bits, accuracy level 4: the product of
+edgespec's fast int8 graph). All graphs take turns; times are medians. "rows that differ": of 60 rows, in passes of 1 to 60
+rows, how often a row is not bit for bit what it is beside one row of zeros, which is how a single step runs.
 """
 
 from __future__ import annotations
