@@ -132,7 +132,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     settings: dict[str, dict[str, Any]] = {
         "llama": {"theta": 50000.0},
         "mistral": {"seed": 1, "tied": False},
-        "qwen2": {"seed": 2, "theta": 1e6, "head_dim": 16},
+        "qwen2": {"seed": 2, "theta": 1e6, "head_dim": 16, "intermediate": 192},  # rows of multiples of 64
         "qwen3": {"seed": 3, "theta": 1e6, "tied": False},
     }
 

@@ -91,6 +91,14 @@ class Family:
         own = config.get("hidden_activation", self.hidden_activation)
         return str(own or config.get("hidden_act") or "silu")
 
+    def behind_norms(self) -> dict[str, tuple[str, ...]]:
+        """Of a layer, by Hugging Face's names: the matrices that read what a norm gives, {norm: matrices}."""
+        parts = self.gguf_parts
+        attention = ("attn_qkv",) if "attn_qkv" in parts else ("attn_q", "attn_k", "attn_v")
+        joined = parts["ffn_up"] == "mlp.gate_up_proj"
+        readers = {"attn_norm": attention, "ffn_norm": ("ffn_up",) if joined else ("ffn_gate", "ffn_up")}
+        return {parts[norm]: tuple(parts[name] for name in names) for norm, names in readers.items()}
+
 
 _ONE_TABLE = {"": "cache"}
 _LLAMA = Family(

@@ -65,6 +65,11 @@ class ModelShape:
         return tables + self.joining_parameters + self.layers * self.layer_parameters + self.hidden
 
     @property
+    def row_lengths(self) -> list[int]:
+        """How many numbers a row of its matrices has, shortest first: blocks of a quantised file must fit in."""
+        return sorted({self.hidden, self.intermediate, self.heads * self.head_dim})
+
+    @property
     def streamed_parameters(self) -> int:
         """Weights read for one token: everything, but of the input embedding one row only (the output head is read whole)."""
         input_table = 0 if self.tied else self.embedding_parameters

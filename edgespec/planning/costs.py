@@ -16,12 +16,12 @@ SAMPLING = 20
 """Bytes of a logit while a token is drawn from it: logit, probability and nucleus in float32, heights in float64."""
 EXPORTED_BYTES = {
     **{"fp32": 4.0, "f32": 4.0, "f16": 2.0, "bf16": 2.0, "int4": 0.625, "q8_0": 34 / 32, "q4_0": 18 / 32},
-    **{"fp16": 2.0, "int8": 36 / 32, "qdq8": 1.0, "qdq16": 1.0},
+    **{"fp16": 2.0, "int8": 68 / 64, "qdq8": 1.0, "qdq16": 1.0},
     **{"q4_k_s": 4.58 / 8, "q4_k_m": 4.85 / 8, "q5_k_m": 5.69 / 8, "q6_k": 210 / 256},
     **{"q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32, "mixed": 8.5 / 8, "q_mixed": 8.5 / 8},
 }
-"""Of a weight: int4 has a float32 scale for 32 weights, q8_0 and q4_0 a float16 one; the K mixtures as llama.cpp counts them; of
-mixed files the most that they can have."""
+"""Of a weight: int4 has a float32 scale for 32 weights, int8 one for 64, q8_0 and q4_0 a float16 one for 32; the K mixtures as
+llama.cpp counts them; of mixed files the most that they can have."""
 HEAD_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
 """Of a weight of the output head, where it is kept at another precision."""
 

@@ -36,6 +36,8 @@ FILES = {
     "acceptance_prompts": 0,
 }
 """What a ready bundle has: ONNX int8 and the target's own GGUF file, which is Q4_1. Its drafter was measured when it was made."""
+EXPORTER = 2
+"""Raised when export writes other files of the same inputs: a pair in the cache is then made again."""
 
 
 def ready_folders() -> dict[str, Path]:
@@ -63,7 +65,13 @@ def _made(name: str, drafter: Path) -> Path:
         raise InputError(
             f"the target {name} is not on this machine: {command}, then run the same command again"
         )
-    made_of = [__version__, SCHEMA_VERSION, FILES, *map(sha256_file, [file, *sorted(drafter.glob("*"))])]
+    made_of = [
+        __version__,
+        EXPORTER,
+        SCHEMA_VERSION,
+        FILES,
+        *map(sha256_file, [file, *sorted(drafter.glob("*"))]),
+    ]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
     out = cache_folder() / READY / f"{name}-{key[:12]}"
     made = out / "bundle" / MANIFEST

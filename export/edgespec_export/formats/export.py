@@ -208,7 +208,7 @@ def check_possible(target: Path, drafter: ModelShape | Path | None, options: Exp
             f"of at most {border}, and the runtime reads a text again where it grows beyond that"
         )
     for name, shape in shapes.items():
-        rows = sorted({shape.hidden, shape.intermediate, shape.heads * shape.head_dim})
+        rows = shape.row_lengths
         odd = [size for size in rows if size % BLOCK_SIZE]
         if odd and "int8" in options.onnx:
             raise InputError(

@@ -52,25 +52,27 @@ class Blocks:
 
     def values(self) -> Array:
         """The matrix as the engine reads it: float32 [N, K]."""
-        return expanded(self.packed, self.scales, self.zeros, self.columns)
+        bits = 8 if self.kind == INT8 else 4
+        return expanded(self.packed, self.scales, self.zeros, bits, self.columns)
 
 
-def expanded(packed: Array, scales: Array, zeros: Array | None, columns: int) -> Array:
-    """The float32 [N, columns] of a matrix's tables in a file: packed uint8 [N, blocks, 16 or 32], any float scales [N, blocks].
+def expanded(packed: Array, scales: Array, zeros: Array | None, bits: int, columns: int) -> Array:
+    """The float32 [N, columns] of a matrix's tables in a file: packed uint8 [N, blocks, bytes], any float scales [N, blocks].
 
-    Where there are more blocks than the columns need, the last ones hold rests.
+    Blocks may have any size; `bits` of a weight: 4 or 8. Where there are more blocks than the columns need, the last ones hold
+    rests.
     """
     rows, blocks = packed.shape[:2]
-    bits = 8 * packed.shape[2] // BLOCK
-    q = packed if bits == 8 else halves(packed).reshape(rows, blocks, BLOCK)
+    size = 8 * packed.shape[2] // bits
+    q = packed if bits == 8 else halves(packed).reshape(rows, blocks, size)
     middle: Any = (
         np.float32(2 ** (bits - 1)) if zeros is None else halves(zeros).reshape(rows, -1)[:, :blocks, None]
     )
     whole = (q.astype(np.float32) - middle) * scales.astype(np.float32).reshape(rows, blocks, 1)
-    own = -(-columns // BLOCK)
+    own = -(-columns // size)
     if blocks > own:
         rests = whole[:, own:].reshape(rows, -1)[:, :own, None]
-        whole = whole[:, :own] + rests / np.float32(BLOCK)
+        whole = whole[:, :own] + rests / np.float32(size)
     return np.ascontiguousarray(whole.reshape(rows, -1)[:, :columns])
 
 

@@ -17,6 +17,7 @@ from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import whole_file
 from edgespec.model_folder.head import BLOCK, JOINING, head_weights, in_bytes, target_layers
+from edgespec_export.onnx.smoothing import read_factors
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, FAST_GRAPH
 
 AT = "/joined_states/"
@@ -40,11 +41,19 @@ def export_for_head(
         )
     alone = out_folder.with_name(f"{out_folder.name}-alone")
     made = export(alone)
+    matrix = matrix * _true_states(alone, early, len(matrix))
     for name in ("model.onnx", FAST_GRAPH):
         if (alone / name).is_file():
             join_states(alone / name, early, matrix)
     alone.rename(out_folder)
     return made
+
+
+def _true_states(folder: Path, early: tuple[int, ...], width: int) -> np.ndarray:
+    """By what a smoothed graph divided the states [G] that are joined; the last ones it left as they are."""
+    factors, ones = read_factors(folder, width), np.ones(width, np.float32)
+    norms = [f"model.layers.{layer}.input_layernorm" for layer in early]
+    return np.concatenate([*(factors.get(norm, ones) for norm in norms), ones])
 
 
 def join_states(graph_file: Path, early: tuple[int, ...], matrix: np.ndarray) -> None:

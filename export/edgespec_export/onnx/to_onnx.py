@@ -6,9 +6,12 @@ activations to int8 and lets a block's logits drift from those of single steps. 
 graph has it, for those who prefer speed; both graphs read the same data file. The output head is quantised too, and a tied
 embedding shares its int4 table.
 
-int8 is the same with bytes, but for the graph with float activations: with 8 bits that kernel takes many times as long as fp32,
-so the graph widens the bytes when it is loaded (to_onnx_stored). fp16 halves the file and nothing else: ONNX Runtime's CPU
-kernels multiply in float32.
+int8 is the same with bytes, in blocks of 64 where its rows are made of such: a step is a tenth faster than in blocks of 32 and a
+pass keeps the bits of single steps, which it does not in blocks of 128 (benchmarks/int8_blocks.py). Inputs are rounded in the
+same blocks, so outliers among them are smoothed first (smoothing.py). With float activations the kernel of 8 bits takes many times
+as long as fp32, so that graph widens the bytes when it is loaded (to_onnx_stored).
+
+fp16 halves the file and nothing else: ONNX Runtime's CPU kernels multiply in float32.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_you_mean
+from edgespec.core.families import Family
 from edgespec.core.files import read_json, whole_file, whole_folder
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
@@ -29,19 +33,21 @@ from edgespec.model_folder.config import corrected_folder, read_config
 from edgespec_export.onnx.families import check_settings, finish, prepare
 from edgespec_export.onnx.folder import written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
+from edgespec_export.onnx.smoothing import smoothed, write_factors
 from edgespec_export.onnx.to_onnx_stored import share_int8_table, store_halves, widen_int8
 
 ACCURACY_LEVEL = 1  # float activations
 FAST_ACCURACY_LEVEL = 4  # int8 activations
 FAST_GRAPH = "model-fast.onnx"
 BLOCK_SIZE = 32
+INT8_BLOCK_SIZE = 64
 HEAD_STEP = 16  # GroupQueryAttention on CPU
-_BLOCKS = [f"accuracy_level={ACCURACY_LEVEL}", f"block_size={BLOCK_SIZE}"]
+_LEVEL = f"accuracy_level={ACCURACY_LEVEL}"
 PRECISIONS: dict[str, list[str]] = {
     "fp32": [],
     "fp16": [],
-    "int8": [*_BLOCKS, "op_types_to_quantize=MatMul"],
-    "int4": _BLOCKS,
+    "int8": [_LEVEL, "op_types_to_quantize=MatMul"],
+    "int4": [_LEVEL],
 }
 BUILT_AS = {"fp16": "fp32"}  # the builder's own fp16 is for GPUs; on a CPU it has no GroupQueryAttention
 FAST = frozenset({"int8", "int4"})  # with a graph that rounds activations
@@ -81,20 +87,26 @@ def export_onnx(
     if precision not in PRECISIONS:
         raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
     config = read_config(model_folder)
-    check_config(config, model_folder)
+    family = check_config(config, model_folder)
+    factors: dict[str, Any] = {}
     builder = _builder()
     with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
         with tempfile.TemporaryDirectory() as scratch, corrected_folder(model_folder) as readable:
             where = (None, str(readable), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
             try:
                 told = [*COMMON, *PRECISIONS[precision], *(HIDDEN_STATES if hidden_states else [])]
+                if precision in FAST:
+                    told.append(f"block_size={block_size(precision, ModelShape.from_config(config))}")
                 options = builder.parse_extra_options(*where, told)
                 prepare(options["hf_details"]["hf_config"])
-                builder.create_model(*where, **options)
+                with smoothed(family, factors) if precision == "int8" else contextlib.nullcontext():
+                    builder.create_model(*where, **options)
             except (NotImplementedError, ValueError, RuntimeError) as error:
                 raise EdgespecError(
                     f"the ONNX model builder cannot export {model_folder}: {error}; its output is in {log}"
                 ) from error
+        if factors:
+            write_factors(folder, factors)
         copy_tokenizer(model_folder, folder)
         _check_written(folder / "genai_config.json", config)
         finish(folder, model_folder, config)
@@ -108,6 +120,12 @@ def export_onnx(
         if precision == "fp16":
             store_halves(folder)
     return written(out_folder)
+
+
+def block_size(precision: str, shape: ModelShape) -> int:
+    """Weights of a block: blocks must fill the rows of int8."""
+    whole = not any(length % INT8_BLOCK_SIZE for length in shape.row_lengths)
+    return INT8_BLOCK_SIZE if precision == "int8" and whole else BLOCK_SIZE
 
 
 def write_fast_graph(folder: Path) -> None:
@@ -135,8 +153,11 @@ def write_fast_graph(folder: Path) -> None:
         onnx.save(model, temporary)
 
 
-def check_config(config: dict[str, Any], model_folder: Path) -> None:
-    """Refuse what the graph would compute wrongly or ONNX Runtime would refuse at the first token. Raises InputError."""
+def check_config(config: dict[str, Any], model_folder: Path) -> Family:
+    """The family of a model; refuses what the graph would compute wrongly or ONNX Runtime would refuse at the first token.
+
+    Raises InputError.
+    """
     family = check_settings(config, model_folder)
     shape = ModelShape.from_config(config)
     check_shape(shape, str(model_folder))
@@ -149,6 +170,7 @@ def check_config(config: dict[str, Any], model_folder: Path) -> None:
             f"{model_folder} rotates {rotated} of {shape.head_dim} values of a head; ONNX Runtime's GroupQueryAttention needs a "
             f"multiple of {HEAD_STEP}: leave ONNX out with --export.onnx ''"
         )
+    return family
 
 
 def check_shape(shape: ModelShape, name: str) -> None:
@@ -166,8 +188,7 @@ def check_widths(shape: ModelShape, name: str) -> None:
 
     Raises InputError.
     """
-    inner = (shape.hidden, shape.intermediate, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim)
-    if shape.vocab_size in inner:
+    if shape.vocab_size in (*shape.row_lengths, shape.kv_heads * shape.head_dim):
         raise InputError(
             f"{name} has a vocabulary of {shape.vocab_size}, and matrices in its layers have as many rows; the ONNX model "
             "builder would mistake one of them for the output head: choose another width, or llama.cpp alone"

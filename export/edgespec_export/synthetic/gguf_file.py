@@ -80,7 +80,7 @@ def _tensors(shape: ModelShape, precision: str) -> Iterator[Tensor]:
         raise InputError(f"GGUF precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
     kind = PRECISIONS[precision].kind
     block = GGML_QUANT_SIZES[kind][0]
-    for size in (shape.hidden, shape.heads * shape.head_dim, shape.intermediate):
+    for size in shape.row_lengths:
         if size % block:
             raise InputError(
                 f"a matrix has rows of {size}, and {precision} needs a multiple of {block}; choose the precision f16"

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.families import with_architecture
+from edgespec.core.families import Family, with_architecture
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec_export.onnx.blocks import BLOCK, expanded
+from edgespec_export.onnx.smoothing import read_factors
 
 Array = np.ndarray[Any, Any]
 Weights = Iterator[tuple[str, Array]]
@@ -121,11 +122,12 @@ def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
     """(name, tensor) of a graph made by the model builder, blocks of int4 and int8 expanded.
 
     The joined q, k, v are taken apart, but for a model that has them joined (Phi-3), and gate and up; norms lose the offset that
-    the builder adds to them.
+    the builder adds to them. What smoothing did to norms and matrices is undone.
     """
     kind = str(read_json(folder / "genai_config.json")["model"]["type"])
     family = with_architecture(kind.removesuffix("_text"))  # the builder names its models as llama.cpp does
     joined = "attn_qkv" in family.gguf_parts
+    factors = _factors(folder, shape, family)
     gates: dict[str, Array] = {}  # of one layer
     for name, whole in _onnx_weights(folder, shape, joined=joined):
         if joined and name.endswith((".gate_proj.weight", ".up_proj.weight")):
@@ -133,9 +135,21 @@ def onnx_weights(folder: Path, shape: ModelShape) -> Weights:
             gates[part] = whole
             if len(gates) == 2:
                 both = np.concatenate([gates.pop("gate_proj"), gates.pop("up_proj")])
-                yield f"{stem}.gate_up_proj.weight", both
-        else:
-            yield name, whole - np.float32(family.norm_offset) if name.endswith("norm.weight") else whole
+                name = f"{stem}.gate_up_proj.weight"
+                yield name, both * factors.get(name, np.float32(1))
+            continue
+        whole = whole * factors[name] if name in factors else whole
+        yield name, whole - np.float32(family.norm_offset) if name.endswith("norm.weight") else whole
+
+
+def _factors(folder: Path, shape: ModelShape, family: Family) -> dict[str, Array]:
+    """What gives a smoothed file's norms and matrices back, column by column, by their names."""
+    found = {}
+    for norm, factors in read_factors(folder, shape.hidden).items():
+        layer, _, part = norm.rpartition(".")
+        found[f"{norm}.weight"] = factors
+        found |= {f"{layer}.{name}.weight": 1 / factors for name in family.behind_norms().get(part, ())}
+    return found
 
 
 def _onnx_weights(folder: Path, shape: ModelShape, *, joined: bool) -> Weights:
@@ -189,7 +203,7 @@ def matrix_of(name: str, bits: int, read: Callable[[str], Array | None], columns
         raise EdgespecError(f"{name} has no scales; export it again")
     if shifts is not None:
         zeros = np.zeros((packed.shape[0], -(-packed.shape[1] // 2)), np.uint8)
-    values = expanded(packed, scales, zeros, columns)
+    values = expanded(packed, scales, zeros, bits, columns)
     return values if shifts is None else values + shifts.astype(np.float32).repeat(BLOCK, axis=1)
 
 

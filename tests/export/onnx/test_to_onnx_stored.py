@@ -82,13 +82,15 @@ def test_the_widening_is_done_once_when_the_graph_is_loaded(
 def test_int8_matrices_have_one_scale_a_block_and_say_how_they_multiply(
     stored: dict[tuple[str, str], Path],
 ) -> None:
-    for family in ("llama", "qwen3"):
+    for family, block in (("llama", 32), ("qwen2", 64), ("qwen3", 32)):  # rows of 160 have blocks of 32
         exact = onnx.load(stored[family, "int8"] / "model.onnx", load_external_data=False).graph
         fast = onnx.load(stored[family, "int8"] / FAST_GRAPH, load_external_data=False).graph
         nodes = [node for node in fast.node if node.op_type == "MatMulNBits"]
         settings = [{attribute.name: attribute.i for attribute in node.attribute} for node in nodes]
         assert len(nodes) == 2 * 5 + 1
-        assert {(one["bits"], one["block_size"], one["accuracy_level"]) for one in settings} == {(8, 32, 4)}
+        assert {(one["bits"], one["block_size"], one["accuracy_level"]) for one in settings} == {
+            (8, block, 4)
+        }
         assert not [node for node in exact.node if node.op_type == "MatMulNBits"]
         names = {tensor.name for tensor in fast.initializer if tensor.external_data}
         assert names == {tensor.name for tensor in exact.initializer if tensor.external_data}
