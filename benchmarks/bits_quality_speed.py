@@ -120,8 +120,10 @@ def lines_of(files: Sequence[ExportedFile], threads: int) -> list[Line]:
     return found
 
 
-def replies_of(model: Path, shape: ModelShape, replies: int) -> tuple[HeldOut, list[Text]]:
-    """(what judges the files: the model's replies and its logits on them; its replies to the other questions)."""
+def replies_of(
+    model: Path, shape: ModelShape, replies: int, *, others: bool = True
+) -> tuple[HeldOut, list[Text]]:
+    """(what judges the files: the model's replies and its logits on them; its replies to the `others` of the questions)."""
     from transformers import AutoModelForCausalLM
 
     chats = [[{"role": "user", "content": question.turns[0]}] for question in read_suite(BUILT_IN)]
@@ -136,8 +138,9 @@ def replies_of(model: Path, shape: ModelShape, replies: int) -> tuple[HeldOut, l
     held = HeldOut(asked(judging), shape)
     held.context = min(held.context, CONTEXT)
     adopt_from_torch(held, loaded)
-    others = written_in_torch(loaded, asked([chat for chat in chats if chat not in judging]), held.context)
-    return held, [Text([*reply.prompt, *reply.tokens], len(reply.prompt)) for reply in others]
+    rest = [chat for chat in chats if others and chat not in judging]
+    written = written_in_torch(loaded, asked(rest), held.context) if rest else []
+    return held, [Text([*reply.prompt, *reply.tokens], len(reply.prompt)) for reply in written]
 
 
 def measure_answers(lines: Sequence[Line], held: HeldOut) -> None:
