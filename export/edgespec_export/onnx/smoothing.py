@@ -27,10 +27,9 @@ from edgespec.core.families import Family
 
 FACTORS = "smoothing.safetensors"
 """In an ONNX folder: by the name of a norm, what its weights were divided by, float32 [K]."""
-ROWS, TOKENS = (
-    8,
-    64,
-)  # of random text; SmolLM2's answers are no better kept with three times as many tokens of chats
+# Of random text. With three times as many tokens of chats SmolLM2's answers were kept no better.
+ROWS = 8
+TOKENS = 64
 LEAST = 1e-3  # of the mean: no channel counts as smaller, even where these tokens leave it at zero
 
 Array = np.ndarray[Any, Any]
@@ -45,6 +44,7 @@ def smoothed(family: Family, kept: dict[str, Array]) -> Iterator[None]:
     from transformers import AutoModelForCausalLM
 
     load, name = AutoModelForCausalLM.from_pretrained, "from_pretrained"
+    own = vars(AutoModelForCausalLM).get(name)  # None where the class inherits it
 
     def loaded(*place: Any, **options: Any) -> Any:
         model = load(*place, **options)
@@ -55,7 +55,9 @@ def smoothed(family: Family, kept: dict[str, Array]) -> Iterator[None]:
     try:
         yield
     finally:
-        delattr(AutoModelForCausalLM, name)  # the class inherits its own
+        delattr(AutoModelForCausalLM, name)
+        if own is not None:
+            setattr(AutoModelForCausalLM, name, own)
     if not kept:
         raise EdgespecError("this onnxruntime-genai loads models otherwise than with transformers")
 
