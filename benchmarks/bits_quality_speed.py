@@ -1,7 +1,8 @@
 """Every way to store one model: bits per weight, how far it keeps the answers, speed; table and plot.
 
     python benchmarks/bits_quality_speed.py smollm2-135m-instruct [--bits 5.25,5.5] [--gguf-bits 6.2] [--ort GPTQ,HQQ]
-                                            [--replies 32] [--rounds 20] [--files FOLDER] [--json FILE] [--plot FILE.png]
+                                            [--replies 32] [--rounds 20] [--only int4,int8] [--files FOLDER] [--json FILE]
+                                            [--plot FILE.png]
 
 The model is a name of `edgespec targets list` that is a GGUF file, such a file, or a model folder. bits_files.py says which files
 are made; `--files` keeps them for the next run. The model answers the questions of `edgespec bench` itself: `--replies` of the
@@ -280,6 +281,7 @@ def main() -> int:
     parser.add_argument(
         "--ort", type=words, default="", help=f"onnxruntime's own quantizers: {', '.join(KINDS)}"
     )
+    parser.add_argument("--only", type=words, default="", help="precisions to measure, int4 among them")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
@@ -294,7 +296,9 @@ def main() -> int:
         out.mkdir(parents=True, exist_ok=True)
         held, calibration = replies_of(model, shape, given.replies)
         files = Files(model, out, calibration)
-        lines = lines_of(files.all(given.bits, given.gguf_bits, given.ort), given.threads)
+        made = files.all(given.bits, given.gguf_bits, given.ort)
+        wanted = [file for file in made if not given.only or file.precision in given.only]
+        lines = lines_of(wanted, given.threads)
         measure_answers(lines, held)
         if given.rounds:
             text = [token for reply in held.replies for token in reply.tokens]
