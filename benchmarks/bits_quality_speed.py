@@ -281,7 +281,12 @@ def main() -> int:
     parser.add_argument(
         "--ort", type=words, default="", help=f"onnxruntime's own quantizers: {', '.join(KINDS)}"
     )
-    parser.add_argument("--only", type=words, default="", help="precisions to measure, int4 among them")
+    parser.add_argument(
+        "--only",
+        type=words,
+        default="",
+        help="precisions that are measured (default: all); int4 must be among them, the rates are beside it",
+    )
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
     parser.add_argument("--json", type=Path, help="write everything that was measured to this file")

@@ -1,4 +1,4 @@
-"""Matrices whose rounded inputs have no outliers: a norm gives them divided, channel by channel, and the matrices make up for it.
+"""Inputs of matrices without outliers, before they are rounded: norms divide large channels, the matrices multiply them back.
 
 Fast int8 graphs round the inputs of a matrix in blocks, each by its largest value. In a few channels of a model's layers values
 are tens of times as large as in the others, which then keep few steps. Where a norm gives the inputs, its weights can be divided
@@ -9,7 +9,7 @@ by any factors s and the columns of the matrices behind it multiplied by them: t
 
 so that inputs and weights are about equally hard to round. Here both sizes are root mean squares, which kept SmolLM2's answers
 better than the largest values that the paper takes. Which channels are large hardly depends on the text, so a is measured on
-random tokens, and no text is needed. The factors lie beside the graph: who reads the weights back takes them out again.
+random tokens, and no text is needed. A file beside the graph holds the factors, so that verify/readback.py can undo them.
 """
 
 from __future__ import annotations
