@@ -212,7 +212,7 @@ def export(target: str | Path, drafter: str | Path, *, out: str | Path, **option
     from edgespec.verbs.export import run
 
     run({"target": str(target), "drafter": str(drafter), "out": str(out), **options})
-    return Path(out) / BUNDLE
+    return Path(out).expanduser() / BUNDLE
 
 
 def verify(bundle: str | Path, **options: Any) -> dict[str, Any]:

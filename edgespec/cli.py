@@ -22,8 +22,8 @@ from edgespec.core.errors import (
     INTERRUPTED,
     EdgespecError,
     InputError,
+    MetByOne,
     MissingExtra,
-    NoRoom,
     did_you_mean,
 )
 from edgespec.core.no_room import place_of, write_error
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except EdgespecError as error:
-        met_by_all = isinstance(error, InputError) and not isinstance(error, NoRoom)
+        met_by_all = isinstance(error, InputError) and not isinstance(error, MetByOne)
         if not (met_by_all and os.environ.get("RANK", "0") != "0"):
             print(f"edgespec: {error}", file=sys.stderr)
         return error.exit_code

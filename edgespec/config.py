@@ -12,7 +12,7 @@ from typing import Any
 
 from edgespec.cli import VERBS, parser_of, settings
 from edgespec.core.errors import did_you_mean
-from edgespec.core.options import from_mapping, knob
+from edgespec.core.options import from_mapping, knob, words_of
 from edgespec.core.output import give, json_knob, note
 from edgespec.core.table import table
 from edgespec.shell.environment import HIDDEN, OPTION, VARIABLES, config_file, shown
@@ -71,7 +71,7 @@ def set_options() -> Iterator[tuple[str, Any, str]]:
                     value = value[part]
                 if dotted.endswith(SECRET):
                     value = HIDDEN
-                yield f"{verb} --{dotted.replace('_', '-')}", value, origin
+                yield f"{verb} --{words_of(dotted)}", value, origin
 
 
 def strange() -> list[str]:

@@ -124,13 +124,15 @@ def test_unknown_options_are_refused_by_name(bundle: Path) -> None:
         list(pair.generate(QUESTION, temprature=1.0))
 
 
-def test_export_and_verify_from_python(tmp_path: Path) -> None:
+def test_export_and_verify_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_bundle import disturbed
     from tiny_models import make_model_folder
 
     target = make_model_folder(tmp_path / "target")
     drafter = disturbed(target, tmp_path / "drafter", 0.07)
-    made = edgespec.export(target, drafter, out=tmp_path / "out", precisions=["fp32"], formats=["onnx"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    made = edgespec.export(target, drafter, out="~/out", precisions=["fp32"], formats=["onnx"])
+    assert made == tmp_path / "out" / "bundle"
     found = edgespec.verify(made, models=[str(target), str(drafter)], acceptance_prompts=0)
     assert found["broken"] == []
     with edgespec.load(made) as pair:

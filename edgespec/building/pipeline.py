@@ -17,6 +17,7 @@ from edgespec.core.files import write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_start, check_target
+from edgespec.planning.estimate import own_prompts
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
@@ -94,7 +95,7 @@ class Build(ExportStages):
         from edgespec_recipes.generating.datagen import check_source
 
         distill = self.recipe.distill
-        stored_later = distill.steps and distill.target_side == "stored" and distill.labels == "soft"
+        stored_later = distill.target_side == "stored"
         check_source(target, self.recipe.inference, distill.stored_top_k if stored_later else 0)
 
     def _tuned(self, target: Path) -> Path:
@@ -254,17 +255,10 @@ class Build(ExportStages):
 
     def _own_prompts(self, target: Path) -> None:
         """Held-out prompts that the target writes, with a seed of their own; from here on the recipe names their file."""
-        recipe, export = self.recipe, self.recipe.export
+        recipe = self.recipe
         if recipe.evaluate.prompts_file != SELF:
             return
-        wanted = max(
-            recipe.evaluate.prompts,
-            export.bundle_prompts,
-            export.verify_prompts,
-            export.answer_replies,
-            export.acceptance_prompts,
-        )
-        file = self._instructions(SELF_PROMPTS, target, wanted, "held-out prompts", SELF_PROMPTS)
+        file = self._instructions(SELF_PROMPTS, target, own_prompts(recipe), "held-out prompts", SELF_PROMPTS)
         self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=file))
 
     def _instructions(

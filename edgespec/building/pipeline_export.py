@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from edgespec.building.pair import check_pair
 from edgespec.core.errors import BundleError
@@ -26,7 +26,7 @@ from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
-from edgespec.recipe.schema import GenerateOptions, Recipe
+from edgespec.recipe.schema import ExportOptions, GenerateOptions, Recipe
 from edgespec.stages import sources as sources
 from edgespec.stages.record import DONE, Reads, settle
 from edgespec.stages.stage import Body, Processes, run_stage
@@ -49,6 +49,10 @@ def _without_counts(evaluation: dict[str, Any]) -> dict[str, Any]:
     return {"prompts": evaluation["prompts"], "settings": settings, "comparisons": evaluation["comparisons"]}
 
 
+def _precisions(export: ExportOptions) -> list[str]:
+    return [*export.onnx, *export.gguf, *export.npu]
+
+
 @dataclass
 class ExportStages:
     """The stages in the folder `out`, and how long each took."""
@@ -57,6 +61,8 @@ class ExportStages:
     out: Path
     processes: Processes = field(default_factory=Processes)
     times: list[tuple[str, float]] = field(default_factory=list)
+    fit_flags: ClassVar[tuple[str, str] | None] = None
+    """A verb's own flags for what `devices_fit.Fit.cure` names; a recipe's where there are none."""
 
     def stage(
         self,
@@ -133,10 +139,10 @@ class ExportStages:
             return
         found = fit(device, target, drafter)
         print(f"\n{found.table()}", flush=True)
-        check_fit(found, name)
+        check_fit(found, name, self.fit_flags)
         before, self.recipe = self.recipe.export, fitting(self.recipe, target, drafter)
-        kept = {*self.recipe.export.onnx, *self.recipe.export.gguf}
-        if left := [one for one in (*before.onnx, *before.gguf) if one not in kept]:
+        kept = _precisions(self.recipe.export)
+        if left := [one for one in _precisions(before) if one not in kept]:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
     def _exported(self, target: Path, drafter: Path) -> None:
@@ -212,12 +218,12 @@ class ExportStages:
                 },
             )
 
-        if (out / "pack" / DONE).exists():
+        if not self.processes.rank and (out / "pack" / DONE).exists():
             try:
                 open_manifest(out / "bundle", hashes=False)
             except BundleError as error:
                 step(f"! pack: {error}: running again")
-                (out / "pack" / DONE).unlink()
+                (out / "pack" / DONE).unlink(missing_ok=True)
         reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)

@@ -148,12 +148,13 @@ def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> dict[
     )
     if disk > free:
         raise InputError(
-            f"the rehearsal needs {size(disk)} more on the disk of {out}; {size(free)} are free: make room or give another --out"
+            f"the rehearsal needs {size(disk)} more on the disk of {out}; {size(free)} are free: make room or give another "
+            "--rehearsal.out"
         )
     if available is not None and memory > available:
         raise InputError(
             f"the rehearsal needs {size(memory)} of memory and {size(available)} are free; close other programs or give a "
-            "smaller --shape"
+            "smaller --rehearsal.shape"
         )
     return {"disk": {"needed": disk, "free": free}, "memory": {"needed": memory, "free": available}}
 
@@ -169,8 +170,8 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
                 name for name, value in plan["options"].items() if seen.get("options", {}).get(name) != value
             ]
             raise InputError(
-                f"{out} holds a rehearsal of something else ({', '.join(other) or 'another shape'}); give another --out, "
-                "or remove that folder"
+                f"{out} holds a rehearsal of something else ({', '.join(other) or 'another shape'}); give another "
+                "--rehearsal.out, or remove that folder"
             )
         return
     refuse_other(out, PLAN)

@@ -2,7 +2,8 @@
 
     EdgespecError                exit code 2
     ├── InputError               a value the user gave: names the value, what was wanted, the next step
-    │   └── NoRoom               a full disk, a used-up quota, a limit on the size of files
+    │   └── MetByOne             what one of several processes may meet alone: that one says so
+    │       └── NoRoom           a full disk, a used-up quota, a limit on the size of files
     ├── MissingExtra             an optional package is absent: one sentence with the pip command
     ├── BundleError              a bundle that is incomplete, altered or of another schema
     └── CheckFailed              exit code 1: everything ran, and a bound is broken
@@ -35,8 +36,12 @@ class InputError(EdgespecError):
     """A value the user gave cannot be used."""
 
 
-class NoRoom(InputError):
-    """There is no room for a file. Of several processes it may hit any one, and that one says so."""
+class MetByOne(InputError):
+    """Of several processes it may hit any one, and that one says so; any other InputError hits all, and the first one says so."""
+
+
+class NoRoom(MetByOne):
+    """There is no room for a file."""
 
 
 class BundleError(EdgespecError):

@@ -204,6 +204,20 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def scratch_beside(path: Path, purpose: str) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, which vanishes behind the body. `purpose`: a word of its own, without a dot.
+
+    What killed runs left there for the same path and purpose is taken away first, and nothing else is.
+    """
+    prefix = f".{path.name}.{purpose}."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for stale in path.parent.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
+        yield Path(folder)
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling name to write to; it becomes `path` (synced) when the body succeeds, else it vanishes."""
     with _temporary(path, partial(Path.unlink, missing_ok=True)) as temporary:
@@ -218,12 +232,27 @@ def _temporary(path: Path, remove: Callable[[Path], None]) -> Iterator[Path]:
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         for stale in path.parent.glob(f".{path.name}.*.tmp"):
-            remove(stale)
+            process = stale.name.removeprefix(f".{path.name}.").partition(".")[0]
+            if process == str(os.getpid()) or not _is_running(process):
+                remove(stale)
         try:
             yield temporary
             os.replace(temporary, path)
         finally:
             remove(temporary)
+
+
+def _is_running(process: str) -> bool:
+    """Whether a process of this machine has the number `process`: what it writes now is not to be taken away."""
+    if sys.platform == "win32" or not process.isdecimal():  # there a file in use cannot be deleted
+        return False
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def copy_file(source: Path, destination: Path) -> None:

@@ -40,7 +40,7 @@ MAX_TEXT = 4096  # characters of a name, a source or a reason
 MAX_BYTES = 2**50  # of one file; also parameters of one model
 MAX_VOCAB_SIZE = 2**24
 MAX_RATIO = 1e6
-DEVICE_LIMITS = {"draft_length": 64, "max_draft_length": 64, "context": 2**24}
+DEVICE_LIMITS = {"draft_length": 62, "max_draft_length": 15, "context": 2**24}  # the largest that are used
 ROLES = ("target", "drafter")
 MODEL, HEAD = "model", "head"  # kinds of drafters
 AGAIN = "fetch or build the bundle again"
@@ -336,10 +336,10 @@ def _parse(value: Mapping[str, Any], folder: Path) -> Manifest:
 def _device(value: Any, where: Path) -> dict[str, Any]:
     """The known settings of the device a bundle was made for, each within its bounds."""
     seen = _mapping(value, "device", where)
-    found: dict[str, Any] = {"name": _need(seen, "name", str, where)}
+    found: dict[str, Any] = {"name": _need(seen, "name", str, where), **dict.fromkeys(DEVICE_LIMITS)}
     for key, most in DEVICE_LIMITS.items():
-        told = seen.get(key) is not None
-        found[key] = _between(_need(seen, key, int, where), key, most, where) if told else None
+        if seen.get(key) is not None:  # bundles made before may say 64
+            found[key] = min(most, _between(_need(seen, key, int, where), key, max(most, 64), where))
     return found
 
 

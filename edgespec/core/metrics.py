@@ -5,6 +5,7 @@ Notation: p = target, q = draft, γ = draft length, c = cost of a draft step / c
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
@@ -106,11 +107,11 @@ def mbsu(block_efficiency: float, draft_length: float, cost_ratio: float) -> flo
     return block_efficiency / (cost_ratio * draft_length + 1.0)
 
 
-def predicted_block_efficiency(acceptance_rate: float, draft_length: int) -> float:
+def predicted_block_efficiency(acceptance_rate: float, draft_length: float) -> float:
     """τ = (1 − α^(γ+1)) / (1 − α) for independent acceptances (Leviathan et al. 2023, Eq. 1)."""
     if acceptance_rate == 1.0:
         return draft_length + 1.0
-    return (1.0 - acceptance_rate ** (draft_length + 1)) / (1.0 - acceptance_rate)
+    return (1.0 - math.pow(acceptance_rate, draft_length + 1)) / (1.0 - acceptance_rate)
 
 
 def acceptance_rate_of(block_efficiency: float, draft_length: int) -> float | None:

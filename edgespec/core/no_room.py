@@ -22,13 +22,12 @@ _FULL = {
 }
 _FORBIDDEN = {
     errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
     errno.EEXIST: "a file has that name already",
     errno.ENOTDIR: "a file stands where a folder is wanted",
     errno.EISDIR: "it is a folder",
     errno.ENAMETOOLONG: "the name is too long",
 }
+_DENIED = {errno.EACCES: "permission denied", errno.EPERM: "operation not permitted"}
 _IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch
     re.compile(r"\(os error (?P<number>\d+)\)"),
     re.compile(r"Not enough free space to write (?P<bytes>\d+) bytes"),
@@ -45,8 +44,12 @@ def write_error(path: Path | str, error: BaseException) -> InputError | None:
     if found:
         reason, wanted = found
         return NoRoom(_message(path, reason, wanted))
-    reason = _FORBIDDEN.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-    return InputError(_message(path, reason, 0)) if reason else None
+    number = (error.errno or 0) if isinstance(error, OSError) else 0
+    if number in _DENIED:  # libraries read, too, where something is written
+        return InputError(
+            f"cannot use {path}: {_DENIED[number]}; allow it or choose another place, then run the same command again"
+        )
+    return InputError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
 
 
 def place_of(error: BaseException, otherwise: Path | str) -> Path | str:

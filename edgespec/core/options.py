@@ -157,7 +157,7 @@ def from_mapping(kind: type[T], values: Mapping[str, Any], where: str = "") -> T
         if name not in known:
             raise InputError(f"unknown option {label!r}{did_you_mean(name, known)}")
         if is_section(hints[name]):
-            ready[name] = from_mapping(hints[name], value or {}, label)
+            ready[name] = from_mapping(hints[name], {} if value is None else value, label)
         else:
             ready[name] = check(value, hints[name], known[name], label)
     for name, field in known.items():
@@ -212,7 +212,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
                 keywords["nargs"] = "*" if many else "?"
             parser.add_argument(name, metavar=field.name.upper(), **keywords)
             continue
-        flag = f"--{_words(name)}"
+        flag = f"--{words_of(name)}"
         if base is bool:
             parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, **keywords)
         else:
@@ -224,7 +224,7 @@ def add_flags(parser: argparse.ArgumentParser, kind: type[Any], prefix: str = ""
             parser.add_argument(flag, dest=name, required=required, metavar=shape, **keywords)
 
 
-def _words(name: str) -> str:
+def words_of(name: str) -> str:
     """A knob's name as a flag has it; one that Python keeps for itself has an underscore behind it (continue_)."""
     return name.rstrip("_").replace("_", "-")
 
@@ -238,7 +238,7 @@ def usage(kind: type[Any]) -> str:
             many = base_of(typing.get_type_hints(kind)[field.name])[1]
             words.append(name if required else f"[{name}{' ...' * many}]")
         elif required:
-            words.insert(0, f"--{_words(field.name)} {name}")
+            words.insert(0, f"--{words_of(field.name)} {name}")
     return " ".join(words)
 
 
@@ -250,8 +250,8 @@ def help_of(field: dataclasses.Field[Any]) -> str:
 
 def _help(field: dataclasses.Field[Any], many: bool) -> str:
     text = help_of(field)
-    default: Any = field.default
-    if default not in (MISSING, None, "", ()) and not isinstance(default, bool):
+    default: Any = "on" if field.default is True else field.default
+    if default is not False and default not in (MISSING, None, "", ()):
         text += f" (default: {', '.join(str(item) or repr(item) for item in default) if many else default})"
     return text.replace("%", "%%")
 
@@ -272,7 +272,7 @@ def as_flags(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The command-line words that give these values: the inverse of `given`."""
     words: list[str] = []
     for key, value in values.items():
-        flag = _words(f"{prefix}{key}")
+        flag = words_of(f"{prefix}{key}")
         match value:
             case Mapping():
                 words += as_flags(value, f"{prefix}{key}.")

@@ -56,7 +56,7 @@ def interval(value: float, low: float, high: float, digits: int = 2) -> str:
 def count(number: float) -> str:
     """1234567 -> '1.23M', 652.94 -> '653'."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
+        if abs(number) >= 0.9995 * size:  # three digits of the smaller unit do not hold it
             return f"{number / size:.3g}{suffix}"
     return f"{number:.0f}" if abs(number) >= 100 else f"{number:.3g}"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import sha256_file, writing
+from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
@@ -67,12 +68,18 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
     Meanwhile everything lies in a sibling folder `.NAME.partial`: files/ what is done, parts/ what is under way, named by the
     sha256 wanted, so that a part is never continued with other content.
 
-    Raises InputError (network, gate, room), BundleError (content).
+    Raises InputError (network, gate, room, another pull), BundleError (content).
     """
     out = out.absolute()
     partial = out.with_name(f".{out.name}.partial")
-    done, parts = partial / "files", partial / "parts"
     fresh = not partial.exists()
+    with held(partial, f"edgespec pull {repo}"):
+        _pull(repo, out, revision, most_bytes, partial, fresh)
+
+
+def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, fresh: bool) -> None:
+    """See `pull`; `fresh`: the partial folder was not there before."""
+    done, parts = partial / "files", partial / "parts"
     with writing(partial):
         for folder in (done, parts):
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +90,7 @@ def pull(repo: str, out: Path, revision: str, most_bytes: int) -> None:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if _is_complete(out, done / MANIFEST):
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)
         print(f"{out} is this bundle already, and whole")
         return
     manifest = read_manifest(done)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import parse_json, read_json
@@ -122,7 +123,7 @@ def _check_index(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def refuse_pointer(path: Path) -> None:
     """Raises InputError for the text that git leaves in place of a large file when git-lfs is not there."""
-    with open(path, "rb") as stream:
+    with _opened(path) as stream:
         if stream.read(len(_POINTER)) == _POINTER:
             raise InputError(
                 f"{path} is a git-lfs pointer of {path.stat().st_size:,} bytes and not the file itself; run `git lfs pull` in "
@@ -130,11 +131,23 @@ def refuse_pointer(path: Path) -> None:
             )
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """The file, to be read. Raises InputError where it cannot be."""
+    try:
+        with open(path, "rb") as stream:
+            yield stream
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror or error}; make it readable, or give another folder"
+        ) from error
+
+
 def read_header(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name. Raises InputError where it is none, or shorter or longer than it says."""
     refuse_pointer(path)
     size = path.stat().st_size
-    with open(path, "rb") as stream:
+    with _opened(path) as stream:
         start = stream.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= MAX_HEADER or 8 + length > size:

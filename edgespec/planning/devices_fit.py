@@ -65,17 +65,20 @@ class Fit:
         fixed = self.needed - self.context * self.cache_per_token
         return max(0, (self.profile.memory_bytes - fixed) // self.cache_per_token)
 
-    @property
-    def cure(self) -> str:
-        """What would fit, where the pair does not."""
+    def cure(self, flags: tuple[str, str] | None = None) -> str:
+        """What would fit, where the pair does not. `flags`: for the context and for the precision, where they are no recipe's."""
+        context, precision = flags or ("--export.context", f"--export.{FORMAT_OF[self.profile.engine]}")
         room = self.longest_context
         if room >= 2:
-            return f"a context of {room:,} tokens would fit: give --context {room}"
-        return "the weights alone are too large: choose a smaller --precisions, a smaller target or another --device"
+            return f"a context of {room:,} tokens would fit: give {context} {room}"
+        return (
+            f"the weights alone are too large: choose a smaller precision with {precision}, a smaller target or another "
+            "--device"
+        )
 
     def text(self) -> str:
         """`table`, and whether it fits."""
-        return f"{self.table()}\n" + ("It fits." if self.fits else f"It does not fit; {self.cure}.")
+        return f"{self.table()}\n" + ("It fits." if self.fits else f"It does not fit; {self.cure()}.")
 
     def table(self) -> str:
         """Every part, their sum, the budget, and what the bandwidth would allow."""
@@ -145,14 +148,14 @@ def fitting(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> Recipe:
     return replace(recipe, export=replace(recipe.export, **changes))
 
 
-def check_fit(found: Fit, name: str) -> None:
-    """Refuse a pair that a device has no memory for. Raises InputError with every number and what would fit."""
+def check_fit(found: Fit, name: str, flags: tuple[str, str] | None = None) -> None:
+    """Refuse a pair that a device has no memory for. Raises InputError with every number and what would fit; see `Fit.cure`."""
     if found.fits:
         return
     summed = " + ".join(f"{part.what} {size(part.bytes)} ({part.how})" for part in found.parts)
     raise InputError(
         f"{name} does not fit on {found.profile.name}: {summed} = {size(found.needed)}, and its memory budget is "
-        f"{size(found.profile.memory_bytes)}; {found.cure}"
+        f"{size(found.profile.memory_bytes)}; {found.cure(flags)}"
     )
 
 

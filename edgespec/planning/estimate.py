@@ -154,6 +154,18 @@ class Writing:
     new: int
 
 
+def own_prompts(recipe: Recipe) -> int:
+    """Held-out prompts that the target writes itself: as many as the stage that reads most of them."""
+    export = recipe.export
+    return max(
+        recipe.evaluate.prompts,
+        export.bundle_prompts,
+        export.verify_prompts,
+        export.answer_replies,
+        export.acceptance_prompts,
+    )
+
+
 def writings(recipe: Recipe) -> list[Writing]:
     """The stages in which the target writes, in order. Of its own data every sample is taken to be usable."""
     generate, pretrain, found = recipe.generate, recipe.pretrain, []
@@ -163,7 +175,7 @@ def writings(recipe: Recipe) -> list[Writing]:
         texts = generate.self_instructions or -(-generate.prompts // len(generate.instructions))
         found.append(Writing(SELF_INSTRUCTIONS, texts, INSTRUCTION_TOKENS))
     if recipe.evaluate.prompts_file == SELF:
-        found.append(Writing(SELF_PROMPTS, recipe.evaluate.prompts, INSTRUCTION_TOKENS))
+        found.append(Writing(SELF_PROMPTS, own_prompts(recipe), INSTRUCTION_TOKENS))
     return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
 
 
@@ -352,6 +364,6 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
 def size(number: float) -> str:
     """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
-        if number >= 2 ** (10 * power):
+        if number >= 999.5 * 2 ** (10 * power - 10):  # three digits of the smaller unit do not hold it
             return f"{number / 2 ** (10 * power):.3g} {unit}"
     return f"{number / 2**10:.3g} KiB"

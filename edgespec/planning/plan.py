@@ -33,7 +33,7 @@ UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
 class PlanOptions(Recipe):
     recipe: str = knob(
         "",
-        "a YAML file, or a shipped recipe: {names} (default: the target's own, if there is one)",
+        "a YAML file, or a shipped recipe: {names} (default: tiny-chat's for tiny-chat, else the defaults)",
         names=shipped_recipes,
     )
     gpus: str = knob(

@@ -160,7 +160,10 @@ def measured(target: ModelShape, drafter: ModelShape) -> list[Way]:
     for kept in kept_for(target, drafter):
         context = min(kept.costs.contexts, key=lambda at: abs(at - CONTEXT))
         engine, precision = kept.subject.engine, kept.subject.precision
-        ratio = _byte_ratio(target, drafter, engine, precision)
+        # a type that costs.py does not know takes its bytes of both models' weights alike, as f16 does
+        ratio = _byte_ratio(
+            target, drafter, engine, precision if precision in costs.EXPORTED_BYTES else "f16"
+        )
         ways.append(Way(f"{engine} {precision}", True, kept.source, kept.costs, ratio, context))
     return ways
 

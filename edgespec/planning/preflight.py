@@ -21,6 +21,7 @@ from edgespec.planning.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, fo
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, gguf_of, is_hub_id
+from edgespec.stages.own_gguf import MODEL, own_file
 
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
@@ -102,12 +103,14 @@ def disk_left(recipe: Recipe, out: Path) -> int:
 
 
 def _known_shape(recipe: Recipe) -> ModelShape | None:
-    """The target's shape, where it is known before the target is fetched and the drafter's follows from it."""
+    """The target's shape, where it and a teacher's are known before they are fetched and the drafter's follows from it."""
+    tune = recipe.tune
     try:
         target = find_shape(recipe.target)
+        teacher = find_shape(tune.teacher) if tune.steps and tune.teacher else target
     except InputError:
         return None  # its own stage says what is wrong with it
-    return None if recipe.drafter.init == "checkpoint" else target
+    return None if recipe.drafter.init == "checkpoint" or teacher is None else target
 
 
 def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
@@ -148,7 +151,7 @@ def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
     repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
     if Path(name).is_dir() or (out / "target" / "stage.json").exists():
         return []
-    if gguf_of(name) is not None:
+    if (file := gguf_of(name)) is not None:
         what, needed, place = f"the expanded weights of {name}", costs.weight_bytes(target), cache_folder()
     elif repo is not None:
         what, needed = f"the download of {repo}", PUBLISHED_BYTES * target.parameters
@@ -158,7 +161,16 @@ def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
     else:
         return []
     free = free_disk(place)
-    return [Shortage("disk", what, needed, free, f"in {place}")] if needed > free else []
+    if needed <= free or (file is not None and _is_expanded(file)):
+        return []
+    return [Shortage("disk", what, needed, free, f"in {place}")]
+
+
+def _is_expanded(file: Path) -> bool:
+    """Whether a GGUF file's weights lie in edgespec's cache already. Only a file of the same size as theirs is read."""
+    made = (cache_folder() / "targets").glob(f"gguf-*/{MODEL}/config.json")
+    own = filter(None, (own_file(config.parent) for config in made))
+    return any(one.bytes == file.stat().st_size and one.is_in(file) for one in own)
 
 
 def refuse(found: Sequence[Shortage]) -> None:

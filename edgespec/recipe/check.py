@@ -70,6 +70,10 @@ def _file_problems(recipe: Recipe) -> list[str]:
         "distill.fixed": distill.fixed if distill.fixed_fraction else "",
     }
     found = [f"{knob}: {problem}" for knob, source in named.items() if (problem := _source_problem(source))]
+    if recipe.inference.file and not Path(recipe.inference.file).expanduser().exists():
+        found.append(
+            f"inference.file {recipe.inference.file!r} does not exist; give a bundle, an ONNX folder or a .gguf file"
+        )
     if drafter.checkpoint:
         kind, file = ("head", HEAD_FILE) if drafter.kind == "head" else ("model", "config.json")
         if not (Path(drafter.checkpoint) / file).is_file():

@@ -64,11 +64,14 @@ class Profile:
     def memory_bytes(self) -> int:
         return round(self.memory_gib * 2**30)
 
-    def export(self) -> dict[str, Any]:
-        """The values of ExportOptions: precisions by format (none: empty), and the lengths of static graphs."""
+    def export(self, context: Any = None) -> dict[str, Any]:
+        """The values of ExportOptions: precisions by format (none: empty), and the lengths of static graphs.
+
+        context: tokens that were asked for instead of the profile's.
+        """
         values: dict[str, Any] = {name: list(getattr(self, name)) for name in FORMATS}
         if self.engine == STATIC:
-            values |= {"npu_length": self.context, "npu_gamma": self.draft_length}
+            values |= {"npu_length": context or self.context, "npu_gamma": self.draft_length}
         return values
 
     def writing(self, export: ExportOptions) -> Profile:

@@ -20,6 +20,7 @@ STATES = "states"  # the one in which it reads its own replies, for a head that 
 ROUNDED = "rounded-target"  # the stage that gives the target the weights of one of its files
 DOCUMENT_TOKENS = 256
 """Longest document of running text: a row of a pretraining has several."""
+MOST_SEED = 2**32 - 1  # numpy's generator takes no more
 INSTRUCTION_TOKENS = 128
 """Longest instruction: beyond that most samples have lost their end."""
 
@@ -151,8 +152,8 @@ class TuneOptions(TrainingOptions):
 class PretrainOptions(TrainingOptions):
     text: tuple[str, ...] = knob(
         (PYTHON_STDLIB,),
-        "plain text, of several sources a document of each in turn: .txt, .jsonl ('text'), .parquet (gz too), a folder of such, "
-        "hub:NAME[:SPLIT[:FIELD]], python-stdlib, or self: the target's own",
+        "plain text, of several sources a document of each in turn: .txt and .jsonl ('text') (gz too), .parquet, a folder "
+        "of such, hub:NAME[:SPLIT[:FIELD]], python-stdlib, or self: the target's own",
     )
     self_tokens: int = knob(
         200_000, "tokens of running text that the target writes, where text names self", at_least=1
@@ -302,7 +303,9 @@ class DistillOptions(TrainingOptions):
 
     @property
     def losses(self) -> str:
-        """The divergence, and the one that finishes, in words."""
+        """The divergence, and the one that finishes, in words; with hard labels the likelihood of the written tokens."""
+        if self.labels == "hard":
+            return "nll"
         return f"{self.divergence}, then {self.finish}" if self.finish else self.divergence
 
 
@@ -364,7 +367,7 @@ class Recipe:
     target: str = knob(
         help="alias (edgespec targets list), hub id, local folder in Hugging Face layout, or GGUF file"
     )
-    seed: int = knob(0, "seed of every random choice", at_least=0, at_most=2**63 - 1)
+    seed: int = knob(0, "seed of every random choice", at_least=0, at_most=MOST_SEED)
     device: str = knob(
         "",
         "device profile (edgespec plan --devices): which files are exported, and how chat and bench run them: {names}",

@@ -54,7 +54,7 @@ def _ways(doctor: Fields) -> list[Way]:
 
 def _alpha(doctor: Fields) -> float | None:
     """The acceptance rate that doctor expects first."""
-    return next((one.number("rate") for one in doctor.objects("acceptances", 16)), None)
+    return next((one.share("rate") for one in doctor.objects("acceptances", 16)), None)
 
 
 def _costs(doctor: Fields, ways: Sequence[Way]) -> Table:

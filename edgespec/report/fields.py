@@ -53,6 +53,12 @@ class Fields:
             raise self._refused(key, seen, "a whole number")
         return None if seen is None else int(seen)
 
+    def share(self, key: str) -> float | None:
+        seen = self.number(key)
+        if seen is not None and not 0 <= seen <= 1:
+            raise self._refused(key, seen, "a number from 0 to 1")
+        return seen
+
     def flag(self, key: str) -> bool | None:
         seen: bool | None = self._typed(key, bool, "true or false")
         return seen
@@ -104,6 +110,9 @@ class Fields:
         whole, seconds = ("blocks", "drafted", "copied", "emitted"), ("prefill", "draft", "verify", "total")
         values: dict[str, Any] = {name: self.whole(name) or 0 for name in whole}
         values |= {f"{name}_seconds": self.number(f"{name}_seconds") or 0.0 for name in seconds}
+        for name, value in values.items():
+            if value < 0:
+                raise self._refused(name, value, "0 or more")
         return RawCounts(tested=tested, accepted=accepted, **values)
 
     def keys(self, key: str, most: int = MOST_POSITIONS) -> list[str]:

@@ -156,10 +156,10 @@ def _begin(runs: list[Run], found: Sources) -> None:
 
 
 def _add(runs: list[Run], source: Source) -> None:
-    # what lies in a bundle was measured when it was made: a file that was given counts more
-    inside = [run for run in runs[-1:] if source.kind in (VERIFY, EVALUATION) and BUNDLE in run.sources]
     same = [run for run in runs if run.same_pair(source)]
-    if homes := [*inside, *(run for run in same if source.kind not in run.sources)]:
+    # a file that was given counts more than what lay in the bundle
+    inside = [run for run in runs[-1:] if (own := run.sources.get(source.kind)) and own.in_bundle]
+    if homes := [*(run for run in same if source.kind not in run.sources), *inside]:
         homes[-1].sources[source.kind] = source
         return
     before = same[-1].sources if same else {}

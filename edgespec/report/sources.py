@@ -55,6 +55,7 @@ class Source:
     manifest: Manifest | None = None
     stages: Mapping[str, Fields] = field(default_factory=dict)
     command: str = ""
+    in_bundle: bool = False  # it lay in a bundle, and was measured when that was made
 
 
 Sources = dict[str, Source]
@@ -104,7 +105,7 @@ def _bundle(path: Path) -> Sources:
     found = {BUNDLE: Source(BUNDLE, path, sha256_file(path / MANIFEST), manifest=manifest)}
     for name, kind in ((EVALUATION_FILE, EVALUATION), (VERIFY_FILE, VERIFY)):
         if (entry := manifest.files.get(name)) is not None:
-            found |= _inside(check_file(path.resolve(), name, entry), kind)
+            found |= _inside(check_file(path.resolve(), name, entry), kind, in_bundle=True)
     return found
 
 
@@ -124,10 +125,10 @@ def _build(path: Path, names: list[str]) -> Sources:
     return found
 
 
-def _inside(path: Path, kind: str) -> Sources:
+def _inside(path: Path, kind: str, *, in_bundle: bool = False) -> Sources:
     """A file of a bundle or build; none where it is empty, which says that nothing was measured."""
     found, digest = _object(path)
-    return {kind: Source(kind, path, digest, found)} if found.values else {}
+    return {kind: Source(kind, path, digest, found, in_bundle=in_bundle)} if found.values else {}
 
 
 def _object(path: Path) -> tuple[Fields, str]:

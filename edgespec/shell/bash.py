@@ -46,7 +46,10 @@ _edgespec() {
     elif [[ ${COMP_WORDS[COMP_CWORD-1]} == = ]]; then before="${COMP_WORDS[COMP_CWORD-2]}"
     else before="${COMP_WORDS[COMP_CWORD-1]}"
     fi
-    if [[ $before == --* ]] && _edgespec_value "$verb $before"; then return; fi
+    # behind a flag that may stand alone comes its value or another flag
+    if [[ $before == --* && ($cur != -* || " $switches " != *" $before "*) ]]; then
+        if _edgespec_value "$verb $before"; then return; fi
+    fi
     if [[ $cur == -* ]]; then
         COMPREPLY=($(compgen -W "$flags" -- "$cur"))
         return

@@ -21,7 +21,9 @@ class Variable:
 
 
 VARIABLES = {
-    HOME: Variable("folder of what is made once: targets, ready pairs, measured costs"),
+    HOME: Variable(
+        "folder of what is kept: targets, ready pairs, synthetic models, measured costs, last chats"
+    ),
     CONFIG: Variable("the config file, instead of the one in the user's folder"),
     QUIET: Variable("1: no notes and no progress, as --quiet"),
     OPTION: Variable(
@@ -57,7 +59,7 @@ def shown(name: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where edgespec keeps what it makes once: $EDGESPEC_HOME, else the user's cache folder."""
+    """Where edgespec keeps what it makes once, and last chats: $EDGESPEC_HOME, else the user's cache folder."""
     if home := os.environ.get(HOME):
         return Path(home).expanduser()
     return _folder("XDG_CACHE_HOME", ".cache", "LOCALAPPDATA", "AppData/Local", "Library/Caches")

@@ -19,7 +19,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_bounded
-from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge
+from edgespec.core.options import check, from_mapping, given, knob, knobs_of, merge, words_of
 from edgespec.core.texts import parse_yaml
 from edgespec.shell.environment import config_file
 
@@ -52,7 +52,7 @@ class Settings:
         named = [
             f"{name} comes from {origin}"
             for name, origin in self.origins.items()
-            if {name, name.replace("_", "-")} & set(re.findall(r"[\w.-]+\w", message.replace("--", "")))
+            if {name, words_of(name)} & set(re.findall(r"[\w.-]+\w", message.replace("--", "")))
         ]
         return f" ({'; '.join(named)})" if named else ""
 
@@ -110,19 +110,21 @@ def read_config(verbs: Collection[str]) -> dict[str, Any]:
 def _of_file(
     values: Mapping[Any, Any], known: Mapping[str, tuple[Any, Field[Any]]], where: str, prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
+    names = {words_of(name): name for name in known}
     for key, value in values.items():
-        name = prefix + str(key).replace("-", "_")
-        if isinstance(value, Mapping) and any(one.startswith(f"{name}.") for one in known):
-            yield from _of_file(value, known, where, f"{name}.")
-        elif name not in known:
-            raise InputError(f"{where}: unknown option {name!r}{did_you_mean(name, known)}")
+        words = words_of(f"{prefix}{key}")
+        if isinstance(value, Mapping) and any(one.startswith(f"{words}.") for one in names):
+            yield from _of_file(value, known, where, f"{words}.")
+        elif words not in names:
+            raise InputError(f"{where}: unknown option {prefix + str(key)!r}{did_you_mean(words, names)}")
         else:
-            yield name, check(value, *known[name], name=f"{where}.{name}")
+            yield names[words], check(value, *known[names[words]], name=f"{where}.{prefix}{key}")
 
 
 def variable_of(verb: str, name: str) -> str:
     """EDGESPEC_CHAT_TEMPERATURE; without a verb EDGESPEC_QUIET."""
-    return "_".join(filter(None, ["edgespec", verb, name])).replace("-", "_").replace(".", "_").upper()
+    words = "_".join(filter(None, ["edgespec", verb, words_of(name)]))
+    return words.replace("-", "_").replace(".", "_").upper()
 
 
 def _of_environment(

@@ -29,7 +29,7 @@ from edgespec.planning.preflight import check as shortages_of
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
-from edgespec.recipe.targets import gguf_of
+from edgespec.recipe.targets import TARGETS, gguf_of
 from edgespec.stages.stage import Processes
 
 
@@ -76,7 +76,7 @@ def claim(out: Path, recipe: Recipe) -> None:
     """Make `out` this recipe's folder, or refuse it where it is another's."""
     file = out / RECIPE_FILE
     if file.exists():
-        seen, wanted = _filled(load_recipe(file)), to_mapping(recipe)
+        seen, wanted = _filled(load_recipe(file), recipe), to_mapping(recipe)
         if seen != wanted:
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
@@ -86,12 +86,20 @@ def claim(out: Path, recipe: Recipe) -> None:
     write_text(file, dump_recipe(recipe))
 
 
-def _filled(seen: dict[str, Any]) -> dict[str, Any]:
-    """A build's recipe with the defaults of the knobs that it is older than."""
+def _filled(seen: dict[str, Any], here: Recipe) -> dict[str, Any]:
+    """A build's recipe with the defaults of the knobs that it is older than, and the target's own file where it lies now.
+
+    An environment that was made anew has the file at another place; stages compare its bytes.
+    """
     try:
-        return to_mapping(from_mapping(Recipe, seen))
+        there = from_mapping(Recipe, seen)
     except InputError:
         return seen
+    package = TARGETS[here.target].package if here.target in TARGETS else None
+    files = (there.inference.file, here.inference.file)
+    if package is not None and all(Path(file).as_posix().endswith(f"/{package.file}") for file in files):
+        there = replace(there, inference=replace(there.inference, file=here.inference.file))
+    return to_mapping(there)
 
 
 def _difference(seen: Any, wanted: Any, where: str = "") -> str:
@@ -103,16 +111,25 @@ def _difference(seen: Any, wanted: Any, where: str = "") -> str:
 
 
 def _room(out: Path, parallel: str) -> Room:
-    """What the build may take: where a GPU trains whole models, its memory and not the machine's."""
+    """What the build may take: where a GPU trains whole models, its memory and not the machine's.
+
+    It is that of the process with the least, so that all meet the same refusal.
+    """
     import torch
+    from edgespec_recipes.parallel import processes
 
     room = room_here(out)
-    if not torch.cuda.is_available():
-        return room
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # parts of a model are not estimated
-    memory = None if parallel == "fsdp" else int(torch.cuda.mem_get_info()[0])
-    return replace(room, memory=memory, on_gpu=True, sharing=1)
+    if torch.cuda.is_available():
+        # parts of a model are not estimated
+        memory = None if parallel == "fsdp" else torch.cuda.mem_get_info(processes.device())[0]
+        sharing = -(-room.sharing // torch.cuda.device_count())
+        room = replace(room, memory=memory, on_gpu=True, sharing=sharing)
+
+    def least(free: int | None) -> int:
+        known = sys.maxsize if free is None else free
+        return int(processes.gathered(torch.tensor([known])).min())
+
+    return replace(room, disk=least(room.disk), memory=least(room.memory))
 
 
 def _processes(parallel: str) -> Processes:

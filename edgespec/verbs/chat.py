@@ -40,8 +40,8 @@ def choose(bundles: list[Found]) -> str:
         raise InputError(f"no bundle was named; found: {names}. Name one: edgespec chat {first}")
     if not bundles:
         raise InputError(
-            "no bundle was found in this folder, its build folders and the cache; make one with edgespec build-drafter, "
-            "or fetch one with edgespec pull"
+            "no bundle was found in this folder and its build folders, and there is no ready pair; make one with "
+            "edgespec build-drafter, or fetch one with edgespec pull"
         )
     rows = [(number, bundle.name, bundle.about) for number, bundle in enumerate(bundles, 1)]
     print(table(("", "bundle", "what it is"), rows, left=3), file=sys.stderr)

@@ -23,7 +23,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
 from edgespec.planning.estimate import files_bytes, size
-from edgespec.recipe.devices import FORMATS, STATIC, profile
+from edgespec.recipe.devices import FORMATS, profile
 from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
@@ -84,6 +84,7 @@ class Export(ExportStages):
     """The last three stages of a build, on models that are there."""
 
     source: Source = field(kw_only=True)
+    fit_flags = ("--context", "--precisions")
 
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
@@ -216,8 +217,9 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
     else:
         chosen = {name: list(getattr(chosen_by, name)) for name in formats}
     if not any(chosen.values()):
+        asked = options.device or options.build or "an export without --device"
         raise InputError(
-            f"nothing is to be written: {options.device} has no files in {', '.join(formats)}; give --precisions"
+            f"nothing is to be written: {asked} has no files in {', '.join(formats)}; give --precisions"
         )
     return {name: chosen.get(name, []) for name in FORMATS}
 
@@ -234,8 +236,6 @@ def export_recipe(options: Options, source: Source, given: Collection[str] = ())
     export = choose_files(options, source.recipe.export) | {
         name: getattr(options, name) for name in OWN if name in given
     }
-    if options.device and (device := profile(options.device)).engine == STATIC:
-        export |= {"npu_length": options.context or device.context, "npu_gamma": device.draft_length}
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:
         values["evaluate"] = {"prompts_file": options.prompts_file}

@@ -1,4 +1,4 @@
-"""The bundles that a person can choose from: here, in build folders, in the cache, and ready pairs."""
+"""The bundles that a person can choose from: here, in build folders, and ready pairs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_what_is_done_is_not_done_again(
     assert sum(line.startswith("✓") for line in lines) == len(STAGES) + 4 - 1
     with pytest.raises(CheckFailed, match=r"a peak of .* MiB; 0.1 GiB at most"):
         rehearsed(out, memory=0.1)
-    with pytest.raises(InputError, match=r"holds a rehearsal of something else \(context\)"):
+    with pytest.raises(InputError, match=r"something else \(context\); give another --rehearsal.out"):
         rehearsed(out, context=64)
 
 
@@ -115,8 +115,11 @@ def test_a_stage_that_fails_names_its_log(finished: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("free_disk", r"needs .* GiB more on the disk of .*; 1 GiB are free: make room"),
-        ("free_memory", r"needs .* GiB of memory and 1 GiB are free"),
+        (
+            "free_disk",
+            r"needs .* GiB more on the disk of .*; 1 GiB are free: make room or give another --rehearsal.out",
+        ),
+        ("free_memory", r"needs .* GiB of memory and 1 GiB are free; .* a smaller --rehearsal.shape"),
     ],
 )
 def test_too_little_room_is_said_before_anything_is_made(

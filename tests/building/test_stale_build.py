@@ -14,8 +14,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 from small_build import command, write_data
 
+from edgespec.building.pipeline import Build
 from edgespec.cli import main
-from edgespec.stages.record import RECORD
+from edgespec.core.errors import BundleError
+from edgespec.recipe.read import RECIPE_FILE, resolve
+from edgespec.recipe.shipped import load_recipe
+from edgespec.stages.record import DONE, RECORD
+from edgespec.stages.stage import Processes
 
 ALL = ("data", "target", "plan", "pretrain", "generate", "distill", "evaluate", "export", "verify", "pack")
 
@@ -133,3 +138,13 @@ def test_an_edit_that_cannot_be_read_leaves_the_results(place: Place) -> None:
     assert (place.out / "pretrain" / "model" / "model.safetensors").exists()
     write_data(place.data)
     assert place.build() == ["data"]
+
+
+def test_another_process_leaves_the_record_of_the_pack_alone(small_build: Path, tmp_path: Path) -> None:
+    """The first process removes it, and may have done so already."""
+    out = shutil.copytree(small_build / "out", tmp_path / "out")
+    shutil.rmtree(out / "bundle")
+    build = Build(resolve(load_recipe(out / RECIPE_FILE), {}), out, Processes(rank=1))
+    with pytest.raises(BundleError, match=r"manifest.json"):
+        build._packed(small_build / "target", out / "distill" / "model", {"name": "t", "source": "s"})
+    assert (out / "pack" / DONE).exists()

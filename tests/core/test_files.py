@@ -17,6 +17,7 @@ from edgespec.core.files import (
     copy_file,
     read_json,
     read_jsonl,
+    scratch_beside,
     sha256_file,
     shares_blocks,
     whole_folder,
@@ -72,6 +73,32 @@ def test_whole_folder_is_all_or_nothing(tmp_path: Path) -> None:
     with whole_folder(tmp_path / "out") as place:
         (place / "part").write_text("whole")
     assert (tmp_path / "out" / "part").read_text() == "whole"
+
+
+def test_what_a_killed_run_left_is_swept_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "chat.json"
+    theirs, left, part = (
+        tmp_path / f".chat.json.{end}.tmp" for end in (os.getppid(), 99999999, "99999999.f16")
+    )
+    for path in (theirs, left, part):
+        path.touch()
+    write_bytes(file, b"mine")
+    assert sorted(tmp_path.iterdir()) == sorted([file, theirs])
+
+
+def test_a_scratch_folder_vanishes_with_what_killed_runs_left(tmp_path: Path) -> None:
+    """Other purposes and the temporary names of whole folders are other processes' own."""
+    others = [".out.float.x1", ".out.99999999.tmp", ".out2.slices.x1", "out"]
+    for name in (*others, ".out.slices.x1", ".out.slices.x2"):
+        (tmp_path / name / "part").mkdir(parents=True)
+    with scratch_beside(tmp_path / "out", "slices") as scratch:
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, scratch.name])
+        with whole_folder(tmp_path / "out"):
+            assert list(scratch.iterdir()) == []
+    assert not scratch.exists()
+    with scratch_beside(tmp_path / "new" / "out", "slices") as scratch:
+        assert scratch.is_dir()
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_json_errors_name_file_and_line(tmp_path: Path) -> None:

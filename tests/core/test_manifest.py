@@ -82,6 +82,13 @@ def test_read_gives_what_was_written(folder: Path) -> None:
         manifest.model_path("target", "tvm", "fp32")
 
 
+def test_draft_lengths_that_were_never_used_are_read_as_those_that_were(folder: Path) -> None:
+    device = {"name": "intel-npu", "draft_length": 64, "max_draft_length": 64, "context": 512}
+    with rewritten(folder) as value:
+        value["device"] = device
+    assert open_manifest(folder).device == device | {"draft_length": 62, "max_draft_length": 15}
+
+
 def test_a_file_that_is_not_listed_is_ignored(folder: Path) -> None:
     (folder / "stage.json").write_text("{}")
     assert "stage.json" not in open_manifest(folder).files

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from edgespec_recipes.generating.http_json import JsonServer
 from repository import REPOSITORY
 from small_build import command
 
 from edgespec.cli import main
-from edgespec.core.errors import InputError, NoRoom
+from edgespec.core.errors import InputError, MetByOne, NoRoom
 from edgespec.core.no_room import write_error
 
 LIMIT = (
@@ -86,6 +87,7 @@ def test_a_full_disk_and_what_is_none() -> None:
     for number, words in (
         (errno.EEXIST, "a file has that name"),
         (errno.ENOTDIR, "where a folder is wanted"),
+        (errno.EACCES, "cannot use /tmp/x: permission denied; allow it"),  # a library may have read it
     ):
         assert words in str(write_error("/tmp/x", OSError(number, "no")))
     for other in (
@@ -101,11 +103,13 @@ def test_a_full_disk_and_what_is_none() -> None:
 def test_the_message_is_any_processes(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What all processes meet only the first one says; a disk may be full for one of them."""
+    """What all processes meet only the first one says; a disk may be full, or a server gone, for one of them."""
     from edgespec.verbs import targets as targets_verb
 
     monkeypatch.setenv("RANK", "1")
-    for error, lines in ((InputError("met by all"), 0), (NoRoom("full"), 1)):
+    with pytest.raises(MetByOne, match="did not answer in 1 tries") as gone:
+        JsonServer("http://127.0.0.1:9", 1.0, 0).ask("/v1/models")
+    for error, lines in ((InputError("met by all"), 0), (NoRoom("full"), 1), (gone.value, 1)):
 
         def fail(_: object, error: Exception = error) -> int:
             raise error

@@ -32,7 +32,7 @@ def test_flag_over_yaml_over_default() -> None:
 
 def test_lists_and_none() -> None:
     recipe = resolve(
-        {"target": "a", "drafter": {"layers": None}},
+        {"target": "a", "drafter": {"layers": None}, "pretrain": None},
         parse(["--target", "a", "--evaluate.draft-lengths", "2,4"]),
     )
     assert recipe.evaluate.draft_lengths == (2, 4)
@@ -73,6 +73,21 @@ def test_a_knob_whose_name_python_keeps_for_itself() -> None:
     assert as_flags(values) == ["--continue"]
 
 
+def test_help_says_what_holds_without_a_flag() -> None:
+    @dataclass(frozen=True)
+    class Options:
+        draft: bool = knob(True, "one")
+        raw: bool = knob(False, "two")
+        steps: int = knob(0, "three")
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Options)
+    helps = {action.dest: action.help for action in parser._actions}
+    assert helps["draft"] == "one (default: on)"
+    assert helps["raw"] == "two"  # off, as a switch is that nobody turns on
+    assert helps["steps"] == "three (default: 0)"
+
+
 def test_round_trip() -> None:
     recipe = Recipe(target="a")
     assert from_mapping(Recipe, to_mapping(recipe)) == recipe
@@ -98,7 +113,10 @@ def test_round_trip() -> None:
         ({"target": "a", "evaluate": {"draft_lengths": [0]}}, "draft_lengths is 0; it must be at least 1"),
         ({"target": 3}, "must be a string"),
         ({}, "target is missing"),
-        ({"target": "a", "distill": 3}, "must be a mapping"),
+        *(
+            ({"target": "a", "distill": value}, "distill is .*; it must be a mapping")
+            for value in (3, False, 0, "", [])
+        ),
     ],
 )
 def test_bad_values_name_value_and_bound(values: dict, message: str) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from edgespec.core.table import table
+from edgespec.core.table import count, table
 
 HEADERS = ("device", "what it is", "bytes")
 ROWS = [("laptop-cpu-x86", "a laptop with a processor of eight cores", 12), ("pi", "small", 3)]
@@ -34,3 +34,8 @@ def test_a_terminal_folds_text_and_breaks_no_name(columns: int, monkeypatch: pyt
     assert (folded == whole) == (columns >= len(whole.splitlines()[0]))
     assert "laptop-cpu-x86" in folded
     assert sorted(folded.replace("-", "").split()) == sorted(whole.replace("-", "").split())
+
+
+def test_counts_have_three_digits() -> None:
+    seen = [count(number) for number in (652.94, 999, 999.6, 1234567, 999_400, 999_700, 999_700_000)]
+    assert seen == ["653", "999", "1k", "1.23M", "999k", "1M", "1B"]

@@ -217,7 +217,14 @@ def test_a_killed_pull_goes_on_in_the_middle_of_a_file(hub: Hub, tmp_path: Path)
     store(hub, folder)
     hub.stall = ("target-q8_0.gguf", 12 * 10**6)
     part = part_of(folder, tmp_path)
-    killed(hub, tmp_path, "pull", REPO, arrived=lambda: part.exists() and part.stat().st_size >= 10**7)
+
+    def arrived() -> bool:
+        if not part.exists() or part.stat().st_size < 10**7:
+            return False
+        second = edgespec(hub, tmp_path, "pull", REPO)
+        return second.returncode == 2 and ".pair.partial is in use by process" in second.stderr
+
+    killed(hub, tmp_path, "pull", REPO, arrived=arrived)
     held = part.stat().st_size
     assert not (tmp_path / "pair").exists()
     done = edgespec(hub, tmp_path, "pull", REPO)

@@ -32,6 +32,7 @@ from edgespec.planning.estimate import (
     estimate,
     size,
     stored_position_bytes,
+    writings,
 )
 from edgespec.recipe.drafter import DrafterShape, derive
 from edgespec.recipe.read import resolve
@@ -302,6 +303,12 @@ def test_stages_are_there_when_they_are_on() -> None:
     ]
 
 
+def test_own_prompts_are_enough_for_every_stage_that_reads_them() -> None:
+    recipe = resolve({"target": "x", "evaluate": {"prompts_file": "self", "prompts": 48}}, {})
+    texts = {writing.stage: writing.texts for writing in writings(recipe)}
+    assert texts["self-prompts"] == recipe.export.bundle_prompts == 64
+
+
 def test_what_costs_more() -> None:
     def distil(**options: Any) -> StageCost:
         return stage("distill", resolve({"target": "x", "distill": options}, {}), WIDE, PLAIN)
@@ -324,6 +331,7 @@ def test_what_costs_more() -> None:
 
 def test_sizes_in_words() -> None:
     assert [size(2**10), size(3 * 2**19), size(2.5 * 2**40)] == ["1 KiB", "1.5 MiB", "2.5 TiB"]
+    assert [size(n * 2**20) for n in (999, 1000, 1023)] == ["999 MiB", "0.977 GiB", "0.999 GiB"]
 
 
 def test_direct_alignment_at_its_own_size() -> None:

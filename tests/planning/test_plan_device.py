@@ -105,6 +105,18 @@ def test_measured_costs_go_before_a_budget(
     assert kept_for(TARGET, DRAFTER) == []
 
 
+def test_costs_of_a_file_type_that_the_plan_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))
+    shapes = {"target": outline(TARGET), "drafter": outline(DRAFTER)}
+    table = Costs((200,), ((0.1,) * 8,), (0.002,))
+    store_costs(Subject(shapes, {}, "llama.cpp", "q5_k_s", 2, None, 512), table, seconds=5.0)
+    [way] = measured(TARGET, DRAFTER)
+    assert (way.name, way.costs) == ("llama.cpp q5_k_s", table)
+    assert way.byte_ratio == pytest.approx(DRAFTER.streamed_parameters / TARGET.streamed_parameters)
+
+
 @pytest.mark.llamacpp
 def test_what_doctor_keeps_is_found(both: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path))

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.gguf_target.model_folder import folder_of
 from edgespec_recipes.models.loading import check_model_folder
 from huggingface_hub import constants
 from tiny_models import make_model_folder
@@ -183,6 +185,23 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert check(recipe, tmp_path, Room(2**50, None)) == []
     # a shape that nobody knows yet
     assert check(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
+    tune = {"steps": 1, "conversations": "hub:a/b", "teacher": "some/where"}
+    assert check(resolve({"target": "llama-2-7b-chat", "tune": tune}, {}), tmp_path, Room(0, 0)) == []
+
+
+def test_weights_that_were_expanded_before_need_no_room(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    export_gguf(target, file, "q8_0")
+    small_disk(monkeypatch, 1024)
+    recipe = resolve({"target": str(file)}, {})
+    [short] = check(recipe, tmp_path / "out", Room(2**50, None))
+    assert short.what == "disk"
+    assert "the expanded weights of" in short.stage
+    folder_of(file)
+    assert check(recipe, tmp_path / "out", Room(2**50, None)) == []
 
 
 # Weights
@@ -318,6 +337,11 @@ def test_headers_that_lie(target: Path, tmp_path: Path, entry: Any) -> None:
     folder = rewritten(copied(target, tmp_path / "model"), lambda header: header.update(liar=entry))
     with pytest.raises(InputError, match="liar"):
         read_header(folder / "model.safetensors")
+
+
+def test_weights_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{tmp_path} cannot be read: .*; make it readable"):
+        read_header(tmp_path)
 
 
 def test_an_index_that_lies(target: Path, tmp_path: Path) -> None:

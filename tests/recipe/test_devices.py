@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench, of_reply
 
+from edgespec.building.pipeline_export import ExportStages
 from edgespec.cli import main
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
@@ -86,6 +87,30 @@ def test_a_flag_goes_before_the_device_and_the_device_before_the_recipe() -> Non
     assert to_mapping(resolve(dumped, {})) == dumped  # a build that goes on has the same recipe
 
 
+def test_a_context_that_is_asked_for_is_that_of_static_graphs() -> None:
+    asked: dict[str, Any] = {"device": "intel-npu", "export": {"context": 512}}
+    device = {"device": "intel-npu"}
+    for file, flags in (({}, asked), (asked, {}), (device, {"export": {"context": "512"}})):
+        recipe = resolve({"target": "t", **file}, flags)
+        chosen = device_of(recipe)
+        assert chosen is not None
+        assert (recipe.export.npu_length, chosen.context) == (512, 512)
+    own = profile("intel-npu").context
+    assert resolve({"target": "t", "export": {"context": 4096}}, device).export.npu_length == own
+    asked["export"]["npu_length"] = 256
+    assert resolve({"target": "t", **asked}, {}).export.npu_length == 256
+
+
+def test_static_graphs_that_are_left_out_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    flags = {"target": "tinyllama-1.1b-chat", "device": "intel-npu", "export": {"npu": "qdq8,fp32"}}
+    stages = ExportStages(resolve({}, flags), tmp_path)
+    stages._fitted(TINYLLAMA, derive(TINYLLAMA, DrafterOptions()), "tinyllama-1.1b-chat")
+    assert stages.recipe.export.npu == ("qdq8",)
+    assert "Note: intel-npu has no memory for fp32; not written" in capsys.readouterr().out
+
+
 def test_a_device_without_its_files_is_refused() -> None:
     recipe = resolve({"target": "t"}, {"device": "raspberry-pi", "export": {"gguf": "", "onnx": "int4"}})
     with pytest.raises(InputError, match=r"raspberry-pi runs llama.cpp, and no gguf file"):
@@ -132,11 +157,15 @@ def test_what_does_not_fit_is_refused_with_every_number() -> None:
     for part in long.parts:
         assert part.how in text
     room = long.longest_context
-    assert f"give --context {room}" in text
+    assert f"give --export.context {room}" in text
+    with pytest.raises(InputError, match=f"give --context {room}$"):
+        devices_fit.check_fit(long, "llama-2-7b-chat", ("--context", "--precisions"))
     assert devices_fit.fit(dataclasses.replace(x86, context=room), LLAMA, DRAFTER).fits
     assert not devices_fit.fit(dataclasses.replace(x86, context=room + 1), LLAMA, DRAFTER).fits
     small = dataclasses.replace(x86, memory_gib=2)
-    with pytest.raises(InputError, match="weights alone are too large"):
+    with pytest.raises(
+        InputError, match=r"alone are too large: choose a smaller precision with --export\.onnx"
+    ):
         devices_fit.check_fit(devices_fit.fit(small, LLAMA, DRAFTER), "llama-2-7b-chat")
 
 
@@ -187,6 +216,7 @@ def test_chat_and_bench_take_the_device_of_the_bundle_as_default(bundle: Path, t
     fixed = str(with_device(bundle, tmp_path / "npu", name="intel-npu", **device))
     assert for_reply({"bundle": fixed}) == {"bundle": fixed, **device}
     assert for_reply({"bundle": fixed, "draft_length": 5, "context": 32})["draft_length"] == 5
+    assert "draft_length" not in for_reply({"bundle": fixed, "rule": "bild"})
     assert for_bench({"bundle": fixed})["draft_lengths"] == [3]
     assert for_bench({"bundle": fixed})["choose"] is False
     assert for_bench({"bundle": fixed, "draft_lengths": "1,2"})["draft_lengths"] == "1,2"

@@ -135,12 +135,18 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"distill": {"fixed": "gone", "fixed_fraction": 1}}, "distill.fixed: 'gone' does not exist"),
         ({"pretrain": {"text": "hub:a:b:c:d"}}, "pretrain.text: the source 'hub:a:b:c:d' is not of the form"),
         ({"drafter": {"init": "checkpoint", "checkpoint": "gone"}}, "drafter.checkpoint 'gone' is no model"),
+        (
+            {"inference": {"source": "file", "file": "gone.gguf"}, "distill": {"steps": 0}},
+            "inference.file 'gone.gguf' does not exist; give a bundle",
+        ),
         ({"distill": {"fixed_fraction": 1}}, "without distill.fixed"),
         ({"export": {"onnx": [], "gguf": []}}, "export.onnx, export.gguf and export.npu are all empty"),
         ({"generate": {"temperatures": []}}, "generate.temperatures is empty"),
         ({"generate": {"system_prompts": []}}, "generate.system_prompts is empty"),
         ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
         ({"seed": 10**23}, "seed is 100000000000000000000000; it must be at most"),
+        ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
+        ({"distill": {"labels": "hard", "finish": "tvd"}}, "labels is 'hard' and finish is 'tvd'"),
         (
             {"target": "tiny-chat", "distill": {"target_side": "stored", "stored_top_k": 10**6}},
             "distill.stored_top_k is 1000000; the target's vocabulary has",

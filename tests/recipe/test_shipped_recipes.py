@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import yaml
 from edgespec.cli import VERBS
 from edgespec.core.options import add_flags, given
 from edgespec.planning.estimate import estimate, size
+from edgespec.planning.plan import PlanOptions
 from edgespec.recipe.check import problems
 from edgespec.recipe.data_sources import parse_hub
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import FIELDS, header, load_recipe, recipe_file, shipped_recipes
-from edgespec.recipe.targets import shape_of_target
+from edgespec.recipe.targets import TARGETS, shape_of_target
 from edgespec.verbs.build import Options
 
 CONFIGS = Path(edgespec_recipes.__path__[0]) / "configs"
@@ -77,6 +79,23 @@ def test_its_command_is_one(file: Path) -> None:
     chosen = recipe_file(flags["recipe"]) if "recipe" in flags else shipped_recipes()[flags["target"]]
     assert chosen == (file if file in RECIPES else shipped_recipes()["tiny-chat"])
     assert flags["out"] == f"build/{chosen.stem}"
+
+
+def test_one_target_has_a_recipe_of_its_own_name() -> None:
+    assert {*shipped_recipes()} & {*TARGETS} == {"tiny-chat"}
+    assert (
+        "(default: tiny-chat's for tiny-chat, else the defaults)"
+        in PlanOptions.__dataclass_fields__["recipe"].metadata["help"]
+    )
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=stem)
+def test_its_needs_hold_its_cost_and_its_packages(file: Path) -> None:
+    needs, cost = header(file)["needs"], header(file)["cost"]
+    for what in ("memory", "disk"):
+        least, most = (re.search(rf"([\d.]+) Gi?B of {what}", text) for text in (cost, needs))
+        assert most is None or least is None or float(most[1]) * 1e9 >= float(least[1]) * 2**30
+    assert ("edgespec[llamacpp]" in needs) == (recipe(file.stem).inference.source == "file")
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=stem)

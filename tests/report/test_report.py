@@ -288,6 +288,8 @@ def put(*path: Any) -> Callable[[Any], None]:
         (put("samples", [{}] * 7), "'samples' has 7 entries; at most 6 are read"),
         (put("engine", ["onnxruntime"]), "'engine' is ['onnxruntime']; a string is wanted"),
         (put("threads", 10**400), "'threads' is 'a whole number beyond a float'"),
+        (put("runs", 0, "counts", "draft_seconds", -1), "'draft_seconds' is -1.0; 0 or more is wanted"),
+        (put("runs", 0, "counts", "drafted", -1), "'drafted' is -1; 0 or more is wanted"),
     ],
 )
 def test_a_bench_with_a_wrong_field_is_refused(
@@ -303,6 +305,18 @@ def test_a_bench_with_a_wrong_field_is_refused(
     assert str(file) in error
     assert said in error
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_doctor_whose_rate_is_no_share_is_refused(
+    measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change = put("acceptances", [{"rate": 9e15}])
+    file = changed(measured / "doctor.json", tmp_path / "doctor.json", change)
+    assert main(["report", str(file), "--out", str(tmp_path / "page.html")]) == 2
+    assert (
+        "acceptances[0]: 'rate' is 9000000000000000.0; a number from 0 to 1 is wanted"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_what_may_stand_at_a_place_is_offered(shell: object, place: Path) -> Non
         "llama-2-7b-chat",
         "llama-2-13b-chat",
     }
+    assert offered("edgespec", "targets", "--json", "--qu") == {"--quiet"}
     assert offered("edgespec", "plan", "--target", "qwen3-0") == {"qwen3-0.6b"}
     assert offered("edgespec", "chat", "smol") == {"smollm2-135m-instruct"}
     assert offered("edgespec", "recipes", "check", "quick", "tv") == {"tvdpp"}
@@ -93,6 +94,7 @@ def test_what_may_stand_at_a_place_is_offered(shell: object, place: Path) -> Non
 def test_bash_offers_paths_and_runs_no_names(place: Path) -> None:
     assert bash("edgespec", "verify", "--prompts", "odd") == ["odd names"]
     assert bash("edgespec", "verify", "--prompts", "odd names/") == ["odd names/some prompts.jsonl"]
+    assert bash("edgespec", "targets", "--json", "odd") == ["odd names"]
     assert bash("edgespec", "chat", "od") == ["odd names"]
     assert not bash("edgespec", "chat", "odd names/")  # a bundle is a folder, and there is a file
     assert "$(touch run)" in bash("edgespec", "verify", "--prompts", "")

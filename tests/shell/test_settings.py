@@ -63,6 +63,19 @@ def test_dotted_options_lists_and_verbs_that_begin_alike(
     assert chosen("export-optimum").values == {"new_tokens": 6}
 
 
+def test_an_option_whose_name_python_keeps_for_itself(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text("chat: {continue: true}")
+    assert chosen("chat").values == {"continue_": True}
+    assert main(["config", "show"]) == 0
+    assert "chat --continue  True" in capsys.readouterr().out
+    config.unlink()
+    monkeypatch.setenv("EDGESPEC_CHAT_CONTINUE", "1")
+    found = chosen("chat")
+    assert (found.values, found.origins) == ({"continue_": True}, {"continue_": "EDGESPEC_CHAT_CONTINUE"})
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -141,6 +141,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(
         if code:
             assert "does not fit on raspberry-pi" in error
             assert "KV cache" in error
+            assert "would fit: give --context " in error
             assert not (out / "export").exists()
 
 
@@ -178,8 +179,13 @@ def test_which_files_are_written() -> None:
     assert chosen(device="intel-npu") == {"npu": ["qdq16"]}
     with pytest.raises(InputError, match=r"'q4_0' is of none of onnx"):
         chosen(precisions="q4_0", formats="onnx")
-    with pytest.raises(InputError, match="nothing is to be written"):
-        chosen(device="raspberry-pi", formats="onnx")
+    for given, words in (
+        ({"device": "raspberry-pi", "formats": "onnx"}, "raspberry-pi has no files in onnx"),
+        ({"build": "b", "formats": "npu"}, "b has no files in npu"),
+        ({"formats": "npu"}, "an export without --device has no files in npu"),
+    ):
+        with pytest.raises(InputError, match=f"nothing is to be written: {words}"):
+            chosen(**given)
 
 
 def test_bad_input(models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,5 +102,5 @@ def test_a_person_chooses_by_number(
     shown = capsys.readouterr().err
     assert "Which one? [1-3, Enter for 1]" in shown
     assert ("first: pip install c" in shown) is (b"3" in typed)
-    with pytest.raises(InputError, match="no bundle was found"):
+    with pytest.raises(InputError, match="in this folder and its build folders, and there is no ready pair"):
         chat.choose([])

@@ -1,0 +1,76 @@
+"""build-drafter before its first stage: what each of several processes has room for, and whose folder it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import make_model_folder
+from torchrun import torchrun
+
+from edgespec.core.errors import InputError
+from edgespec.recipe.schema import InferenceOptions, Recipe
+from edgespec.recipe.targets import TARGETS
+from edgespec.verbs.build import _room, claim
+
+GIB = 2**30
+SMOL = "smollm2-135m-instruct"
+# the second process finds less memory than the first one
+PROGRAM = """
+import os, sys
+from edgespec.planning import preflight
+if os.environ["RANK"] == "1":
+    preflight.free_memory = lambda: 2**20
+from edgespec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "rank", "processes", "memory", "sharing"),
+    [(2, 1, 2, 2 * GIB, 1), (1, 1, 2, GIB, 2), (2, 3, 4, 2 * GIB, 2), (8, 0, 1, GIB, 1)],
+)
+def test_a_process_counts_its_own_gpu_and_who_shares_it(
+    gpus: int,
+    rank: int,
+    processes: int,
+    memory: int,
+    sharing: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((device.index + 1) * GIB, 80 * GIB))
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    room = _room(tmp_path, "ddp")
+    assert (room.on_gpu, room.memory, room.sharing) == (True, memory, sharing)
+
+
+@pytest.mark.training
+def test_what_one_process_lacks_is_said_once(tmp_path: Path) -> None:
+    target, out = make_model_folder(tmp_path / "target"), tmp_path / "out"
+    program, log = tmp_path / "program.py", tmp_path / "log.txt"
+    program.write_text(PROGRAM)
+    run = torchrun(log, str(program), "build-drafter", "--target", str(target), "--out", str(out))
+    assert run.wait(timeout=300) != 0
+    said = [line for line in log.read_text().splitlines() if line.startswith("edgespec: ")]
+    assert len(said) == 1, log.read_text()
+    assert "of memory and 1 MiB are free on this machine" in said[0]
+    assert not out.exists()
+
+
+def test_a_build_goes_on_in_another_environment(tmp_path: Path) -> None:
+    """The target's own file lies elsewhere there."""
+    package = TARGETS[SMOL].package
+    assert package is not None
+
+    def begun(file: str) -> None:
+        claim(tmp_path, Recipe(target=SMOL, inference=InferenceOptions(source="file", file=file)))
+
+    begun(f"/old/site-packages/{package.file}")
+    begun(f"/new/site-packages/{package.file}")
+    with pytest.raises(InputError, match=r"inference.file is '/old/.*' there and '/new/mine.gguf' here"):
+        begun("/new/mine.gguf")
