@@ -68,7 +68,7 @@ class Schedules:
 
     def _measured(self) -> Costs:
         if self._costs is None:
-            if load_costs(self._pair, lambda _: None) is None:
+            if load_costs(self._pair, lambda _: None, at_least_seconds=QUICK.seconds) is None:
                 self._note(
                     f"(measuring this machine for {QUICK.seconds:g} s; edgespec doctor measures thoroughly)"
                 )

@@ -19,7 +19,7 @@ from edgespec_runtime.engines.engine import default_threads
 READ_BYTES = 512 * 2**20  # more than the last cache of nearly every processor
 READS = 5
 _PIECE = 2**20
-_PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama_cpp_python"}
+_PACKAGES = {"onnxruntime": "onnxruntime", "llama.cpp": "llama_cpp_python", "static": "onnxruntime"}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Way:
 
     Attributes:
         mode: exact or fast, as asked for.
-        engine, precision: names as in the manifest.
+        engine: what computes, named as in the manifest, or openvino. precision: as in the manifest.
         fast_graph: the graph of the fast mode is loaded (ONNX Runtime).
         flash_attention: attention kernel of llama.cpp; None on another engine.
         float_weights: a GGUF file whose weights are not quantised; llama.cpp sums a block of those in another order.
@@ -49,6 +49,15 @@ class Way:
         if self.float_weights:
             return "" if self.flash_attention else EXACT
         return EXACT if self.flash_attention else FAST
+
+    @property
+    def promised(self) -> bool:
+        """Whether its kernels give a block the logits of single steps, measured or not.
+
+        Rounded activations of static graphs (qdq) may take another step in a block, and OpenVINO chooses its kernels itself.
+        """
+        unsure = self.float_weights or self.precision.startswith("qdq") or self.engine == "openvino"
+        return self.runs == EXACT and not unsure
 
     def remark(self) -> str:
         """Where what runs is not what the mode's name says, why; else ''."""
@@ -75,6 +84,7 @@ class Exactness:
         positions: how many were compared; None where they were not.
         remark: what the reader must know besides: why there is no measurement, or why what runs is not what the mode says.
         promised: whether a block's logits are those of single steps by how the kernels work, measured or not.
+        avoidable: whether the kernels of the fast mode run, and not those of the exact one.
     """
 
     mode: str
@@ -83,6 +93,7 @@ class Exactness:
     positions: int | None
     remark: str
     promised: bool = False
+    avoidable: bool = True
 
     def __str__(self) -> str:
         parts = [f"{self.mode} mode"]
@@ -102,7 +113,8 @@ class Exactness:
         known = "; ".join(filter(None, (seen, self.remark)))
         if self.mode == EXACT:
             return f"Exact mode without its promise: rounding may flip a near tie ({known})."
-        return f"Fast mode: rounding may flip a near tie ({known}); --mode exact is slower and avoids it."
+        advice = "; --mode exact is slower and avoids it" if self.avoidable else ""
+        return f"Fast mode: rounding may flip a near tie ({known}){advice}."
 
 
 def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
@@ -110,8 +122,8 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
 
     `verification` is that file's content; it may come from a stranger, and what is not of the exporter's form counts as absent.
     """
-    remark, promised = way.remark(), way.runs == EXACT and not way.float_weights
-    unmeasured = "not measured where the bundle was made"
+    remark, unmeasured = way.remark(), "not measured where the bundle was made"
+    by_kernel = way.promised, way.runs == FAST
     files = verification.get("files")
     for check in files if isinstance(files, list) else []:
         if not isinstance(check, Mapping):
@@ -129,11 +141,11 @@ def exactness_of(way: Way, verification: Mapping[str, Any]) -> Exactness:
                     f"measured on texts of at most {way.rope_border} tokens, where the RoPE factors change"
                 )
                 remark = "; ".join(filter(None, (remark, below)))
-            return Exactness(way.mode, *numbers, remark, promised)
+            return Exactness(way.mode, *numbers, remark, *by_kernel)
         if way.runs == EXACT and check.get("checked_with") != way.engine:
             unmeasured = f"not measured on {way.engine}; checked with: {check.get('checked_with')}"
         break
-    return Exactness(way.mode, None, None, None, "; ".join(filter(None, (unmeasured, remark))), promised)
+    return Exactness(way.mode, None, None, None, "; ".join(filter(None, (unmeasured, remark))), *by_kernel)
 
 
 def _numbers(measured: Mapping[str, Any], positions: Any) -> tuple[float, int, int] | None:

@@ -244,17 +244,19 @@ class LlamaCppEngine:
         self._tokens[:count] = tokens
         np.add(self._steps[:count], self.n_past, out=self._positions[:count])
         batch.n_tokens = count
-        status = lib.llama_decode(self._context, batch)
-        if status != 0:
-            lib.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)  # as it was before the call
-            bad = [token for token in tokens if not 0 <= token < self.vocab_size]
-            if bad:
-                raise InputError(
-                    f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
+        try:
+            if status := lib.llama_decode(self._context, batch):
+                bad = [token for token in tokens if not 0 <= token < self.vocab_size]
+                if bad:
+                    raise InputError(
+                        f"token id {bad[0]} is outside the vocabulary of {self.vocab_size}; the tokenizer is another model's"
+                    )
+                raise EdgespecError(
+                    f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {reason()}"
                 )
-            raise EdgespecError(
-                f"llama.cpp failed on {count} tokens after {self.n_past} (status {status}): {reason()}"
-            )
+        except BaseException:  # Ctrl-C too is raised here: when the pass is made, and not yet counted
+            lib.llama_memory_seq_rm(self._memory, 0, self.n_past, -1)
+            raise
         self.n_past += count
         if self._hidden is not None:
             width = self._hidden.shape[1]

@@ -21,7 +21,14 @@ import numpy as np
 from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
-from edgespec_runtime.engines.static_program import Array, Feeds, Program, open_onnxruntime, openvino_opener
+from edgespec_runtime.engines.static_program import (
+    Array,
+    Feeds,
+    Program,
+    Shapes,
+    open_onnxruntime,
+    openvino_opener,
+)
 from edgespec_runtime.untrusted.genai_settings import count_of, unusable
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
@@ -31,6 +38,7 @@ FORMAT = 1
 MAX_SETTINGS_BYTES = 64 * 1024
 BLOCKS = ("prefill", "verify", "step")
 MOST = {"vocab_size": 2**24, "length": 2**20, "layers": 1024, "kv_heads": 4096, "head_dim": 2**16}
+MOST_MASKED = 2**28  # tokens of a graph times those of the cache: a mask of 1 to 2 GiB
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,11 @@ def read_static_settings(folder: Path) -> StaticSettings:
     precision = value.get("precision")
     if not isinstance(precision, str) or not 0 < len(precision) <= 64 or not precision.isprintable():
         raise unusable(where, "precision", precision, "a short name")
+    longest = min(counts["length"], MOST_MASKED // counts["length"])
     return StaticSettings(
         precision=precision,
         masked=float(masked),
-        blocks={name: count_of(blocks, name, counts["length"], where) for name in BLOCKS},
+        blocks={name: count_of(blocks, name, longest, where) for name in BLOCKS},
         **counts,
     )
 
@@ -112,32 +121,26 @@ class StaticEngine:
         self.context_length = min(context_length or settings.length, settings.length)
         self.block_length = min(max(settings.blocks.values()), self.context_length)
         self.n_past = 0
-        size = (1, settings.kv_heads, settings.length, settings.head_dim)
-        self._past = {name: np.zeros(size, dtype=np.float32) for name in names_of_cache(settings, "past")}
         self._graphs = sorted((tokens, name) for name, tokens in settings.blocks.items())  # shortest first
-        self._masks = {name: _mask(tokens, settings) for name, tokens in settings.blocks.items()}
         self._seen = dict.fromkeys(settings.blocks, 0)  # columns of the cache that each mask lets see
         open_program = _opener(backend, device)
         self._programs: dict[str, Program] = {}
-        for tokens, name in self._graphs:
-            path = folder / f"{name}.onnx"
-            check_onnx(path)
-            try:
-                ids = np.zeros((1, tokens), dtype=np.int32)
-                inputs = {
-                    "input_ids": ids,
-                    "position_ids": ids,
-                    "attention_mask": self._masks[name],
-                    **self._past,
-                }
-                outputs = _outputs(tokens, settings)
+        try:
+            for tokens, name in self._graphs:
+                path = folder / f"{name}.onnx"
+                check_onnx(path)
+                inputs, outputs = _inputs(tokens, settings), _outputs(tokens, settings)
                 self._programs[name] = open_program(path, threads or default_threads(), inputs, outputs)
-            except EdgespecError:
-                raise
-            except Exception as error:  # the engines' exception classes have no base of their own
-                raise BundleError(
-                    f"{backend} cannot run {path}: {str(error)[:300]}; export the model again"
-                ) from error
+            # only now, when every graph has the sizes that the settings say
+            size = _cache(settings.length, settings)
+            self._past = {name: np.zeros(size, np.float32) for name in names_of_cache(settings, "past")}
+            self._masks = {name: _mask(tokens, settings) for name, tokens in settings.blocks.items()}
+        except EdgespecError:
+            raise
+        except Exception as error:  # the engines' exception classes have no base of their own
+            raise BundleError(
+                f"{backend} cannot run {folder}: {str(error)[:300]}; export the model again"
+            ) from error
 
     def feeds(self, tokens: Sequence[int]) -> tuple[str, Feeds]:
         """The graph that takes `tokens` next and its inputs, which are views of this engine's own memory."""
@@ -191,15 +194,22 @@ def _mask(tokens: int, settings: StaticSettings) -> Array:
     return mask
 
 
-def _outputs(tokens: int, settings: StaticSettings) -> Feeds:
-    new = (1, settings.kv_heads, tokens, settings.head_dim)
-    return {
-        "logits": np.zeros((1, tokens, settings.vocab_size), dtype=np.float32),
-        **{name: np.zeros(new, dtype=np.float32) for name in names_of_cache(settings, "new")},
-    }
+def _cache(tokens: int, settings: StaticSettings) -> tuple[int, ...]:
+    return 1, settings.kv_heads, tokens, settings.head_dim
 
 
-def _opener(backend: str, device: str) -> Callable[[Path, int, Feeds, Feeds], Program]:
+def _inputs(tokens: int, settings: StaticSettings) -> Shapes:
+    past = dict.fromkeys(names_of_cache(settings, "past"), _cache(settings.length, settings))
+    mask = (1, 1, tokens, settings.length + tokens)
+    return {"input_ids": (1, tokens), "position_ids": (1, tokens), "attention_mask": mask, **past}
+
+
+def _outputs(tokens: int, settings: StaticSettings) -> Shapes:
+    new = dict.fromkeys(names_of_cache(settings, "new"), _cache(tokens, settings))
+    return {"logits": (1, tokens, settings.vocab_size), **new}
+
+
+def _opener(backend: str, device: str) -> Callable[[Path, int, Shapes, Shapes], Program]:
     if backend == ONNXRUNTIME:
         return open_onnxruntime
     if backend == OPENVINO:

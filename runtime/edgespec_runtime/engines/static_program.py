@@ -14,6 +14,7 @@ from edgespec.core.errors import InputError, MissingExtra
 
 Array = NDArray[Any]
 Feeds = dict[str, Array]
+Shapes = dict[str, tuple[int, ...]]
 
 
 class Program(Protocol):
@@ -23,23 +24,24 @@ class Program(Protocol):
         """Run it: inputs by name, outputs by name (valid until the next call)."""
 
 
-def open_onnxruntime(path: Path, threads: int, inputs: Feeds, outputs: Feeds) -> Program:
-    """A graph in ONNX Runtime that takes arrays like `inputs`, and writes into those of `outputs`."""
+def open_onnxruntime(path: Path, threads: int, inputs: Shapes, outputs: Shapes) -> Program:
+    """A graph in ONNX Runtime with these inputs and outputs. Raises ValueError, before memory is taken, where it has others."""
     from edgespec_runtime.engines.onnx_runtime import open_session
 
     # Without VNNI the products of unsigned activations and signed weights saturate in 16 bits; so they do not.
     session = open_session(path, threads, ("session.x64quantprecision", "1"))
     seen = {value.name: tuple(value.shape) for value in (*session.get_inputs(), *session.get_outputs())}
     check_shapes(seen, inputs | outputs)
+    results = {name: np.zeros(shape, np.float32) for name, shape in outputs.items()}
     binding = session.io_binding()
-    for name, array in outputs.items():
+    for name, array in results.items():
         binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
 
     def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         for name, array in feeds.items():
             binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         session.run_with_iobinding(binding)
-        return outputs
+        return results
 
     return run
 
@@ -63,7 +65,7 @@ def has_openvino() -> bool:
     return True
 
 
-def openvino_opener(device: str) -> Callable[[Path, int, Feeds, Feeds], Program]:
+def openvino_opener(device: str) -> Callable[[Path, int, Shapes, Shapes], Program]:
     """What opens a graph on a device; on the CPU in float32. Raises InputError for a device that OpenVINO does not see."""
     core = _core()
     if device not in core.available_devices:
@@ -71,16 +73,18 @@ def openvino_opener(device: str) -> Callable[[Path, int, Feeds, Feeds], Program]
             f"OpenVINO sees no device {device!r} here; it sees {', '.join(core.available_devices)}"
         )
 
-    def open_program(path: Path, threads: int, inputs: Feeds, outputs: Feeds) -> Program:
+    def open_program(path: Path, threads: int, inputs: Shapes, outputs: Shapes) -> Program:
+        model = core.read_model(path)
+        seen = {name: tuple(model.input(name).shape) for name in inputs}
+        seen |= {name: tuple(model.output(name).shape) for name in outputs}
+        check_shapes(seen, inputs | outputs)
         settings: dict[str, Any] = {}
         if device == "CPU":  # elsewhere the precision is the device's own
             settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
             # Its integer products saturate in 16 bits on processors without VNNI; in floats the integer graph means the same
             # on all of them.
             settings["LP_TRANSFORMS_MODE"] = "NO"
-        request = core.compile_model(str(path), device, settings).create_infer_request()
-        wanted = inputs | outputs
-        check_shapes({name: tuple(request.get_tensor(name).shape) for name in wanted}, wanted)
+        request = core.compile_model(model, device, settings).create_infer_request()
 
         def run(feeds: Mapping[str, Array]) -> Mapping[str, Array]:
             request.infer(dict(feeds), share_inputs=True)
@@ -91,8 +95,8 @@ def openvino_opener(device: str) -> Callable[[Path, int, Feeds, Feeds], Program]
     return open_program
 
 
-def check_shapes(seen: Mapping[str, tuple[Any, ...]], wanted: Feeds) -> None:
+def check_shapes(seen: Mapping[str, tuple[Any, ...]], wanted: Shapes) -> None:
     """The settings size the memory that the graph reads and writes, so both must say the same. Raises ValueError."""
-    for name, array in wanted.items():
-        if seen.get(name) != array.shape:
-            raise ValueError(f"the settings want {name} as {array.shape} and the graph has {seen.get(name)}")
+    for name, shape in wanted.items():
+        if seen.get(name) != shape:
+            raise ValueError(f"the settings want {name} as {shape} and the graph has {seen.get(name)}")

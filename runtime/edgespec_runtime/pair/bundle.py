@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.core.errors import BundleError, InputError, did_you_mean
 from edgespec.core.files import read_json
-from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
+from edgespec.core.manifest import AGAIN, HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
 from edgespec.core.progress import MIB, reading
 from edgespec.recipe.precisions import precision_names
@@ -17,7 +17,7 @@ from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Wa
 from edgespec_runtime.engines.rope_border import across_border
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
-from edgespec_runtime.text.prompts import read_chats
+from edgespec_runtime.text.prompts import bundled_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
 ONNXRUNTIME = "onnxruntime"
@@ -72,8 +72,8 @@ class Pair:
     precision: str
     cost_ratios: dict[str, float]
     threads: int
+    backend: str
     mode: str = EXACT
-    backend: str = ""
 
     @property
     def fast_graph(self) -> bool:
@@ -99,14 +99,13 @@ class Pair:
 
     def prompts(self) -> list[list[Message]]:
         """The held-out chats that travel in the bundle."""
-        assert self.manifest.folder is not None
-        return read_chats(self.manifest.folder / "prompts.jsonl")
+        return bundled_chats(self.manifest)
 
     def measured_exactness(self) -> Exactness:
         """The mode, and how far a block's target logits were from those of single steps where the bundle was made."""
         way = Way(
             self.mode,
-            self.engine,
+            self.backend,
             self.precision,
             fast_graph=self.fast_graph,
             flash_attention=self.flash_attention,
@@ -207,16 +206,19 @@ def _usual_mode(manifest: Manifest, engine: str, precision: str) -> str:
     return FAST if f"{engine}/{precision}" in str(manifest.default.get("fast", "")).split() else EXACT
 
 
-def _drafters_vocabulary(manifest: Manifest) -> Vocabulary | None:
-    """The subset of the target's tokens that the drafter knows; None where it knows them all."""
+def _drafters_vocabulary(manifest: Manifest, target: Engine) -> Vocabulary | None:
+    """The subset of the target's tokens that the drafter knows; None where it knows them all.
+
+    Raises BundleError where it is of another target: its numbers size memory.
+    """
     name = manifest.drafter.vocabulary
     if name is None or manifest.folder is None:
         return None
-    vocabulary, wanted = read_vocabulary(manifest.folder / name), manifest.pair["vocab_size"]
-    if vocabulary.target_vocab_size != wanted:
+    vocabulary = read_vocabulary(manifest.folder / name)
+    if vocabulary.target_vocab_size != target.vocab_size:
         raise BundleError(
-            f"{manifest.folder / name} is of a target with {vocabulary.target_vocab_size} tokens, this pair's has {wanted}; "
-            "fetch or build the bundle again"
+            f"{manifest.folder / name} is of a target with {vocabulary.target_vocab_size} tokens, this pair's has "
+            f"{target.vocab_size}; {AGAIN}"
         )
     return vocabulary
 
@@ -246,15 +248,12 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     ratios = manifest.cost_ratios(engine, precision)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
-    vocabulary, is_head = _drafters_vocabulary(manifest), manifest.drafter.kind == HEAD
     threads = options.threads or default_threads()
 
-    def load(role: str) -> CachedEngine:
+    def load(role: str, vocabulary: Vocabulary | None = None) -> CachedEngine:
         own_threads = 1 if getattr(manifest, role).parameters < ONE_THREAD_BELOW[role] else threads
         model = load_model(manifest, role, engine, precision, options, own_threads)
-        if role == "drafter" and vocabulary is not None:
-            model = SubsetEngine(model, vocabulary)
-        return CachedEngine(model)
+        return CachedEngine(model if vocabulary is None else SubsetEngine(model, vocabulary))
 
     path = manifest.model_path("target", engine, precision)
     size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
@@ -263,7 +262,11 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
         bar.update(size / MIB)
         draft = None
         if with_draft:
-            draft = _head(manifest, engine, precision, vocabulary, target) if is_head else load("drafter")
+            vocabulary = _drafters_vocabulary(manifest, target.engine)
+            if manifest.drafter.kind == HEAD:
+                draft = _head(manifest, engine, precision, vocabulary, target)
+            else:
+                draft = load("drafter", vocabulary)
     return Pair(
         target=target,
         draft=draft,

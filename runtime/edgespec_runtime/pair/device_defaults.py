@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.manifest import Manifest, open_manifest
+from edgespec_runtime.rules.table import LOSSLESS, LoopRule, rule_of
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
 """Draft lengths that bench compares where γ is chosen."""
@@ -24,8 +25,11 @@ def manifest_of(given: Mapping[str, Any]) -> Manifest | None:
 
 
 def of_reply(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
-    """The options of chat or generate, with the bundle's device behind them."""
-    return {**_settings(manifest), **given}
+    """The options of chat or generate, with the bundle's device behind them. A rule with a loop of its own takes no γ."""
+    settings = _settings(manifest)
+    if isinstance(rule_of(given.get("rule") or LOSSLESS), LoopRule):
+        settings.pop("draft_length", None)
+    return {**settings, **given}
 
 
 def of_bench(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Lossy(LossyStar):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 - self.a <= self.beta < math.inf:
+        if not 1 - self.a - 1e-9 <= self.beta < math.inf:  # in floats 1 - 0.7 is above 0.3
             raise InputError(
                 f"beta is {self.beta} with a = {self.a}; it must be a number of at least 1 - a = {1 - self.a:g}: "
                 "leave it out for beta=1, or take lossy-star, which tunes it"

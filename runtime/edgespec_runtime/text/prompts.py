@@ -5,12 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_jsonl
+from edgespec.core.manifest import AGAIN, Manifest
 from edgespec_runtime.text.tokenizer import Message
 
 ROLES = ("system", "user", "assistant")
 MAX_PROMPT_BYTES = 64 * 1024 * 1024
+HELD_OUT = "prompts.jsonl"
+
+
+def bundled_chats(manifest: Manifest) -> list[list[Message]]:
+    """The held-out chats that travel in a bundle. Raises BundleError where its manifest does not list their file."""
+    assert manifest.folder is not None
+    path = manifest.folder / HELD_OUT
+    if HELD_OUT not in manifest.files:
+        raise BundleError(f"{path} is not among the manifest's files, and its prompts are wanted; {AGAIN}")
+    return read_chats(path)
 
 
 def read_chats(path: Path) -> list[list[Message]]:

@@ -62,6 +62,14 @@ def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair, notes: li
     assert sum("measuring this machine" in note for note in notes) == 1
 
 
+def test_costs_that_were_measured_too_briefly_are_measured_again_and_it_is_said(
+    pair: Pair, notes: list[str]
+) -> None:
+    store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.001,)), 0.1)
+    Schedules(pair, notes.append).of(DecodingOptions())
+    assert "measuring this machine" in notes[0]
+
+
 def test_schedules_of_a_thousand_temperatures_are_not_all_kept(pair: Pair) -> None:
     """The one that is asked for again and again stays."""
     schedules = Schedules(pair, lambda text: None)

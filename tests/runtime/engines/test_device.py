@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec_runtime.engines.device import Device, free_share, read_bandwidth, this_device
+from edgespec_runtime.engines.device import Device, engine_version, free_share, read_bandwidth, this_device
 
 DEVICE = Device("A processor", 2, 16, "Linux x86_64")
 
@@ -11,6 +11,12 @@ def test_a_device_says_what_it_is() -> None:
     assert this_device() == this_device()
     assert this_device().cores >= 1
     assert str(DEVICE) == "A processor, 2 cores, 16 GiB, Linux x86_64"
+
+
+def test_static_graphs_have_the_version_of_what_runs_them() -> None:
+    """It is part of what kept costs are found by."""
+    assert engine_version("static") == engine_version("onnxruntime") != ""
+    assert engine_version("no such engine") == ""
 
 
 def test_busy_threads_get_a_share_of_the_processors() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
+from edgespec_runtime.engines.session import CachedEngine
 
 from edgespec.core.errors import BundleError, InputError
 
@@ -103,6 +104,30 @@ def test_a_token_outside_the_vocabulary(engine: LlamaCppEngine) -> None:
     assert engine.n_past == 5
     engine.rewind(4)
     assert np.array_equal(engine.forward(TOKENS[4:5])[0], before[4])
+
+
+@pytest.mark.llamacpp
+def test_ctrl_c_in_a_pass_leaves_nothing_of_it_in_the_cache(engine: LlamaCppEngine) -> None:
+    """It is raised when llama.cpp returns: the cells are written then, and nobody has counted them."""
+    model, library = CachedEngine(engine), engine._lib
+    wanted = np.array(model.forward(TOKENS[:5]))
+
+    class Pressed:
+        def __getattr__(self, name: str) -> object:
+            return getattr(library, name)
+
+        def llama_decode(self, *given: object) -> None:
+            library.llama_decode(*given)
+            raise KeyboardInterrupt
+
+    for held in (3, 0):
+        model.rewind(held)
+        engine._lib = Pressed()
+        with pytest.raises(KeyboardInterrupt):
+            model.forward(TOKENS[held:5])
+        engine._lib = library
+        assert (engine.n_past, model.tokens) == (held, TOKENS[:held])
+        assert np.array_equal(model.forward(TOKENS[held:5]), wanted[held:])
 
 
 @pytest.mark.llamacpp

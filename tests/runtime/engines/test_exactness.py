@@ -306,6 +306,23 @@ def test_a_caution_is_said_where_a_pair_is_not_exact() -> None:
     assert exactness_of(same, {}).caution() == ""
 
 
+@pytest.mark.parametrize(
+    ("engine", "precision", "promised"),
+    [
+        ("static", "fp32", True),
+        ("static", "qdq8", False),
+        ("static", "qdq16", False),
+        ("openvino", "fp32", False),
+    ],
+)
+def test_integers_and_openvino_promise_nothing(engine: str, precision: str, promised: bool) -> None:
+    exact, fast = (exactness_of(Way(mode, engine, precision), {}).caution() for mode in (EXACT, FAST))
+    near = "rounding may flip a near tie (not measured where the bundle was made"
+    assert exact == ("" if promised else f"Exact mode without its promise: {near}).")
+    # the same kernels run in both modes, so the other one is no help
+    assert fast == ("" if promised else f"Fast mode: {near}; {precision} has no faster way on {engine}).")
+
+
 def test_the_mode_is_in_the_reports(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     int4 = ["--engine", "onnxruntime", "--precision", "int4", "--threads", "1"]
     flags = [*int4, "--mode", "fast", "--max-prompts", "1", "--max-new-tokens", "4", "--draft-lengths", "2"]

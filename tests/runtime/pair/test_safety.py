@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,21 @@ def test_a_file_that_is_not_listed_is_refused_where_a_loader_could_open_it(copy:
     (copy / "tokenizer" / ".DS_Store").write_text("")
     (copy / "notes.txt").write_text("of the user's own")
     open_pair(copy, OPTIONS).close()
+
+
+def test_prompts_that_are_not_listed_are_not_opened(copy: Path) -> None:
+    change_manifest(copy, lambda value: value["files"].pop("prompts.jsonl"))
+    unlisted = pytest.raises(BundleError, match=r"prompts\.jsonl is not among the manifest's files")
+    with closing(open_pair(copy, OPTIONS)) as pair, unlisted:
+        pair.prompts()
+
+
+def test_a_vocabulary_and_a_manifest_that_tell_of_another_target_take_no_memory(copy: Path) -> None:
+    """The loaded target has 512 tokens, whatever both say."""
+    change(copy, "vocabulary.json", json.dumps({"target_vocab_size": 600, "ids": [*range(511)]}))
+    change_manifest(copy, lambda value: value["pair"].update(vocab_size=600))
+    change_manifest(copy, lambda value: value["drafter"].update(vocabulary="vocabulary.json"))
+    refused(copy, r"vocabulary\.json is of a target with 600 tokens, this pair's has 512")
 
 
 # JSON

@@ -384,7 +384,14 @@ def test_rules_that_cannot_be(text: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["lossy:a=0.2,beta=0.8", "lossy: a = 0.2 , beta=1", "opt:", "chow:a=1", "lenient-lin:epsilon=1e-3"],
+    [
+        "lossy:a=0.2,beta=0.8",
+        "lossy:a=0.7,beta=0.3",
+        "lossy: a = 0.2 , beta=1",
+        "opt:",
+        "chow:a=1",
+        "lenient-lin:epsilon=1e-3",
+    ],
 )
 def test_rules_at_their_bounds(text: str) -> None:
     rule_of(text)

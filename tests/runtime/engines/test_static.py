@@ -1,0 +1,48 @@
+"""Static graphs from a stranger: the numbers of static.json take memory only where the graphs have them too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from edgespec_runtime.engines.static import MOST, ONNXRUNTIME, OPENVINO, StaticEngine
+from static_model import SAID, settings_of, static_model
+
+from edgespec.core.errors import BundleError
+from edgespec.core.files import read_json, write_json
+
+HUGE = {"length": 2**20, "kv_heads": MOST["kv_heads"], "head_dim": 2**14}
+"""A cache of more bytes than a process can address."""
+
+
+@pytest.mark.parametrize("backend", [ONNXRUNTIME, OPENVINO])
+def test_settings_that_tell_of_other_graphs_are_refused_before_memory_is_taken(
+    tmp_path: Path, backend: str
+) -> None:
+    folder = static_model(tmp_path / "model", settings_of())
+    engine = StaticEngine(folder, threads=1, backend=backend)
+    assert engine.forward([1, 2, 3]).argmax(1).tolist() == [SAID] * 3
+    assert engine.forward([4]).shape == (1, 16)
+    engine.close()
+    write_json(folder / "static.json", read_json(folder / "static.json") | HUGE)
+    with pytest.raises(BundleError, match=r"cannot run .*model: the settings want .* and the graph has"):
+        StaticEngine(folder, threads=1, backend=backend)
+
+
+def test_graphs_that_want_more_memory_than_there_is_are_one_sentence(tmp_path: Path) -> None:
+    folder = static_model(tmp_path / "model", settings_of(**HUGE))
+    with pytest.raises(BundleError, match=r"onnxruntime cannot run .*model: Unable to allocate"):
+        StaticEngine(folder, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens", "most"), [(2**20, 257, 256), (2**17, 2**17, 2048), (2**14, 2**14 + 1, 2**14)]
+)
+def test_a_mask_has_a_bound(tmp_path: Path, length: int, tokens: int, most: int) -> None:
+    folder = static_model(tmp_path / "model", settings_of())
+    blocks = {"prefill": tokens, "verify": 2, "step": 1}
+    write_json(
+        folder / "static.json", read_json(folder / "static.json") | {"length": length, "blocks": blocks}
+    )
+    with pytest.raises(BundleError, match=f"'prefill': it is '{tokens}', and 1 to {most} is wanted"):
+        StaticEngine(folder, threads=1)
