@@ -193,11 +193,11 @@ def demo_smollm2(arguments: list[str]) -> int:
 
 def in_short(bench: dict[str, Any]) -> str:
     """What a bench of the pair found, in a few sentences."""
-    fixed = [each for each in bench["summaries"] if each["draft_length"] > 0]
+    first = next(each for each in bench["summaries"] if each["draft_length"] > 0)
     prompts = len({run["prompt"] for run in bench["runs"]})
-    same = min(each["identical"] for each in fixed)
+    same = bench["identical_prompts"]
     text = (
-        f"{PAIR} on {bench['engine']} {bench['precision']}: the target accepts {fixed[0]['acceptance_rate']:.0%} of the first "
+        f"{PAIR} on {bench['engine']} {bench['precision']}: the target accepts {first['acceptance_rate']:.0%} of the first "
         f"draft tokens. {bench['verdict']} Replies with the target's own tokens, at every draft length: {same} of {prompts}."
     )
     if same < prompts:

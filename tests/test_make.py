@@ -58,6 +58,19 @@ def test_what_a_command_reads_can_be_given(capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out.endswith("cba\n")
 
 
+def test_replies_that_are_the_same_are_counted_over_all_draft_lengths() -> None:
+    """Each draft length changed other replies than the others did."""
+    fixed = [{"draft_length": length, "identical": 11, "acceptance_rate": 0.5} for length in (1, 2)]
+    bench = {
+        "engine": "onnxruntime",
+        "precision": "int8",
+        "verdict": "Speculation pays here.",
+        "summaries": fixed,
+    }
+    runs = [{"prompt": prompt} for prompt in range(14)]
+    assert "at every draft length: 8 of 14." in make.in_short({**bench, "runs": runs, "identical_prompts": 8})
+
+
 def test_the_demos_last_lines_are_the_benchs(
     small_build: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ from edgespec_runtime.bench.report import (
     Summary,
     cost_table,
     fastest_fixed,
+    identical_prompts,
     shortfalls,
     shown,
     speed_table,
@@ -54,7 +55,7 @@ from edgespec_runtime.engines.device import engine_version, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench
-from edgespec_runtime.rules.acceptance import Rule
+from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule
 from edgespec_runtime.text.prompts import read_chats
 
 LEAST_PROMPTS = 3
@@ -73,7 +74,7 @@ class Options(ReplyOptions, LoadOptions):
     )
     max_prompts: int = knob(64, "most prompts; of a suite all of them, unless this is given", at_least=1)
     max_new_tokens: int = knob(64, "tokens generated for a prompt", at_least=2)
-    draft_lengths: tuple[int, ...] = knob(LENGTHS, "draft lengths γ", at_least=1)
+    draft_lengths: tuple[int, ...] = knob(LENGTHS, "draft lengths γ", at_least=1, at_most=MAX_DRAFT)
     choose: bool = knob(
         True, "also let γ be chosen block by block from costs measured here, as chat and generate do"
     )
@@ -129,15 +130,17 @@ def runs_of(
     Round after round through the prompts, so that no moment of the machine falls on the repeats of one prompt alone. The turns
     of a conversation follow each other. `least`: prompts that are run whatever time they take.
     """
-    lengths, shared = (PLAIN, *sorted(set(options.draft_lengths))), shared_of(options)
-    how = {length: DecodingOptions(**shared, draft_length=max(length, 1)) for length in lengths}
-    how[PLAIN] = plain(how[PLAIN])
+    # a rule with a loop of its own chooses its draft lengths itself, so there is one way to draft
+    own, shared = isinstance(options.acceptance_rule(), LoopRule), shared_of(options)
+    lengths = (PLAIN, *([AUTO] if own else sorted(set(options.draft_lengths))))
+    how = {length: DecodingOptions(**shared, draft_length=length) for length in lengths if length > PLAIN}
+    how[AUTO] = DecodingOptions(**shared, max_draft_length=options.max_draft_length)
+    how[PLAIN] = plain(how[AUTO])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
         measure(pair, dialogues[0].prompts[0], how[length], length, (0, 0))
     chosen = None
-    if options.choose and isinstance(options.acceptance_rule(), Rule):
-        longest = options.max_draft_length
-        lengths, how[AUTO] = (*lengths, AUTO), DecodingOptions(**shared, max_draft_length=longest)
+    if options.choose and not own:
+        lengths = (*lengths, AUTO)
         chosen = Schedules(pair, note).of(how[AUTO])
     start = perf_counter()
     planned, rounds, done = len(dialogues), 1, 0
@@ -195,30 +198,32 @@ def report(
     `bundle` is the SHA-256 of its manifest, which names every file's.
     """
     assert pair.manifest.folder is not None
-    drafting = DecodingOptions(**shared_of(options), draft_length=fastest_fixed(summaries).draft_length)
+    length = fastest_fixed(summaries).draft_length
+    drafting = DecodingOptions(**shared_of(options), draft_length=None if length == AUTO else length)
     found = {
         **ran("bench", given),
         "target": pair.manifest.target.name,
         "drafter": pair.manifest.drafter.name,
         "bundle": sha256_file(pair.manifest.folder / MANIFEST),
-        "engine_version": engine_version(pair.engine),
-        "engine": pair.engine,
+        "engine_version": engine_version(pair.backend),
+        "engine": pair.backend,
         "precision": pair.precision,
         "threads": options.threads or default_threads(),
         "cost_ratios": pair.cost_ratios,
         "exactness": asdict(pair.measured_exactness()),
         "options": to_mapping(options),
         "runs": [{**vars(run), "counts": dump(run.counts)} for run in runs],
+        "identical_prompts": identical_prompts(runs),
         "summaries": [{**asdict(summary), "predicted": summary.predicted} for summary in summaries],
         "verdict": verdict(summaries),
         "samples": samples_of(pair, asked.dialogues, drafting),
+        "too_long": {"prompts": asked.too_long, "turns": asked.turns_left_out},
     }
     if options.suite:
         found["questions"] = [
             {"prompt": index, "question": one.question.name, "category": one.question.category}
             for index, one in enumerate(asked.dialogues)
         ]
-        found["too_long"] = {"prompts": asked.too_long, "turns": asked.turns_left_out}
         found["categories"] = [asdict(row) for row in rows]
     return found
 
@@ -244,13 +249,16 @@ class Asked:
 
 
 def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Asked:
-    """The questions of a suite, one category after the other, as far as the context has room; else the chats of a file."""
-    if questions:
-        context = pair.target.engine.context_length
-        reply = 1 if options.when_full == SHIFT else options.max_new_tokens
-        return Asked(*that_fit(pair.tokenizer, in_turn(questions), context - reply, options.max_prompts))
-    chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
-    return Asked([Dialogue(pair.tokenizer, of_chat(chat)) for chat in chats[: options.max_prompts]])
+    """The questions of a suite, one category after the other, else the chats of a file, as far as the context has room.
+
+    A reply to a chat may end where the context does; one to a question of a suite has room for all its tokens.
+    """
+    reply = options.max_new_tokens if questions and options.when_full != SHIFT else 1
+    if not questions:
+        chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
+        questions = [of_chat(chat) for chat in chats]
+    room = pair.target.engine.context_length - reply
+    return Asked(*that_fit(pair.tokenizer, in_turn(questions), room, options.max_prompts))
 
 
 def run(given: dict[str, Any]) -> int:
@@ -262,6 +270,11 @@ def run(given: dict[str, Any]) -> int:
     if options.suite and options.prompts:
         raise InputError(
             f"--suite is {options.suite!r} and --prompts is {options.prompts!r}; give one of them"
+        )
+    if "draft_lengths" in given and isinstance(options.acceptance_rule(), LoopRule):
+        raise InputError(
+            f"rule {options.rule_name!r} has a decoding loop of its own, which ends drafts by its own threshold; leave out "
+            f"--draft-lengths {','.join(map(str, options.draft_lengths))}"
         )
     questions = read_suite(options.suite) if options.suite else []
     if options.plot:
@@ -286,10 +299,17 @@ def run(given: dict[str, Any]) -> int:
         if options.suite:
             rows = asked.by_category(runs, summaries)
             _print_suite(options, summaries, asked, rows, seconds)
+        if asked.too_long or asked.turns_left_out:
+            print(
+                f"Left out, because the context has no room for them: {asked.too_long} prompts, "
+                f"{asked.turns_left_out} later turns; a longer --context leaves more room, and for a suite a smaller "
+                "--max-new-tokens."
+            )
         print(verdict(summaries))
-        give(options.json, report(pair, given, options, runs, summaries, asked, rows))
+        if options.json:  # the report decodes a few replies once more
+            give(options.json, report(pair, given, options, runs, summaries, asked, rows))
         if options.plot:
-            title = f"{pair.manifest.target.name} on {pair.engine} {pair.precision}"
+            title = f"{pair.manifest.target.name} on {pair.backend} {pair.precision}"
             plot_bench(Path(options.plot), summaries, title)
             note(f"wrote {options.plot}")
         if missed := shortfalls(summaries, options.min_speedup, options.min_tau):
@@ -300,7 +320,7 @@ def run(given: dict[str, Any]) -> int:
 def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequence[Summary]) -> None:
     prompts, repeats = (len({getattr(run, of) for run in runs}) for of in ("prompt", "repeat"))
     names = f"{pair.manifest.target.name} with {pair.manifest.drafter.name}"
-    print(f"{names}, {pair.engine} {pair.precision}, {options.threads or default_threads()} threads")
+    print(f"{names}, {pair.backend} {pair.precision}, {options.threads or default_threads()} threads")
     print(
         f"{prompts} prompts x {repeats}, up to {options.max_new_tokens} tokens, "
         f"{options.words()}; medians over prompts, 95 % bootstrap intervals\n"
@@ -310,7 +330,7 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
     if caution := pair.measured_exactness().caution():
         print(caution)
     if options.temperature == 0:
-        same = min(summary.identical for summary in summaries)
+        same = identical_prompts(runs)
         print(f"Replies with the same tokens as plain decoding, at every draft length: {same} of {prompts}.")
 
 
@@ -328,9 +348,4 @@ def _print_suite(
         print(
             f"{done} of {total} prompts were run; all of them take about {duration(seconds * total / done)}: "
             f"--seconds {math.ceil(1.2 * seconds * total / done)}"
-        )
-    if asked.too_long or asked.turns_left_out:
-        print(
-            f"Left out, because the context has no room for them: {asked.too_long} prompts, {asked.turns_left_out} later turns; "
-            "a smaller --max-new-tokens leaves more room."
         )

@@ -65,7 +65,7 @@ def that_fit(
             shortest = min(shortest or length, length)
     if not found:
         raise InputError(
-            f"the shortest prompt of the suite has {shortest} tokens, and the context has room for {room} beside the reply; "
-            "give a smaller --max-new-tokens or a longer --context"
+            f"the shortest prompt has {shortest} tokens, and the context has room for {room} beside the reply; "
+            "give a longer --context, or for a suite a smaller --max-new-tokens"
         )
     return found, too_long

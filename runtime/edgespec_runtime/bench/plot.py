@@ -25,7 +25,6 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     _points(left, lengths, [summary.block_efficiency for summary in drafted], "measured")
     most = [length + 1 for length in lengths]
     left.plot(lengths, most, ":", color=_TARGET, linewidth=1, label="most possible, γ + 1")
-    left.set_ylim(bottom=1)
     left.set_ylabel("block efficiency τ (tokens per target pass)")
 
     value, low, high = plain.token_rate
@@ -33,8 +32,10 @@ def plot_bench(file: Path, summaries: Sequence[Summary], title: str) -> None:
     right.axhspan(low, high, color=_TARGET, alpha=0.15, linewidth=0)
     _points(right, lengths, [summary.token_rate for summary in drafted], "speculative decoding")
     for summary in chosen:
-        look = {"color": _DRAFT, "linestyle": "--", "linewidth": 1.2}
-        right.axhline(summary.token_rate[0], **look, label="γ chosen block by block")
+        look = {"color": _DRAFT, "linestyle": "--", "linewidth": 1.2, "label": "γ chosen block by block"}
+        left.axhline(summary.block_efficiency[0], **look)
+        right.axhline(summary.token_rate[0], **look)
+    left.set_ylim(bottom=1)
     right.set_ylim(bottom=0)
     right.set_ylabel("tokens per second (prefill apart)")
     for axes in (left, right):

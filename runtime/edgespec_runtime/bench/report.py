@@ -21,7 +21,7 @@ from edgespec.core.metrics import (
 from edgespec.core.table import interval, table
 
 PLAIN = 0  # the draft length of a plain run
-AUTO = -1  # ... of one whose draft lengths were chosen block by block
+AUTO = -1  # ... of one whose draft lengths were chosen block by block, by the schedule or by a rule with a loop of its own
 GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
 
@@ -49,7 +49,8 @@ class Summary:
 
     `of_fastest`: token rate over all tokens / that of the fastest fixed draft length in hindsight, 0 among them. The median of
     replies of twenty tokens leaps with single blocks, and the best of several such medians is a lucky one; this hardly is.
-    `mean_draft_length`: γ itself, or what was chosen on average.
+    `mean_draft_length`: draft tokens a block, less than γ where drafts end early. MBSU is that of γ, or of the mean where γ was
+    chosen.
     """
 
     draft_length: int
@@ -104,17 +105,18 @@ class _Runs:
     def counts(self, length: int) -> list[RawCounts]:
         return [summed(run.counts for run in own[length]) for own in self._runs.values()]
 
-    def identical(self, length: int) -> int:
+    def identical(self, length: int) -> set[int]:
         """Prompts whose replies are the plain ones, turn by turn."""
-        return sum(
-            all(
+        return {
+            prompt
+            for prompt, own in self._runs.items()
+            if all(
                 run.reply == plain.reply
                 for run in own[length]
                 for plain in own[PLAIN]
                 if run.turn == plain.turn
             )
-            for own in self._runs.values()
-        )
+        }
 
 
 _rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
@@ -133,6 +135,11 @@ def _draft_step_seconds(run: Run) -> float:
     return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else 0.0
 
 
+def identical_prompts(runs: Sequence[Run]) -> int:
+    """Prompts whose replies are the plain ones at every draft length."""
+    return len(set.intersection(*map(_Runs(runs).identical, {run.draft_length for run in runs})))
+
+
 def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summary]:
     """Summaries by ascending draft length, plain first, chosen ones last. Every prompt must have every draft length."""
     grouped = _Runs(runs)
@@ -146,14 +153,14 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
         counts = found[length]
         total = summed(counts)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
-        mean = total.mean_draft_length if length == AUTO else float(length)
+        charged = total.computed(total.mean_draft_length if length == AUTO else length)
         steps = grouped.ratios(length, _draft_step_seconds, _pass_seconds)
         # a chosen draft length can leave most prompts plain, which tell nothing of a drafter step
         drafted = [step for step, own in zip(steps, counts, strict=True) if own.drafted]
         summaries.append(
             Summary(
                 draft_length=length,
-                mean_draft_length=mean,
+                mean_draft_length=total.mean_draft_length,
                 token_rate=bootstrap(grouped.of(length, rate), median),
                 first_token_seconds=median(grouped.of(length, first)),
                 step_seconds=median(grouped.of(length, _pass_seconds)),
@@ -161,10 +168,10 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
                 of_fastest=bootstrap(list(zip(counts, fastest, strict=True)), _ratio_over_all),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
-                mbsu={name: mbsu(efficiency[0], total.computed(mean), c) for name, c in cost_ratios.items()},
+                mbsu={name: mbsu(efficiency[0], charged, c) for name, c in cost_ratios.items()},
                 draft_cost=median(drafted or [0.0]),
                 verify_cost=median(grouped.ratios(length, _pass_seconds, _pass_seconds)),
-                identical=grouped.identical(length),
+                identical=len(grouped.identical(length)),
             )
         )
     return summaries
@@ -205,14 +212,21 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     return table(headers, rows, markdown=markdown)
 
 
+def _fixed(summaries: Sequence[Summary]) -> list[Summary]:
+    """The fixed draft lengths. A rule with a loop of its own has none, and its one way to draft stands for them."""
+    fixed = [s for s in summaries if s.draft_length > PLAIN]
+    return fixed or [s for s in summaries if s.draft_length == AUTO]
+
+
 def fastest_fixed(summaries: Sequence[Summary]) -> Summary:
     """The fixed draft length with the highest speed-up."""
-    return max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.speedup[0])
+    return max(_fixed(summaries), key=lambda s: s.speedup[0])
 
 
 def shown(summaries: Sequence[Summary]) -> list[Summary]:
     """What is looked at by category: the fastest fixed γ and, last, the chosen draft lengths where they were run."""
-    return [fastest_fixed(summaries), *(s for s in summaries if s.draft_length == AUTO)]
+    best = fastest_fixed(summaries)
+    return [s for s in summaries if s is best or s.draft_length == AUTO]
 
 
 def shortfalls(
@@ -223,7 +237,7 @@ def shortfalls(
     The speed-up is that of chosen draft lengths, as chat has them, or of the fastest γ. τ is the highest of a fixed γ: that of
     chosen lengths says how often this machine drafted rather than how good the drafter is.
     """
-    highest = max((s for s in summaries if s.draft_length > PLAIN), key=lambda s: s.block_efficiency[0])
+    highest = max(_fixed(summaries), key=lambda s: s.block_efficiency[0])
     used = shown(summaries)[-1]
     found = []
     for name, value, at, least in (
@@ -244,16 +258,14 @@ def verdict(summaries: Sequence[Summary]) -> str:
     chosen = next((s for s in summaries if s.draft_length == AUTO), None)
     value, low, high = (chosen or best).speedup
     measured, beside = f"{value:.2f}x plain decoding [{low:.2f}, {high:.2f}] ", ""
-    if chosen is None:
-        measured += f"at {best.name}"
-    else:
+    measured += f"at {best.name}" if chosen is None else "with γ chosen block by block"
+    if chosen is not None and chosen is not best:
         fastest = max((s for s in summaries if s is not chosen), key=lambda s: s.of_fastest[0])
-        measured += "with γ chosen block by block"
         beside = (
             f" At {best.name} it is {interval(*best.speedup)}x. Over all tokens the chosen γ has {interval(*chosen.of_fastest)} "
             f"of the rate of {fastest.name}, the fastest in hindsight."
         )
-    block = (best.block_efficiency[0], best.draft_length, best.draft_cost, best.verify_cost)
+    block = (best.block_efficiency[0], best.mean_draft_length, best.draft_cost, best.verify_cost)
     sums = _block_sums(*block)
     if low > 1.0:
         return f"Speculation pays here: {measured}.{beside}"
@@ -267,18 +279,18 @@ def verdict(summaries: Sequence[Summary]) -> str:
     return f"Speculation does not pay here: {measured}. {cause}{beside}"
 
 
-def _block_sums(efficiency: float, draft_length: int, draft_cost: float, verify_cost: float) -> str:
+def _block_sums(efficiency: float, draft_length: float, draft_cost: float, verify_cost: float) -> str:
     """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
     drafting = draft_length * draft_cost
-    steps = f"{drafting:.2f} for {draft_length} drafter step{'s' * (draft_length > 1)}"
+    steps = f"{drafting:.2f} for {draft_length:.3g} drafter step{'s' * (draft_length > 1)}"
     return (
         f"a block yields {efficiency:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
-        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1} tokens"
+        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1:.3g} tokens"
     )
 
 
 def block_cause(
-    acceptance_rate: float, efficiency: float, draft_length: int, draft_cost: float, verify_cost: float
+    acceptance_rate: float, efficiency: float, draft_length: float, draft_cost: float, verify_cost: float
 ) -> str:
     """What is most in the way: a block gains τ − 1 tokens over a plain step, for γ·c_t of drafting and v − 1 of verifying."""
     sums = _block_sums(efficiency, draft_length, draft_cost, verify_cost)
@@ -288,4 +300,4 @@ def block_cause(
         return f"Acceptance is too low, α = {acceptance_rate:.2f} ({sums})."
     if drafting >= verifying:
         return f"The drafter is too slow for this target: a step of it costs {draft_cost:.2f} target steps ({sums})."
-    return f"Verifying {draft_length + 1} tokens in one pass is too costly on this machine ({sums})."
+    return f"Verifying {draft_length + 1:.3g} tokens in one pass is too costly on this machine ({sums})."

@@ -39,6 +39,7 @@ from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
+from edgespec_runtime.rules.table import LOSSLESS as LOSSLESS_NAME
 
 LEAST_ROUNDS = 3
 TEMPERATURES = (0.0, 1.0)
@@ -56,7 +57,6 @@ SHARED = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class Options(bench.Options):
     bundle: str = with_default(bench.Options, "bundle", "")
-    mode: str = with_default(bench.Options, "mode", EXACT)
     synthetic: str = knob(
         "",
         "instead of a bundle: random weights of the shapes of this target (an alias or a folder with a config.json) and its "
@@ -145,6 +145,7 @@ def run(given: dict[str, Any], build: Build) -> int:
     Raises InputError: an option that says nothing here; no engine and precision that can be run, with the reason of the first.
     """
     options = from_mapping(Options, given)
+    options = replace(options, mode=options.mode or EXACT)
     strange = sorted(set(given) - SHARED - OWN)
     if strange:
         raise InputError(
@@ -174,6 +175,10 @@ def run(given: dict[str, Any], build: Build) -> int:
 def ways_of(options: Options) -> list[tuple[str, str]]:
     """The engines and precisions to measure. Raises InputError where what was asked for does not exist."""
     engine, precision = options.engine, options.precision
+    if engine not in ("", *PRECISIONS):
+        raise InputError(
+            f"there are no synthetic files for the engine {engine!r}{did_you_mean(engine, PRECISIONS)}"
+        )
     if not precision:
         return [way for way in USUAL if engine in ("", way[0])]
     offered = {name: which for which, names in PRECISIONS.items() for name in names if engine in ("", which)}
@@ -271,7 +276,8 @@ def _rounds(
         0, pair.shapes["target"].vocab_size, options.prompt_tokens
     ).tolist()
     shared = {one.name: getattr(options, one.name) for one in fields(ReplyOptions)}
-    how = replace(DecodingOptions(**shared), drafter=MODEL)  # random tokens: there is nothing to copy
+    # random tokens: there is nothing to copy; and plain decoding draws as the arms do
+    how = replace(DecodingOptions(**shared), drafter=MODEL, rule=LOSSLESS_NAME)
     schedules = {arm: _schedule(arm, costs, options.max_draft_length) for arm in arms}
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:

@@ -10,7 +10,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import knob
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.sampling import Warp
-from edgespec_runtime.rules.table import BLOCK, LOSSLESS, REPRODUCIBLE, RULES, LoopRule, rule_of
+from edgespec_runtime.rules.table import BLOCK, LOSSLESS, MAX_DRAFT, REPRODUCIBLE, RULES, LoopRule, rule_of
 
 MODEL, LOOKUP, HYBRID = "model", "lookup", "hybrid"
 # Rules of which copies join the model unasked: the text stays distributed as it is.
@@ -18,6 +18,7 @@ LOSSLESS_RULES = (LOSSLESS, BLOCK, REPRODUCIBLE)
 NOBODY = "nobody"  # plain decoding; no choice on the command line, where --no-draft says it
 STOP, SHIFT = "stop", "shift"
 UNMEASURED = 3  # γ where nobody chose one and no costs are at hand: the direct-alignment paper's
+MOST_CHOSEN = 15  # longest γ that is chosen: the costs of a longer pass are not measured
 SINKS = 4  # first tokens that a window keeps at least where nothing else was asked (Xiao et al. 2023, section 3.2)
 
 
@@ -117,8 +118,17 @@ class DecodingOptions(ReplyOptions):
         None,
         "draft tokens in a block (γ) (default: chosen block by block from costs measured on this machine)",
         at_least=1,
+        at_most=MAX_DRAFT,
     )
-    max_draft_length: int = knob(8, "longest draft that is chosen", at_least=1)
+    max_draft_length: int = knob(8, "longest draft that is chosen", at_least=1, at_most=MOST_CHOSEN)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_length is not None and isinstance(self.acceptance_rule(), LoopRule):
+            raise InputError(
+                f"rule {self.rule_name!r} has a decoding loop of its own, which ends drafts by its own threshold; leave out "
+                f"--draft-length {self.draft_length}"
+            )
 
 
 class Block(NamedTuple):

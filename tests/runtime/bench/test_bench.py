@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from edgespec_runtime.bench import bench as bench_module
 from edgespec_runtime.bench.bench import MOST_REPEATS, Options, runs_of
 from edgespec_runtime.bench.dialogues import Dialogue
 from edgespec_runtime.bench.plot import plot_bench
@@ -18,6 +19,7 @@ from edgespec_runtime.bench.report import (
     Run,
     Summary,
     cost_table,
+    identical_prompts,
     speed_table,
     summarise,
     verdict,
@@ -92,6 +94,33 @@ def test_copied_draft_tokens_cost_nothing_in_mbsu(copied: int, steps: float) -> 
     _, drafted = summarise(runs, {"bytes": 0.05})
     assert drafted.mbsu == {"bytes": pytest.approx(3.0 / (1 + 0.05 * steps))}
     assert metrics_of(runs[1].counts, 3, {"bytes": 0.05})["mbsu_bytes"] == drafted.mbsu["bytes"]
+
+
+def test_drafts_that_end_early_cost_what_was_drafted() -> None:
+    """γ = 7, and every draft ends after two tokens."""
+    runs = []
+    for prompt in range(4):
+        short = known_run(prompt, 2, blocks=20, emitted=60, step=0.030, draft_step=0.006)
+        runs += [plain_run(prompt), replace(short, draft_length=7)]
+    summaries = summarise(runs, {})
+    _, drafted = summaries
+    assert drafted.name == "γ = 7"
+    assert drafted.predicted == pytest.approx(drafted.speedup[0]) == pytest.approx(3.0 / (2 * 0.6 + 3.0))
+    said = verdict(summaries)
+    assert "Verifying 3 tokens in one pass is too costly on this machine" in said
+    assert "1.20 for 2 drafter steps, 3.00 for verifying 3 tokens" in said
+
+
+def test_replies_count_as_the_same_where_they_are_so_at_every_draft_length() -> None:
+    """Of 14 prompts, γ = 1 has another reply to three and γ = 2 to three others."""
+    runs = []
+    for prompt in range(14):
+        runs.append(plain_run(prompt))
+        for length in (1, 2):
+            run = known_run(prompt, length, blocks=30, emitted=60, step=0.01)
+            runs.append(replace(run, reply=(0,)) if prompt // 3 == length else run)
+    assert [summary.identical for summary in summarise(runs, {})] == [14, 11, 11]
+    assert identical_prompts(runs) == 8
 
 
 def test_a_drafter_step_costs_what_it_costs_where_it_drafted() -> None:
@@ -215,6 +244,7 @@ def test_json_holds_the_raw_counts_of_every_run(measured: Path) -> None:
     assert [summary["draft_length"] for summary in report["summaries"]] == [0, 1, 3, AUTO]
     # greedy: lossless on this engine's exact mode
     assert all(summary["identical"] == 4 for summary in report["summaries"])
+    assert report["identical_prompts"] == 4
     efficiencies = [summary["block_efficiency"][0] for summary in report["summaries"]]
     assert 1.0 == efficiencies[0] < efficiencies[1] < efficiencies[2]  # the drafter often agrees
     assert report["verdict"].startswith("Speculation ")
@@ -235,6 +265,14 @@ def test_samples_are_the_replies_with_what_the_drafter_proposed(measured: Path, 
         assert sample["accepted"] == sum(run["counts"]["accepted"])
         assert sample["passes"] == run["counts"]["blocks"]
     assert any(drafted for sample in report["samples"] for _, drafted in sample["parts"])
+
+
+def test_nothing_is_decoded_for_a_report_that_nobody_asked_for(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_module, "samples_of", lambda *_: pytest.fail("samples were decoded"))
+    flags = ["--draft-lengths", "2", "--no-choose", "--max-new-tokens", "4", "--max-prompts", "1"]
+    assert main(["bench", str(bundle), *flags, "--repeats", "1"]) == 0
 
 
 def test_a_sample_marks_the_accepted_beginning_of_every_block(bundle: Path) -> None:
@@ -314,7 +352,10 @@ def test_a_plot_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         (["--draft-lengths", "0,3"], "draft_lengths is 0; it must be at least 1"),
+        (["--draft-lengths", "3,63"], "draft_lengths is 63; it must be at most 62"),
         (["--draft-lengths", "3,x"], "draft_lengths is 'x'"),
+        (["--draft-lengths", "2,3", "--rule", "bild"], "leave out --draft-lengths 2,3"),
+        (["--max-draft-length", "16"], "max_draft_length is 16; it must be at most 15"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--draft-length", "3"], "did you mean '--draft-lengths'"),
     ],

@@ -185,10 +185,25 @@ def test_what_the_context_cannot_hold_is_left_out_and_counted(pair: Pair) -> Non
     ((runs, _),) = runs_of(pair, asked.dialogues, options(), asked.least)
     assert {run.turn for run in runs} == {0}
     assert asked.turns_left_out == 2
-    with pytest.raises(
-        InputError, match=r"the shortest prompt of the suite has \d+ tokens, and the context has"
-    ):
+    with pytest.raises(InputError, match=r"the shortest prompt has \d+ tokens, and the context has"):
         asked_of(pair, options(), [long])
+
+
+def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
+    pair: Pair, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    context = pair.target.engine.context_length
+    assert len(asked_of(pair, options(max_new_tokens=context), []).dialogues) == len(pair.prompts())
+    file = tmp_path / "prompts.jsonl"
+    rows = ["Hi", "word " * context, "Hello"]
+    file.write_text("\n".join(json.dumps({"instruction": row}) for row in rows), encoding="utf-8")
+    flags = ["--prompts", str(file), "--repeats", "1", "--json", str(tmp_path / "bench.json")]
+    assert main(["bench", str(bundle), *QUICK, *flags]) == 0
+    said = capsys.readouterr().out
+    assert "2 prompts x 1" in said
+    assert "no room for them: 1 prompts, 0 later turns; a longer --context leaves more room" in said
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["too_long"] == {"prompts": 1, "turns": 0}
 
 
 def test_every_category_is_run_whatever_time_it_takes(pair: Pair) -> None:

@@ -335,6 +335,7 @@ def test_the_same_seed_gives_the_same_reply(rule: str) -> None:
     ("options", "words"),
     [
         ({"p_min": 0.2}, "leave out --p-min 0.2"),
+        ({"draft_length": 7}, "leave out --draft-length 7"),
         ({"when_full": "shift"}, "leave out --when-full shift"),
         ({"drafter": "lookup"}, "choose the drafter 'model'"),
     ],

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edgespec_runtime.chooser.pass_costs import LONGEST_PASS
 from edgespec_runtime.decoding import reply_text
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import MODEL, DecodingOptions
+from edgespec_runtime.decoding.options import MODEL, MOST_CHOSEN, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import warp
@@ -21,6 +22,7 @@ from scipy.stats import chisquare
 from toy_engine import ToyEngine, random_model, successor_model
 
 from edgespec.core.errors import InputError
+from edgespec.core.manifest import DEVICE_LIMITS
 from edgespec.core.options import from_mapping
 
 
@@ -143,6 +145,12 @@ def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pyt
     assert setup.counts.block_efficiency == 4.0
 
 
+def test_no_draft_length_is_promised_that_is_not_used() -> None:
+    assert MOST_CHOSEN == LONGEST_PASS - 1
+    assert DEVICE_LIMITS["draft_length"] == reply_text.MAX_DRAFT
+    assert DEVICE_LIMITS["max_draft_length"] == MOST_CHOSEN
+
+
 def test_drafter_of_another_vocabulary() -> None:
     setup = Setup(successor_model(V, count_up), None)
     setup.draft = CachedEngine(ToyEngine(successor_model(V + 1, count_up), V + 1))
@@ -154,6 +162,8 @@ def test_drafter_of_another_vocabulary() -> None:
     ("name", "value", "words"),
     [
         ("draft_length", 0, "draft_length is 0; it must be at least 1"),
+        ("draft_length", 63, "draft_length is 63; it must be at most 62"),
+        ("max_draft_length", 16, "max_draft_length is 16; it must be at most 15"),
         ("temperature", -0.5, "temperature is -0.5; it must be at least 0"),
         ("max_new_tokens", 0, "max_new_tokens is 0"),
         ("rule", "losless", "did you mean 'lossless'"),

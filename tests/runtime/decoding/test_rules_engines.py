@@ -16,7 +16,7 @@ from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.sampling import Warp
-from edgespec_runtime.rules.table import RULES
+from edgespec_runtime.rules.table import RULES, LoopRule, rule_of
 from pair_law import fit
 from rule_laws import DEFERS, LAWS, TRUSTED, Seen, bits, seen, surprise, token_law
 from tiny_bundle import disturbed, exported_bundle
@@ -149,8 +149,11 @@ def sequence_cascade(on: Measured) -> tuple[str, Pairs]:
 
 
 def samples(on: Measured, text: str, counts: RawCounts) -> Counter[tuple[int, int]]:
-    """The first two tokens of replies, half with a γ of 1: the token behind a whole block follows the law too."""
-    lengths = (1, 2)
+    """The first two tokens of replies, half with a γ of 1: the token behind a whole block follows the law too.
+
+    A rule with a loop of its own has no γ.
+    """
+    lengths = (None, None) if isinstance(rule_of(text), LoopRule) else (1, 2)
     # room for a whole draft after a first token that was rejected
     length = 2 if text.startswith("sequence") else 4
     found: Counter[tuple[int, int]] = Counter()

@@ -1,0 +1,51 @@
+"""The bench on random weights, without its files: what is run, and by which rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from edgespec_runtime.bench import synthetic
+from edgespec_runtime.bench.synthetic import Options, SyntheticPair, ways_of
+from edgespec_runtime.bench.synthetic_report import Arm
+from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.speed import TimedEngine
+from edgespec_runtime.engines.session import CachedEngine
+from loop_setup import V
+from synthetic_shape import SMALL_SHAPE
+from toy_engine import ToyEngine, random_model
+
+from edgespec.core.errors import InputError
+
+
+@pytest.mark.parametrize("engine", ["static", "openvino"])
+@pytest.mark.parametrize("precision", ["", "int4"])
+def test_an_engine_without_synthetic_files_is_named(engine: str, precision: str) -> None:
+    words = f"no synthetic files for the engine '{engine}'; known: llama.cpp, onnxruntime"
+    with pytest.raises(InputError, match=words):
+        ways_of(Options(engine=engine, precision=precision))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_plain_decoding_and_every_arm_draw_by_one_rule(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: set[tuple[bool, str]] = set()
+
+    def noting(target: Any, draft: Any, prompt: Any, how: DecodingOptions, *more: Any) -> Any:
+        rules.add((draft is None, how.rule_name))
+        return decode(target, draft, prompt, how, *more)
+
+    monkeypatch.setattr(synthetic, "decode", noting)
+    engines = [TimedEngine(ToyEngine(random_model(seed, V), V)) for seed in (1, 2)]
+    target, draft = map(CachedEngine, engines)
+    shapes = dict.fromkeys(("target", "drafter"), replace(SMALL_SHAPE, vocab_size=V))
+    pair = SyntheticPair("toy", "onnxruntime", "fp32", shapes, {}, {})
+    options = Options(temperature=temperature, max_new_tokens=4, prompt_tokens=4, seconds=0.0)
+    costs = Costs((8,), ((0.010, 0.012, 0.013),), (0.001,))
+    runs = synthetic._rounds(pair, target, draft, options, costs, [Arm((0.5,), 2)], engines)
+    assert len(runs) == 2 * synthetic.LEAST_ROUNDS
+    assert rules == {(True, "lossless"), (False, "lossless")}
