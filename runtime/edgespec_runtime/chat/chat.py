@@ -93,12 +93,16 @@ def _remember(chat: Chat) -> Path | None:
         if options.system:
             chat.conversation.system = options.system
 
+    told = False
+
     def keep() -> None:
+        nonlocal told
         try:
             last.keep(chat.conversation)
         except (InputError, OSError) as error:
-            view.say(f"(this chat is no longer kept: {error})")
-            chat.kept = lambda: None
+            if not told:
+                view.say(f"(this chat could not be kept: {error}; the next turn tries again)")
+            told = True
 
     chat.kept = keep
     return folder
@@ -129,6 +133,6 @@ def _greet(chat: Chat) -> None:
     if options.draft and options.drafter not in (None, MODEL):
         drafter += f", {options.drafter}"
     name = pair.manifest.target.name
-    chat.view.note(f"{harmless(name)}: {pair.engine} {pair.precision}, {drafter}. /help tells the commands.")
+    chat.view.note(f"{harmless(name)}: {pair.backend} {pair.precision}, {drafter}. /help tells the commands.")
     if options.draft and options.colour:
         chat.view.legend()

@@ -132,7 +132,8 @@ def _edit(chat: Chat, text: str) -> None:
     if text:
         _again(chat, unquoted(text))
     elif chat.interactive:
-        chat.prefill = last
+        command = last.lstrip().startswith(("/", QUOTES))  # is what Enter would make of it without quotes
+        chat.prefill = f"{QUOTES}{last}{QUOTES}" if command else last
     else:
         raise InputError("without a terminal, /edit takes the new message: /edit TEXT")
 

@@ -88,7 +88,7 @@ def run(given: dict[str, Any]) -> int:
             "reply": said,
             "finish": finish,
             "prompt_tokens": len(prompt),
-            "engine": pair.engine,
+            "engine": pair.backend,
             "precision": pair.precision,
             "exactness": dataclasses.asdict(pair.measured_exactness()),
             "options": to_mapping(options),

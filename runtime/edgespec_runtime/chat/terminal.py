@@ -17,6 +17,7 @@ from edgespec.core.errors import InputError
 QUOTES = '"""'
 MAX_MESSAGE = 16 * 1024 * 1024  # bytes of a message from a pipe: as of generate's prompt
 _LINE = "a line of standard input"
+_END = 16  # bytes of each end of a line that is too long: enough to see the quotes
 
 
 def typed(data: bytes, what: str) -> str:
@@ -52,31 +53,49 @@ class Source(Protocol):
 
 
 class Pipe:
-    """Lines of standard input, one message each; between two lines of three quotes, several lines are one."""
+    """Lines of standard input, one message each; between two lines of three quotes, several lines are one.
+
+    A message with a line that is refused is read to its end first: what follows is none of it.
+    """
 
     def read(self, prefill: str = "") -> str | None:
-        text = self._line()
-        if text is None or not is_open(text):
-            return text
-        lines, size = [text], len(text)
-        while len(lines) == 1 or not lines[-1].rstrip().endswith(QUOTES):
-            line = self._line()
-            if line is None:
-                raise InputError(f'{_LINE} opens a message with """ that does not end; close it with """')
-            size += len(line)
-            if size > MAX_MESSAGE:
-                raise InputError(f"a message exceeds {MAX_MESSAGE} bytes; shorten it")
-            lines.append(line)
-        return "\n".join(lines)
+        text, wrong = self._line()
+        if text is not None and is_open(text):
+            lines, size, ended = [text], len(text), False
+            while not ended:
+                line, error = self._line()
+                if line is None:
+                    raise wrong or InputError(
+                        f'{_LINE} opens a message with """ that does not end; close it with """'
+                    )
+                size += len(line)
+                if size > MAX_MESSAGE:
+                    error = error or InputError(f"a message exceeds {MAX_MESSAGE} bytes; shorten it")
+                wrong = wrong or error
+                if wrong is None:
+                    lines.append(line)
+                ended = line.rstrip().endswith(QUOTES)
+            text = "\n".join(lines)
+        if wrong is not None:
+            raise wrong
+        return text
 
     @staticmethod
-    def _line() -> str | None:
-        data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
-        if len(data) > MAX_MESSAGE:
-            while not data.endswith(b"\n") and (data := sys.stdin.buffer.readline(MAX_MESSAGE)):
-                pass
-            raise InputError(f"{_LINE} exceeds {MAX_MESSAGE} bytes; shorten it")
-        return typed(data, _LINE).rstrip("\r\n") if data else None
+    def _line() -> tuple[str | None, InputError | None]:
+        """The next line, None at the end of the input; and why it is refused: then only the ends of its text are true."""
+        line = data = sys.stdin.buffer.readline(MAX_MESSAGE + 1)
+        if not data:
+            return None, None
+        if len(data) <= MAX_MESSAGE:
+            try:
+                return typed(data, _LINE).rstrip("\r\n"), None
+            except InputError as error:
+                return data.decode("utf-8-sig", "replace"), error
+        while not data.endswith(b"\n") and (data := sys.stdin.buffer.readline(MAX_MESSAGE)):
+            line = line[:_END] + (line + data)[-_END:]
+        return line.decode("utf-8-sig", "replace"), InputError(
+            f"{_LINE} exceeds {MAX_MESSAGE} bytes; shorten it"
+        )
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, MissingExtra
-from edgespec.core.manifest import HEAD
+from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.progress import progress
@@ -30,6 +30,7 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import (
     LLAMACPP,
     ONNXRUNTIME,
+    STATIC,
     WIDENED,
     LoadOptions,
     Pair,
@@ -44,14 +45,6 @@ POSITIONS = (8, 256)  # least and most tokens that are fed in blocks and in sing
 PASSES = 2.5  # plain steps it takes to feed one position in single steps and in the four block sizes, roughly
 PROMPT_PART = 64  # tokens of a prompt that are compared
 MOST_THREADS = 8  # beyond as many cores, only powers of two are tried
-
-# Bytes of a value in the input embedding, of which a token reads one row: ONNX keeps it in floats.
-EMBEDDING_BYTES = {
-    **{"fp32": 4.0, "fp16": 2.0, "int8": 4.0, "int4": 4.0},
-    **{"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32},
-    **{"q4_1": 20 / 32, "q5_0": 22 / 32, "q5_1": 24 / 32},
-    **{"q4_k_s": 144 / 256, "q4_k_m": 144 / 256, "q5_k_m": 176 / 256, "q6_k": 210 / 256},
-}
 CACHE_BYTES = {LLAMACPP: 2}  # of a value in the KV cache; else 4
 
 
@@ -215,14 +208,22 @@ def _thread_counts(pair: Pair, options: Options) -> Iterator[Threads]:
 
 
 def _streamed_bytes(pair: Pair, context: int) -> int:
-    """About how many bytes a plain step reads: the target's files, but one row of an embedding kept apart, and the KV cache."""
-    manifest, engine, precision = pair.manifest, pair.engine, pair.precision
+    """About how many bytes a plain step reads: the target's weights, and the KV cache."""
+    shape = told_shape(pair.manifest.target.shape, "target")
+    cache = 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(pair.engine, 4)
+    return cache + weight_bytes(pair.manifest, pair.engine, pair.precision, fast=pair.fast_graph)
+
+
+def weight_bytes(manifest: Manifest, engine: str, precision: str, *, fast: bool) -> int:
+    """About how many bytes of the target's files a plain step reads: all, but one row of an embedding of its own."""
     shape = told_shape(manifest.target.shape, "target")
-    files = manifest.files_of("target", engine, precision, fast=pair.fast_graph)
+    if engine == ONNXRUNTIME and precision in WIDENED and not fast:
+        return 4 * shape.streamed_parameters
+    files = manifest.files_of("target", engine, precision, fast=fast)
     suffixes = (".gguf", ".onnx", ".data")
     size = sum(file.bytes for name, file in files.items() if name.endswith(suffixes))
-    if engine == ONNXRUNTIME and precision in WIDENED and not pair.fast_graph:
-        size = 4 * shape.streamed_parameters
-    elif not shape.tied or precision == "int4":  # int4 matrices: the output head is a table of its own
-        size -= round(shape.embedding_parameters * EMBEDDING_BYTES.get(precision, 0.0))
-    return size + 2 * shape.layers * shape.kv_heads * shape.head_dim * context * CACHE_BYTES.get(engine, 4)
+    if shape.tied and engine != STATIC:
+        return size
+    # ONNX keeps such an embedding in floats; in GGUF and mixed files its values take about as much as the others
+    each = size / shape.parameters if engine == LLAMACPP or precision == "mixed" else 4
+    return size - round(each * shape.embedding_parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -248,12 +249,12 @@ def _exactness_costs(chosen: Variant, length: int, others: Sequence[Variant]) ->
 
 def advice(findings: Findings) -> list[str]:
     """Commands to run next, each with what it is for."""
-    chosen = findings.chosen
+    chosen, bundle = findings.chosen, shlex.quote(findings.bundle)
     threads = _faster_threads(findings)
     asked = findings.asked if threads is None else {**findings.asked, "threads": threads}
     flags = _flags(asked)
     if not findings.acceptances:
-        return [f"edgespec bench {findings.bundle}{flags}    # measures α and the speed-up"]
+        return [f"edgespec bench {bundle}{flags}    # measures α and the speed-up"]
     rate = findings.acceptances[0].rate
     length, gain = chosen.best(rate)
     how = f" --draft-length {length}" if length else " --no-draft"
@@ -261,9 +262,9 @@ def advice(findings: Findings) -> list[str]:
     said += f", {gain:.2f}x plain decoding" if length else ""
     if chosen.difference.flips:
         said += "; not exact: a block can change a greedy reply"
-    lines = [f"edgespec chat {findings.bundle}{flags}{how}    # {said}"]
+    lines = [f"edgespec chat {bundle}{flags}{how}    # {said}"]
     if length:
-        lines.append(f"edgespec bench {findings.bundle}{flags}    # measures what is predicted here")
+        lines.append(f"edgespec bench {bundle}{flags}    # measures what is predicted here")
     fastest = max((chosen, *findings.others), key=lambda variant: variant.token_rate(rate))
     times = fastest.token_rate(rate) / chosen.token_rate(rate)
     if times > CLEARLY:
@@ -275,7 +276,7 @@ def advice(findings: Findings) -> list[str]:
             said += "; other weights, so other replies"
         if fastest.difference.flips:
             said += "; not exact"
-        lines.append(f"edgespec doctor {findings.bundle}{_flags(other)}    # {said}")
+        lines.append(f"edgespec doctor {bundle}{_flags(other)}    # {said}")
     return lines
 
 

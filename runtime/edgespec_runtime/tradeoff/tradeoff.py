@@ -30,7 +30,7 @@ from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.cascades import log_total
 from edgespec_runtime.rules.sampling import Warp
-from edgespec_runtime.rules.table import RULES
+from edgespec_runtime.rules.table import MAX_DRAFT, RULES, LoopRule, rule_of
 from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import Message
 from edgespec_runtime.tradeoff.arms import ENDS, LARGE, SMALL, Arm, arms_of
@@ -56,7 +56,9 @@ FURTHEST = 100.0  # of a threshold on probabilities or nats: nothing lies beyond
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Warp, LoadOptions):
-    bundle: str = knob("", help="bundle folder, or the name of a ready pair", positional=True)
+    bundle: str = knob(
+        "", "bundle folder; its drafter must be a model, which no ready pair has", positional=True
+    )
     rules: tuple[str, ...] = knob(
         ("lossless", "lossy", "chow", "opt", "token-v3", "token-cascade"),
         "acceptance rules, at every value of --alphas; one with its own value (opt:a=0.3) or without a parameter a is one point: "
@@ -79,7 +81,7 @@ class Options(Warp, LoadOptions):
     )
     max_prompts: int = knob(64, "most prompts", at_least=1)
     max_new_tokens: int = with_default(ReplyOptions, "max_new_tokens", 64)
-    draft_length: int = knob(5, "draft tokens in a block (γ)", at_least=1)
+    draft_length: int = knob(5, "draft tokens in a block (γ)", at_least=1, at_most=MAX_DRAFT)
     seed: int = knob(0, "seed of the sampling", at_least=0, at_most=2**63 - 1)
     repeats: int = knob(
         1,
@@ -160,12 +162,13 @@ class Answers:
         are no independent samples, and an interval over them is too narrow. Arms share the seeds.
         """
         options = self._options
+        rule = "lossless" if arm in ENDS else arm.name
         how = DecodingOptions(
             **asdict(Warp.of(options)),
             max_new_tokens=min(options.max_new_tokens, self._limit - len(ids)),
             seed=options.seed + place[0] * options.repeats + place[1],
-            draft_length=options.draft_length,
-            rule="lossless" if arm in ENDS else arm.name,
+            draft_length=None if isinstance(rule_of(rule), LoopRule) else options.draft_length,
+            rule=rule,
             drafter=MODEL,
         )
         if arm in ENDS:
@@ -256,7 +259,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
             "title": options.title or Path(options.prompts or "prompts").stem,
             **ran("tradeoff", given),
             "pair": f"{pair.manifest.target.name} with {pair.manifest.drafter.name}",
-            "engine": f"{pair.engine} {engine_version(pair.engine)}".strip(),
+            "engine": f"{pair.backend} {engine_version(pair.backend)}".strip(),
             "precision": pair.precision,
             "threads": pair.threads,
             "free_share": round(share, 2),
@@ -270,8 +273,12 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if bool(options.bundle) == bool(options.render):
         raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
-    if options.render and options.json:
-        raise InputError("--json writes what is measured, and --render reads what was; leave one of them out")
+    strange = sorted(set(given) - {"bundle", "render", "plot", "markdown"})
+    if options.render and strange:
+        raise InputError(
+            f"--{strange[0].replace('_', '-')} says nothing to --render, which reads what was measured; "
+            "leave one of them out"
+        )
     if options.plot:
         require_matplotlib()
     if options.render:
@@ -291,13 +298,14 @@ def run(given: dict[str, Any]) -> int:
 def _write(options: Options, found: Sequence[tuple[Study, list[Summary]]]) -> None:
     """Pictures, and the page that links them."""
     pictures = [""] * len(found)
+    names = [Path(name).stem for name in options.render or ()]
+    if len(set(names)) < len(names):  # files of several folders
+        names = [f"{number}-{name}" for number, name in enumerate(names, 1)]
     if options.plot:
         for place, (study, summaries) in enumerate(found):
             picture = Path(options.plot)
-            if options.render and len(found) > 1:
-                picture = picture.with_name(
-                    f"{picture.stem}-{Path(options.render[place]).stem}{picture.suffix}"
-                )
+            if len(names) > 1:
+                picture = picture.with_name(f"{picture.stem}-{names[place]}{picture.suffix}")
             plot_tradeoff(picture, study, summaries)
             pictures[place] = os.path.relpath(picture, Path(options.markdown).parent)
             note(f"wrote {picture}")

@@ -136,7 +136,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = _strftime_now
         self.filters = {name: self._filter(name, self.filters[name]) for name in _FILTERS}
-        self.filters["tojson"] = self._filter("tojson", _tojson)
+        self.filters["tojson"] = self._filter("tojson", self._tojson)
         self.tests = {name: self._test(cast(Callable[..., Any], test)) for name, test in self.tests.items()}
 
     def metered_data(self, characters: int) -> str:
@@ -265,6 +265,31 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
         return metered
 
+    def _tojson(
+        self,
+        value: Any,
+        indent: int | str | None = None,
+        ensure_ascii: bool = False,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """JSON as the field's templates expect it: no HTML escapes. Counted as it is made: every line has an indent."""
+        if isinstance(indent, int | str) and (len(indent) if isinstance(indent, str) else indent) > 64:
+            raise TemplateLimit(f"it indents JSON by {indent!r:.80}; at most 64")
+        if separators is not None and sum(map(len, separators)) > 64:
+            raise TemplateLimit("it separates JSON by more than 64 characters")
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        pieces, size = list[str](), 0
+        for piece in encoder.iterencode(value):
+            size += len(piece)
+            self.meter.spend(len(piece))
+            if size > MAX_OUTPUT:
+                raise TemplateLimit(f"it makes JSON of more than {MAX_OUTPUT} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
     def _test(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(inner)
         def metered(*args: Any, **kwargs: Any) -> Any:
@@ -339,20 +364,3 @@ def _strftime_now(form: str) -> str:
             f"it asks for the date as {form[:80]!r}; at most 256 characters, widths below 100"
         )
     return datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    indent: int | None = None,
-    ensure_ascii: bool = False,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as the field's templates expect it: no HTML escapes."""
-    if isinstance(indent, int | str) and (len(indent) if isinstance(indent, str) else indent) > 64:
-        raise TemplateLimit(f"it indents JSON by {indent!r:.80}; at most 64")
-    if separators is not None and sum(map(len, separators)) > 64:
-        raise TemplateLimit("it separates JSON by more than 64 characters")
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

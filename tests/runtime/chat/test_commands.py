@@ -154,6 +154,17 @@ def test_edit_answers_another_message_instead(pair: Pair, monkeypatch: pytest.Mo
     assert said(chat)[::2] == ["Hello", "And then?"]
 
 
+@pytest.mark.parametrize("message", ["/etc/hosts holds what?", '"""a docstring""" is what?', " /x\n/y"])
+def test_a_message_that_looks_like_a_command_is_edited_in_its_quotes(pair: Pair, message: str) -> None:
+    chat = new_chat(pair)
+    handle(chat, f'"""{message}"""')
+    chat.interactive = True
+    handle(chat, "/edit")
+    chat.interactive = False
+    handle(chat, chat.prefill or "")  # Enter, with nothing changed
+    assert said(chat)[::2] == [message]
+
+
 def test_a_turn_stays_where_its_new_answer_fails(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = new_chat(pair)
     handle(chat, "Hello")

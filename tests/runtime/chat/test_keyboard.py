@@ -156,3 +156,27 @@ def test_a_line_or_a_message_beyond_the_bound_is_refused(monkeypatch: pytest.Mon
     assert pipe.read() == "next"
     with pytest.raises(InputError, match="a message exceeds 20 bytes"):
         pipe.read()
+    assert pipe.read() is None
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (b'"""\nfirst\ncaf\xe9\nlast\n"""', "is not UTF-8"),
+        (b'"""caf\xe9\nlast\n"""', "is not UTF-8"),
+        (b'"""\nfirst\ncaf\xe9"""', "is not UTF-8"),
+        (b'"""\nfirst\n' + b"x" * 70 + b'\nlast\n"""', "a line of standard input exceeds 20 bytes"),
+        (b'"""' + b"x" * 70 + b'\nlast\n"""', "a line of standard input exceeds 20 bytes"),
+        (b'"""\nfirst\n' + b"x" * 38 + b'"""', "a line of standard input exceeds 20 bytes"),
+        (b'"""\n' + b"12345678\n" * 3 + b'last\n"""', "a message exceeds 20 bytes"),
+        (b"caf\xe9 and x", "is not UTF-8"),
+    ],
+)
+def test_a_message_that_is_refused_ends_where_its_quotes_do(
+    message: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "MAX_MESSAGE", 20)
+    pipe = piped(message + b"\nSecond?\nThird?\n", monkeypatch)
+    with pytest.raises(InputError, match=words):
+        pipe.read()
+    assert [pipe.read() for _ in range(3)] == ["Second?", "Third?", None]

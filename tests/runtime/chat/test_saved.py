@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from chats import new_chat
 from edgespec_runtime.chat import chat, saved
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.chat.saved import LastChat, state_folder
+from edgespec_runtime.pair.bundle import Pair
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
 from edgespec.cli import main
@@ -98,6 +100,22 @@ def test_a_damaged_chat_is_refused(bundle: Path, manifest: Manifest) -> None:
     with pytest.raises(InputError, match="not valid JSON"):
         last.resume(mine)
     assert len(mine.messages) == 6
+
+
+def test_a_chat_that_could_not_be_kept_is_kept_at_a_later_turn(
+    pair: Pair, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talking = new_chat(pair)
+    talking.interactive = True
+    folder = chat._remember(talking)
+    assert folder is not None
+    (folder / "last").write_text("a file, where a folder is wanted")
+    for _ in range(2):
+        talking.kept()
+    assert capsys.readouterr().err.count("(this chat could not be kept: ") == 1
+    (folder / "last").unlink()
+    talking.kept()
+    assert last_chat(pair.manifest).path.exists()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="what forbids writing differs there")

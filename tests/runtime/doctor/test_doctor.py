@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
+from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.npu.to_npu import export_npu
+from edgespec_export.onnx.blocks import OFFSET4
+from edgespec_export.onnx.to_mixed import export_mixed
+from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor import doctor
@@ -22,7 +29,10 @@ from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.core.manifest import open_manifest
+from edgespec.core.manifest import BundleModel, Manifest, describe_files, open_manifest
+from edgespec.core.shapes import ModelShape
+from edgespec.model_folder.config import read_config
+from edgespec.model_folder.weights_files import read_tensors
 
 EXACT = Difference(1e-5, 0, 256)
 CHEAP = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35)
@@ -150,6 +160,16 @@ def test_advice_is_a_command_that_fits() -> None:
     assert "not exact: a block can change" in advice(findings(replace(good, difference=flips), 0.7))[0]
 
 
+def test_advice_can_be_copied_whatever_the_bundle_is_called() -> None:
+    bundle = "/home/John Doe/it's/bundle"
+    faster = variant(CHEAP, 0.05, step=0.005, engine="llama.cpp", precision="q8_0")
+    known = findings(variant(CHEAP, 0.05), 0.7, bundle=bundle, others=(faster,))
+    unknown = findings(variant(CHEAP, 0.05), bundle=bundle)
+    commands = [shlex.split(line, comments=True) for line in (*advice(known), *advice(unknown))]
+    assert [words[1] for words in commands] == ["chat", "bench", "doctor", "bench"]
+    assert {words[2] for words in commands} == {bundle}
+
+
 def test_a_faster_thread_count_is_advised() -> None:
     counts = (Threads(1, 0.005, 0.01, 0.001), Threads(2, 0.006, 0.01, 0.001))
     assert "--threads 1 " in advice(findings(variant(CHEAP, 0.05), 0.7, thread_counts=counts))[0]
@@ -215,6 +235,34 @@ def test_acceptance_is_the_distilled_drafters() -> None:
 )
 def test_a_strangers_metrics_are_passed_over(metrics: dict[str, Any]) -> None:
     assert acceptances_of(metrics) == ()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_step_reads_one_row_of_an_embedding_of_its_own(tmp_path: Path, tied: bool) -> None:
+    """As the exporter counts in the same files; graphs and the text that GGUF holds come on top."""
+    form = {"hidden": 256, "head_dim": 64, "intermediate": 576, "context": 64, "tied": tied}
+    model = make_model_folder(tmp_path / "model", **form)  # type: ignore[arg-type]
+    kinds = {name: OFFSET4 for name, tensor in read_tensors(model).items() if len(tensor.shape) == 2}
+    export_onnx(model, tmp_path / "int4", "int4")
+    export_mixed(model, tmp_path / "mixed", kinds, {})
+    export_npu(model, tmp_path / "static")
+    export_gguf(model, tmp_path / "q4_0.gguf", "q4_0")
+    files = {
+        "onnxruntime": {"int4": "int4", "mixed": "mixed"},
+        "static": {"fp32": "static"},
+        "llama.cpp": {"q4_0": "q4_0.gguf"},
+    }
+    shape = ModelShape.from_config(read_config(model))
+    target = BundleModel("target", "test", asdict(shape), shape.parameters, files)
+    manifest = Manifest(
+        pair={}, default={}, cost_ratio={}, metrics={}, provenance={}, target=target, drafter=target,
+        files=describe_files(tmp_path),
+    )  # fmt: skip
+    for engine, table in files.items():
+        for precision, name in table.items():
+            wanted = streamed_bytes(ExportedFile("target", engine, precision, tmp_path / name))
+            found = doctor.weight_bytes(manifest, engine, precision, fast=False)
+            assert found == pytest.approx(wanted, rel=0.1), (engine, precision)
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,20 @@ def test_picture_and_page(measured: Path, tmp_path: Path, capsys: pytest.Capture
     assert f"{one['quality']['agreement'][0]:.3f}" in page
 
 
+def test_pictures_of_files_of_one_name_do_not_overwrite_each_other(measured: Path, tmp_path: Path) -> None:
+    names = []
+    for study in ("greedy", "sampled"):
+        names.append(tmp_path / study / "tradeoff.json")
+        names[-1].parent.mkdir()
+        names[-1].write_bytes((measured / f"{study}.json").read_bytes())
+    files = ["--plot", str(tmp_path / "p.png"), "--markdown", str(tmp_path / "page.md")]
+    assert main(["tradeoff", "--render", ",".join(map(str, names)), *files]) == 0
+    first, second = tmp_path / "p-1-tradeoff.png", tmp_path / "p-2-tradeoff.png"
+    assert first.read_bytes() != second.read_bytes()
+    page = (tmp_path / "page.md").read_text()
+    assert page.index(f"]({first.name})") < page.index(f"]({second.name})")
+
+
 def prompts_file(path: Path, references: list[Any]) -> Path:
     rows = [{"instruction": "Count: 1 2 3", **({} if r is None else {"reference": r})} for r in references]
     write_jsonl(path, rows)
@@ -202,10 +216,14 @@ def test_rows_behind_the_last_prompt_are_not_checked(
         (["B", "--alphas", "nan"], "alphas is nan"),
         (["B", "--alphas", "2", "--rules", "chow"], "leave 2 out"),
         (["B", "--draft-length", "0"], "draft_length is 0"),
+        (["B", "--draft-length", "63"], "draft_length is 63; it must be at most 62"),
         (["B"], "B"),
         ([], "give either a BUNDLE to measure, or --render"),
         (["B", "--render", "x.json"], "give either a BUNDLE to measure, or --render"),
         (["--render", "x.json"], "x.json is missing"),
+        (["--render", "x.json", "--title", "T"], "--title says nothing to --render"),
+        (["--render", "x.json", "--max-prompts", "3"], "--max-prompts says nothing to --render"),
+        (["--render", "x.json", "--json", "y.json"], "--json says nothing to --render"),
     ],
 )
 def test_bad_flags(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from altered_bundle import HELLO, change, refused
@@ -34,6 +36,11 @@ def copy(bundle: Path, tmp_path: Path) -> Path:
         ("{{ '%1000000000d' % 1 }}", "formats with"),
         ("{{ '{:1000000000}'.format(1) }}", "formats with"),
         ("{{ messages|tojson(indent=10**6) }}", "indents JSON by"),
+        (
+            "{% set n = namespace(x=range(20000)|list) %}{% for a in range(28) %}{% set n.x = [n.x] %}{% endfor %}"
+            "{{ n.x|tojson(indent=64) }}",
+            "it makes JSON of more than 4000000 characters",
+        ),
         ("{% set a = 'a'|center(900000) %}{{ a.replace(' ', a) }}", "would make a value of 810000000000"),
         ("{% set n = namespace(x='a') %}{% for a in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "would make"),
         (
@@ -175,6 +182,21 @@ def test_templates_in_use_still_render(copy: Path) -> None:
     wanted = plain.render(messages=messages, add_generation_prompt=True, tools=None, **special)
     assert tokenizer.render(messages) == wanted
     assert "all well" in wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ("", {}),
+        ("indent=4", {"indent": 4}),
+        ("indent='--', sort_keys=true, ensure_ascii=true", {"indent": "--", "sort_keys": True, "ensure_ascii": True}),
+        ("separators=(',', ':')", {"separators": (",", ":")}),
+    ],
+)  # fmt: skip
+def test_json_is_that_of_the_json_module(options: str, named: dict[str, Any]) -> None:
+    value = {"tools": [{"name": 'é "x"\n', "of": [1, 2.5, None, True, [], {}]}], "a": "<b>"}
+    text = SafeTemplate("{{ value|tojson(" + options + ") }}").render({"value": value})
+    assert text == json.dumps(value, **{"ensure_ascii": False, **named})
 
 
 def test_renderings_at_once_have_a_meter_each(monkeypatch: pytest.MonkeyPatch) -> None:
