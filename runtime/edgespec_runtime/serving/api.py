@@ -92,7 +92,7 @@ class Service:
             "drafter": self.pair.draft is not None,
             "draft_length": self.draft_length or AUTO,
             "rules": {name: kind.help for name, kind in rules_for(self.pair.draft).items()},
-            "engine": f"{self.pair.engine} {self.pair.precision}",
+            "engine": f"{self.pair.backend} {self.pair.precision}",
         }
         card = {"id": self.name, "object": "model", "created": self.started, "owned_by": "edgespec"}
         card |= {"max_model_len": self.context_length, "speculation": speculation}

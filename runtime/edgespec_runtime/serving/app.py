@@ -30,7 +30,7 @@ from edgespec.core.texts import check_json
 from edgespec_runtime.serving.access import Access, Guard
 from edgespec_runtime.serving.api import POSTS, Json, Service, Work
 from edgespec_runtime.serving.errors import HANDLERS, LEFT, JsonAnswer, error_of, refused_by
-from edgespec_runtime.serving.line import ClientLeft, Full, Job, Line, Watch
+from edgespec_runtime.serving.line import ClientLeft, Closed, Full, Job, Line, Watch
 from edgespec_runtime.serving.metrics import CONTENT_TYPE, Metrics
 from edgespec_runtime.serving.page import front_page
 from edgespec_runtime.serving.request import Refused
@@ -174,6 +174,8 @@ class _Answers:
                 return JsonAnswer(first[0])
             stays = True
             return _Stream(self._line, job, _events(job, first))
+        except Closed as error:
+            raise self._busy("the server is being stopped") from error
         finally:
             gone.cancel()
             if not stays:
@@ -206,7 +208,7 @@ async def _events(job: Job[Json], batch: list[Json] | None) -> AsyncIterator[byt
             batch = await job.batch()
     except EdgespecError as error:  # too late for a status
         yield _event(error_of(refused_by(error)))
-    except ClientLeft:
+    except (ClientLeft, Closed):
         pass
     else:
         yield b"data: [DONE]\n\n"

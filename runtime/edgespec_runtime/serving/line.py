@@ -15,11 +15,15 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Watch = Callable[[], None]
-"""Called before every pass of a model; raises ClientLeft where nobody waits for the answer any more."""
+"""Called before every pass of a model; raises ClientLeft where nobody waits for the answer any more, Closed where none comes."""
 
 
 class ClientLeft(Exception):
     """Nobody waits for this answer any more."""
+
+
+class Closed(Exception):
+    """The line was closed before the job was done."""
 
 
 class Full(Exception):
@@ -31,6 +35,7 @@ class Job(Generic[T]):
 
     Attributes:
         left: whether nobody waits for it any more.
+        closed: whether its line was closed before it was done.
     """
 
     def __init__(self, work: Callable[[Watch], Iterable[T]], at_once: bool) -> None:
@@ -38,12 +43,14 @@ class Job(Generic[T]):
         self._at_once = at_once
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._items: deque[T] = deque()
-        self._woken = self._done = self.left = False
+        self._woken = self._done = self.left = self.closed = False
         self._error: BaseException | None = None
 
     def watch(self) -> None:
         if self.left:
             raise ClientLeft
+        if self.closed:
+            raise Closed
 
     async def batch(self) -> list[T]:
         """What was made since the last call, at least one item; [] at the end. Raises what the work raised."""
@@ -103,11 +110,6 @@ class Line:
         """Jobs in it, with the one that is being done."""
         return len(self._jobs)
 
-    @property
-    def staying(self) -> int:
-        """Jobs that somebody still waits for."""
-        return sum(not job.left for job in list(self._jobs))
-
     def check(self) -> None:
         """Raise Full where `submit` would."""
         if self._closed or len(self._jobs) > self._waiting:
@@ -138,7 +140,7 @@ class Line:
         with self._changed:
             self._closed = True
             for job in self._jobs:
-                job.left = True
+                job.closed = True
             self._changed.notify()
         self._thread.join()
 

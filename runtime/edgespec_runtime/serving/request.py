@@ -17,7 +17,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import DecodingOptions, plain
-from edgespec_runtime.rules.table import rule_of
+from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule, rule_of
 from edgespec_runtime.text.tokenizer import Message
 
 MAX_LOGPROBS = 256
@@ -111,10 +111,12 @@ class Request:
         Args:
             room: most tokens that fit behind the prompt.
             usual: longest reply where the request names none.
-            draft_length: that of a request without one.
+            draft_length: that of a request without one; a rule with a loop of its own has none.
         """
         if self.draft_length is not None:
             draft_length = None if self.draft_length == AUTO else int(self.draft_length)
+        elif _has_loop(self.rule):
+            draft_length = None
         how = DecodingOptions(
             **self.sampling,  # type: ignore[arg-type]
             max_new_tokens=max(1, min(room, self.max_tokens or usual)),
@@ -310,7 +312,13 @@ def _draft_length(fields: Fields) -> int | str | None:
         return value  # type: ignore[no-any-return]
     if not _is_number(value):
         raise fields.wrong("draft_length", f'a whole number of at least 1, or "{AUTO}", is wanted')
-    return fields.whole("draft_length", 1, 2**31 - 1)
+    if _has_loop(rule := _rule(fields)):
+        raise fields.wrong("draft_length", f"the rule {rule!r} ends drafts by itself: leave it out")
+    return fields.whole("draft_length", 1, MAX_DRAFT)
+
+
+def _has_loop(rule: str | None) -> bool:
+    return rule is not None and isinstance(rule_of(rule), LoopRule)
 
 
 def _rule(fields: Fields) -> str | None:

@@ -29,7 +29,7 @@ def let(gate: Gate, count: int) -> None:
 
 def next_is_answered(server: Server, gate: Gate) -> int:
     """Ask for one token with every pass allowed once the server has seen everybody leave; passes begun before its answer."""
-    until(lambda: server.line.staying == 0)
+    until(lambda: all(job.left for job in list(server.line._jobs)))
     before = len(gate.sizes)
     gate.passes.release(200)
     status, answer = ask(server.url, "/v1/completions", SHORT)
@@ -178,11 +178,11 @@ def test_a_line_drops_who_left_at_once_and_tells_who_is_being_served() -> None:
         with pytest.raises(Full):
             line.submit(quick)
         line.leave(second)
-        assert (len(line), line.staying) == (1, 1)
+        assert (len(line), first.left) == (1, False)
         assert await second.batch() == []
         third = line.submit(quick)
         line.leave(first)
-        assert (len(line), line.staying) == (2, 1)
+        assert (len(line), first.left, third.left) == (2, True, False)
         go.set()
         with pytest.raises(ClientLeft):
             await first.batch()

@@ -174,10 +174,52 @@ def test_stop_ends_the_reply_and_keeps_what_was_said(bundle: Path, tab: Tab) -> 
         assert tab.see("document.activeElement.id") == "stop"
         tab.press("Escape")
         tab.until("running === null")
-        until(lambda: server.line.staying == 0)
+        until(lambda: all(job.left for job in list(server.line._jobs)))
         assert texts(tab, ".model .note") == ["stopped"]
         assert tab.see("messages.length") == 2
         assert not tab.see("document.getElementById('send').hidden")
+
+
+def test_the_focus_stays_where_it_was_put_meanwhile(bundle: Path, tab: Tab) -> None:
+    with gated(bundle) as (server, gate):
+        opened(tab, server.url)
+        short(tab, 3)
+        tab.type("Hello")
+        tab.press("Enter")
+        until(lambda: len(gate.sizes) == 1)
+        tab.see("document.getElementById('temperature').focus()")
+        gate.passes.release(50)
+        tab.until(FINISHED)
+        assert tab.see("document.activeElement.id") == "temperature"
+
+
+def test_an_enter_that_confirms_a_candidate_sends_nothing(bundle: Path, tab: Tab) -> None:
+    """Safari's comes when the composition is over, with the key code of one."""
+    with listening(bundle) as server:
+        opened(tab, server.url)
+        tab.type("Hello")
+        confirm = "new KeyboardEvent('keydown', {key: 'Enter', keyCode: 229, cancelable: true})"
+        assert tab.see(f"document.getElementById('prompt').dispatchEvent({confirm})")
+        assert tab.see("messages.length") == 0
+
+
+def test_a_reply_without_text_is_a_turn(bundle: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may end its reply at once."""
+    with listening(bundle) as server:
+        made = server.service._parts
+
+        def silent(*given: Any, **named: Any) -> Iterator[dict[str, Any]]:
+            for part in made(*given, **named):
+                for choice in part["choices"]:
+                    choice["delta"]["content"] = ""
+                yield part
+
+        monkeypatch.setattr(server.service, "_parts", silent)
+        opened(tab, server.url)
+        short(tab, 3)
+        say(tab, "Hello", OVER)
+        assert tab.see("messages.map(one => one.content).join('|')") == "Hello|"
+        assert tab.see("document.getElementById('prompt').value") == ""
 
 
 def test_what_a_model_writes_is_text(bundle: Path, tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +255,13 @@ def test_errors_are_said_in_plain_words(bundle: Path, tab: Tab) -> None:
         ]
         assert tab.see("document.getElementById('prompt').value") == "Hello"
         tab.see("document.getElementById('key').focus()")
-        say(tab, "k1", "model !== null")
+        for key, words in (
+            ("€", "The API key has a character that no key has."),
+            ("k2", "The API key is wrong."),
+        ):
+            say(tab, key, f"document.getElementById('model').textContent.startsWith({words!r})")
+            tab.see("document.getElementById('key').value = ''")
+        say(tab, " k1 ", "model !== null")
         short(tab, 3)
         tab.see("document.getElementById('prompt').focus()")
         tab.press("Enter")
@@ -268,6 +316,23 @@ def test_nothing_is_cut_off(bundle: Path, tab: Tab, width: int) -> None:
             assert worst >= 4.5, text
             paper = tab.see("getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, re.findall(r"\d+", paper))) < 300) is dark
+
+
+@pytest.mark.parametrize(("width", "height"), [(400, 667), (844, 340), (683, 330)])
+def test_a_low_window_has_room_for_the_conversation(bundle: Path, tab: Tab, width: int, height: int) -> None:
+    """Also with open settings; the message box that is written in lies on the screen, and the conversation above it."""
+    with listening(bundle) as server:
+        tab.size(width, height)
+        opened(tab, server.url)
+        tab.see("document.getElementById('settings').open = true")
+        short(tab, 3)
+        say(tab, "Hello")
+        top, bottom, below = tab.see(
+            "['chat', 'chat', 'form'].map((id, at) => document.getElementById(id).getBoundingClientRect()[at ? 'bottom' : 'top'])"
+        )
+        assert bottom - max(0, top) >= 160
+        assert below <= height + 1
+        assert tab.see("document.documentElement.scrollWidth") <= width
 
 
 def test_the_page_is_one_small_file_that_asks_nobody_else(bundle: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_client_that_vanishes_behind_a_kept_connection_takes_no_place(bundle: 
         until(lambda: len(gate.sizes) == 1)
         assert ask(server.url, "/v1/completions", SHORT)[0] == 503
         client.close()
-        until(lambda: server.line.staying == 0)
+        until(lambda: all(job.left for job in list(server.line._jobs)))
         gate.passes.release(500)
         until(lambda: len(server.line) == 0)
         assert ask(server.url, "/v1/completions", SHORT)[0] == 200
@@ -218,6 +218,26 @@ def test_a_killed_server_starts_again_on_its_port(bundle: Path) -> None:
             assert seen[0].startswith(b"HTTP/1.1 200")
             assert b"".join(seen).count(b"[DONE]") < 8
     assert answers[0] == answers[1]
+
+
+def test_who_waits_for_a_server_that_is_stopped_hears_503(bundle: Path) -> None:
+    """The one whose reply is under way, and the one in line behind it; no further pass is made."""
+    with gated(bundle) as (server, gate), ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(send, server.url, "/v1/completions", LONG)]
+        until(lambda: len(gate.sizes) == 1)
+        asked.append(pool.submit(send, server.url, "/v1/completions", SHORT))
+        until(lambda: len(server.line) == 2)
+        jobs = list(server.line._jobs)
+        server.should_exit = True
+        until(lambda: all(job.closed for job in jobs))
+        gate.passes.release(1)
+        for one in asked:
+            answer, text = one.result()
+            error = json.loads(text)["error"]
+            assert (answer.status, error["type"]) == (503, "server_error")
+            assert "the server is being stopped; try again in" in error["message"]
+            assert 1 <= int(answer.headers["Retry-After"]) <= 60
+        assert len(gate.sizes) == 1
 
 
 def test_ctrl_c_ends_the_streams_and_the_server(bundle: Path) -> None:

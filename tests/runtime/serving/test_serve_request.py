@@ -98,6 +98,9 @@ def test_speculation_is_chosen_by_request() -> None:
         for request in both({"draft_length": asked, "speculative": True}):
             how = request.options(9, 9, served)
             assert (how.who, how.draft_length) == (HYBRID, length)
+    for asked in (None, "auto"):
+        for request in both({"draft_length": asked, "rule": "bild:a=1"}):
+            assert request.options(9, 9, 5).draft_length is None
     seeded = read_chat({"seed": 4, "rule": "block"}, MODEL_NAME).options(9, 9, None)
     assert (seeded.seed, seeded.rule_name) == (4, "block")
     for request in both({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
@@ -185,7 +188,9 @@ def test_values_that_ask_for_nothing_are_fine(name: str, values: list[Any]) -> N
         ({"model": 5}, "model is 5; a text is wanted"),
         ({"max_tokens": -1}, "max_tokens is -1; a whole number from 1 to 2147483647 is wanted"),
         ({"speculative": "no"}, 'speculative is "no"; true or false is wanted'),
-        ({"draft_length": 0}, "draft_length is 0; a whole number from 1 to 2147483647 is wanted"),
+        ({"draft_length": 0}, "draft_length is 0; a whole number from 1 to 62 is wanted"),
+        ({"draft_length": 63}, "draft_length is 63; a whole number from 1 to 62 is wanted"),
+        ({"draft_length": 2, "rule": "bild"}, "draft_length is 2; the rule 'bild' ends drafts by itself: leave it out"),
         ({"draft_length": "long"}, 'draft_length is "long"; a whole number of at least 1, or "auto", is wanted'),
         ({"draft_length": True}, "draft_length is true; a whole number of at least 1"),
         ({"rule": "loss"}, "rule is \"loss\"; unknown acceptance rule 'loss'; did you mean 'lossy'?"),
