@@ -5,7 +5,7 @@ A study file is YAML with the knobs of `StudyOptions` and five mappings:
     recipe:  the base, keys of edgespec/recipe/schema.py
     tasks:   name -> TaskOptions
     groups:  letter -> title of a part of the report
-    arms:    name -> ArmOptions, with `recipe`: what this arm changes
+    arms:    name -> ArmOptions, with `recipe`: what this arm changes of drafter, pretrain, distill and reference
     claims:  a list of ClaimOptions
 
 Files named in it are looked up in the data folder.
@@ -24,11 +24,13 @@ from edgespec.core.options import from_mapping, knob, merge, to_mapping
 from edgespec.recipe.data_sources import BuildData, is_local
 from edgespec.recipe.read import resolve
 from edgespec.recipe.sampling import Sampling
-from edgespec.recipe.schema import SELF, Recipe
+from edgespec.recipe.schema import MOST_SEED, SELF, InferenceOptions, Recipe
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]*")
 _SECTIONS = ("recipe", "tasks", "groups", "arms", "claims")
 _BUDGET = ("steps", "batch_size", "context")
+_OF_AN_ARM = ("drafter", "pretrain", "distill", "reference")
+"""The sections of a recipe that arms may differ in; a study reads the others of its base."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ClaimOptions:
 
 @dataclass(frozen=True)
 class StudyOptions:
-    seeds: tuple[int, ...] = knob((0, 1, 2), "seeds of every arm", at_least=0)
+    seeds: tuple[int, ...] = knob((0, 1, 2), "seeds of every arm", at_least=0, at_most=MOST_SEED)
     samplings: tuple[str, ...] = knob(
         ("0", "0.6/0.9", "1"), "temperatures, or temperature/top-p, of the held-out responses"
     )
@@ -122,7 +124,8 @@ class Study:
         for name in wanted - set(self.arms):
             raise InputError(f"study {self.name} has no arm {name!r}{did_you_mean(name, self.arms)}")
         chosen = {name: arm for name, arm in self.arms.items() if name in wanted}
-        options = self.options if seeds is None else replace(self.options, seeds=tuple(seeds))
+        given = {} if seeds is None else {"seeds": list(seeds)}
+        options = from_mapping(StudyOptions, {**to_mapping(self.options), **given})
         _check_seeds(options.seeds)
         return replace(self, arms=chosen, options=options)
 
@@ -235,6 +238,7 @@ def _check(study: Study) -> None:
                 f"arm {name} has drafter.kind {arm.recipe.drafter.kind!r}, and a study trains models; build a head with "
                 "build-drafter"
             )
+    _check_read(study)
     for text in study.options.samplings:
         parse_sampling(text)
     _check_seeds(study.options.seeds)
@@ -254,6 +258,33 @@ def _check(study: Study) -> None:
         if bool(claim.better and claim.than) == bool(claim.depends):
             raise InputError(f"claims[{number}] ({claim.claim}) needs better and than, or depends alone")
     _check_budgets(study)
+
+
+def _check_read(study: Study) -> None:
+    """A study must not say that it tried what it does not read."""
+    for name, arm in study.arms.items():
+        for section in arm.changes:
+            if section not in _OF_AN_ARM:
+                raise InputError(
+                    f"arm {name} changes {section}, and arms differ in {', '.join(_OF_AN_ARM)} alone; give it in the study's "
+                    "recipe, for all arms"
+                )
+        if arm.recipe.distill.against:
+            raise InputError(
+                f"arm {name} has distill.against {arm.recipe.distill.against!r}, and a study distils against the target as it "
+                "is; leave it out"
+            )
+    if study.recipe.tune.steps:
+        raise InputError(
+            f"recipe.tune.steps is {study.recipe.tune.steps}, and a study tunes no target; tune it with build-drafter, and give "
+            "its folder tune/model with --target"
+        )
+    plain = to_mapping(InferenceOptions())
+    for name, value in to_mapping(study.recipe.inference).items():
+        if value != plain[name]:
+            raise InputError(
+                f"recipe.inference.{name} is {value!r}, and a study runs its target in torch with float32 weights; leave it out"
+            )
 
 
 def _check_seeds(seeds: tuple[int, ...]) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import time
 import urllib.error
 import urllib.request
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, MetByOne
 from edgespec.core.files import parse_json
 
 KEY = "EDGESPEC_API_KEY"
@@ -55,6 +55,7 @@ class JsonServer:
             raise InputError(f"inference.url is {url!r}; give http://HOST:PORT or https://HOST, without /v1")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout, self.retries = timeout, retries
+        self.stopped = Event()  # set by who wants no more answers: then nothing is tried again
         self._open = urllib.request.build_opener(_NoRedirects).open
 
     def ask(
@@ -62,7 +63,7 @@ class JsonServer:
     ) -> Any:
         """The JSON that the server answers to a GET, or to a POST of `body`. The statuses in `once` are not tried again.
 
-        Raises Refusal where it says no, InputError where it cannot be reached or breaks off, time after time.
+        Raises Refusal where it says no, MetByOne where it cannot be reached or breaks off, time after time.
         """
         wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
@@ -70,10 +71,10 @@ class JsonServer:
                 return self._once(path, body, PASSING - once)
             except Passing as error:
                 seen = error
-            if attempt < self.retries:
-                time.sleep(min(LONGEST_WAIT, max(wait, seen.after)))
-                wait *= 2
-        raise InputError(
+            if attempt < self.retries and self.stopped.wait(min(LONGEST_WAIT, max(wait, seen.after))):
+                break
+            wait *= 2
+        raise MetByOne(
             f"{self.url}{path} did not answer in {self.retries + 1} tries ({seen}); start the server and run the same command "
             "again: what is finished is kept"
         ) from seen
@@ -96,7 +97,7 @@ class JsonServer:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
         if len(seen) > MAX_ANSWER:
-            raise InputError(
+            raise MetByOne(
                 f"{self.url}{path} answers with more than {MAX_ANSWER} bytes; ask for fewer logprobs"
             )
         try:

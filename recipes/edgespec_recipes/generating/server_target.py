@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,21 @@ class ServerTarget:
             "the server's log and run the same command again: whole shards are kept"
         )
 
+    @contextmanager
+    def at_once(self) -> Iterator[Executor]:
+        """For several requests at once. After an error none is begun or tried again: the wait for those under way has an end."""
+        with ThreadPoolExecutor(self.how.parallel) as pool:
+            try:
+                yield pool
+            except BaseException:
+                self.server.stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+
     def records(self, rows: Any, part: Sequence[int], top_k: int) -> Iterator[np.ndarray]:
         """See stored.Distributions. Raises InputError where the server sends too few log-probabilities, or none under ids."""
         self._check_ids()
-        with ThreadPoolExecutor(self.how.parallel) as pool:
+        with self.at_once() as pool:
             for number in part:
                 row = rows[number]
                 found = pool.map(
@@ -243,14 +255,10 @@ class ServerWriter(Writer):
 
     def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
         answered = []
-        with ThreadPoolExecutor(self.target.how.parallel) as pool:
-            try:
-                for answer in pool.map(self._answer, requests):
-                    answered.append(answer)
-                    bar.update(1)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with self.target.at_once() as pool:
+            for answer in pool.map(self._answer, requests):
+                answered.append(answer)
+                bar.update(1)
         return answered, {}
 
     def _answer(self, request: Request) -> list[int]:
@@ -281,9 +289,13 @@ class ServerWriter(Writer):
         return int(end) if end in self.stops else self.stops[0]
 
     def _text(self, request: Request) -> str:
-        """The rendered prompt, without the BOS that the server adds itself."""
-        text = render(self.target.tokenizer, request.messages)
-        return text.removeprefix(self.target.tokenizer.bos_token or "") if self.target.adds_bos else text
+        """The prompt in words, without the BOS that the server adds itself."""
+        tokenizer = self.target.tokenizer
+        if request.messages:
+            text = render(tokenizer, request.messages)
+        else:  # texts of the target's own go on from tokens
+            text = tokenizer.decode(request.prompt_ids, clean_up_tokenization_spaces=False)
+        return text.removeprefix(tokenizer.bos_token or "") if self.target.adds_bos else text
 
     def _ids(self, choice: dict[str, Any]) -> list[int]:
         """The answer's tokens as the server sent them, else of its text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 INDEX = "store.json"  # written last: with it the store is whole
 FORMAT = 1
 SHARD_ROWS = 32
+MEASURED_LOGITS = 2**26  # of one model, to measure the store's error: some ten such tensors are alive at once
 ARRAYS = ("input_ids", "position_ids", "document_ids", "compared")
 
 Batch = dict[str, Tensor]
@@ -146,7 +147,8 @@ def identity_of(folder: Path, inference: InferenceOptions) -> str:
         return f"{inference.url} {inference.model}"
     if inference.source == "file":
         path = locate(inference)[1]
-        return _hash_of(sorted(path.iterdir()) if path.is_dir() else [path])
+        files = path.iterdir() if path.is_dir() else [path]
+        return _hash_of(sorted(file for file in files if file.is_file()))
     found, plain = (
         _hash_of([folder / "config.json", *sorted(folder.glob("*.safetensors"))]),
         InferenceOptions(),
@@ -334,6 +336,15 @@ def _write_shard(out: Path, number: int, of_rows: Sequence[np.ndarray], made_for
     write_json(about_path(out, number), about)
 
 
+def _first(batches: Iterable[Batch], most: int) -> Iterator[Batch]:
+    """Batches of which the first `most` compared positions are compared still."""
+    for batch in batches:
+        numbers = batch["compared"].flatten().cumsum(0).view_as(batch["compared"])
+        compared = batch["compared"] & (numbers <= most)
+        most -= int(compared.sum())
+        yield {**batch, "compared": compared}
+
+
 def store_error(
     store: StoredTargets,
     target: Any,
@@ -342,17 +353,17 @@ def store_error(
     row_ids: Sequence[int],
     functions: Mapping[str, Divergence],
 ) -> dict[str, dict[str, float]]:
-    """`top_k.divergence_errors` of the store against the live target, over the compared positions of some rows.
+    """`top_k.divergence_errors` of the store against the live target, over the first compared positions of some rows.
 
     Both models on one device, in the precision they train in; the draft may know a part of the vocabulary.
     """
     device, columns = target.device, getattr(drafter.get_output_embeddings(), "ids", None)
-    batches = list(_passes(rows, row_ids, device))
+    batches = list(_first(_passes(rows, row_ids, device), min(CHUNK, MEASURED_LOGITS // store.vocab_size)))
     with torch.no_grad(), choose_precision(device).autocast(device):
         live, draft = (
             torch.cat([target_logits(model, batch) for batch in batches]) for model in (target, drafter)
         )
     if columns is not None:
         live, draft = live[:, columns], draft[:, columns]
-    stored = store.rows(row_ids, device, columns)(slice(None), draft)
+    stored = store.rows(row_ids, device, columns)(slice(len(draft)), draft)
     return divergence_errors(functions, draft, live, stored)

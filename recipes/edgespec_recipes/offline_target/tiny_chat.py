@@ -22,7 +22,7 @@ from edgespec.core.files import read_jsonl, write_json, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.progress import progress
-from edgespec.recipe.schema import TrainingOptions
+from edgespec.recipe.schema import MOST_SEED, TrainingOptions
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, cache_folder
 from edgespec.stages.record import DONE
@@ -63,7 +63,7 @@ class TinyChatOptions(TrainingOptions):
         0.5, "share of the rows whose chats follow one another as turns of one", at_least=0.0, at_most=1.0
     )
     text_share: float = knob(0.05, "share of the rows that is source text", at_least=0.0, at_most=0.9)
-    seed: int = knob(0, "seed of every random choice", at_least=0)
+    seed: int = knob(0, "seed of every random choice", at_least=0, at_most=MOST_SEED)
 
 
 def tiny_chat_options() -> TinyChatOptions:

@@ -254,20 +254,30 @@ class Report:
         for row in self.results["means"]:
             if row["step"]:
                 kept.setdefault(row["arm"], set()).add(row["step"])
-        start = (0, self.results["baseline"], 0)
         return {
             arm: [
-                start,
+                *self._start(arm),
                 *((n, arm, n) for n in sorted(steps)),
                 (self.results["arms"][arm]["distill"]["steps"], arm, 0),
             ]
             for arm, steps in kept.items()
         }
 
+    def _start(self, arm: str) -> list[tuple[int, str, int]]:
+        """The drafter an arm begins with, where that is an arm itself: of the same shape and pretraining, not distilled."""
+        arms = self.results["arms"]
+
+        def beginning(name: str) -> list[Any]:
+            return [arms[name]["changes"].get(part) for part in ("drafter", "pretrain")]
+
+        plain = (name for name, other in arms.items() if not other["distill"]["steps"])
+        return [(0, name, 0) for name in plain if beginning(name) == beginning(arm)][:1]
+
     def steps(self) -> str:
         """The drafters kept on the way."""
+        curves = self.curves()
         rows = []
-        for arm, points in self.curves().items():
+        for arm, points in curves.items():
             for number, name, step in points:
                 cells = [f"{arm}, step {number}"]
                 for domain in self.domains:
@@ -279,9 +289,11 @@ class Report:
         heads = ["arm"]
         for domain in self.domains:
             heads += [f"τ {DOMAIN_NAMES[domain]}", f"α teacher-forced {DOMAIN_NAMES[domain]}"]
+        starts = dict.fromkeys(name for points in curves.values() for number, name, _ in points if not number)
+        begun = f"; step 0 is {' or '.join(starts)}" if starts else ""
         return (
-            f"## Along the training\n\nγ = {self.gamma}, mean over tasks and samplings; step 0 is "
-            f"{self.results['baseline']}.\n\n" + table(heads, rows)
+            f"## Along the training\n\nγ = {self.gamma}, mean over tasks and samplings{begun}.\n\n"
+            + table(heads, rows)
         )
 
     def check(self) -> str:

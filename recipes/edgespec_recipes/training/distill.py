@@ -7,7 +7,7 @@ own responses with pretraining text 9:1; DistillSpec adds fixed data and the dra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def store_responses(out: Path, inputs: DistillInputs, options: DistillOptions) -
     if target is None:
         return counts
     measured = range(min(MEASURED_ROWS, len(rows)))
-    functions = {options.divergence: divergence(options)}
+    # with hard labels the store still serves the acceptance rate that is watched
+    functions = {options.divergence: divergence(replace(options, labels="soft"))}
     return {**counts, "error": store_error(StoredTargets(out), target, draft, rows, measured, functions)}
 
 

@@ -194,7 +194,7 @@ def _warn_of_harm(
             "give more text (generate.prompts), fewer steps (distill.steps, now %d) or a lower distill.learning_rate",
             before["alpha"],
             counts["alpha_last"],
-            options.steps * options.batch_size / rows,
+            shares(options).get(TARGET, 0.0) * options.steps * options.batch_size / rows,
             options.steps,
         )
 

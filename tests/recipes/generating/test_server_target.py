@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
 from edgespec_recipes.generating.datagen import check_source, generate, read_responses
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
-from edgespec_recipes.generating.server_target import ServerTarget
+from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.self_written import user_turn
+from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
 from edgespec_recipes.generating.stored import store_targets
 from edgespec_recipes.models.loading import load_tokenizer
 from served import Spoil, served, spoiling
@@ -25,8 +28,10 @@ from tiny_bundle import disturbed, exported_bundle
 from tiny_models import make_model_folder
 from writing_target import answers, near_records, six_answers
 
+from edgespec.building.pipeline import Build
 from edgespec.core.errors import InputError
-from edgespec.recipe.schema import GenerateOptions, InferenceOptions
+from edgespec.core.progress import Bar
+from edgespec.recipe.schema import DistillOptions, GenerateOptions, InferenceOptions, Recipe
 
 TOP_K = 8
 COMPLETIONS = "/v1/completions"
@@ -62,10 +67,16 @@ def target_at(url: str, root: Path, **settings: Any) -> ServerTarget:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
     """Waits between tries, in seconds, that were asked for and not slept."""
-    waits: list[float] = []
-    monkeypatch.setattr(http_json.time, "sleep", waits.append)
+    waits: list[float | None] = []
+
+    class Noted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return self.is_set()
+
+    monkeypatch.setattr(http_json, "Event", Noted)
     return waits
 
 
@@ -121,7 +132,9 @@ def test_a_cut_run_asks_for_the_missing_shards_only(
     assert answers(tmp_path / "cut") == answers(tmp_path / "whole")
 
 
-def test_what_passes_is_tried_again_later_and_later(root: Path, url: str, no_waiting: list[float]) -> None:
+def test_what_passes_is_tried_again_later_and_later(
+    root: Path, url: str, no_waiting: list[float | None]
+) -> None:
     def busy(path: str, number: int, honest: bytes) -> tuple[int, bytes] | None:
         spoilt: list[tuple[int, bytes] | None] = [
             (503, b'{"error": {"message": "starting"}}'),
@@ -205,6 +218,39 @@ def test_prompts_go_as_text_where_ids_are_not_taken(
         )
 
 
+def test_what_goes_on_from_tokens_alone_goes_as_text_too(
+    root: Path, url: str, options: GenerateOptions
+) -> None:
+    """As an instruction of the target's own goes on from the template's beginning."""
+    tokenizer = load_tokenizer(root / "target")
+    turn = [Request(0, [], user_turn(tokenizer).before, 0.0)]
+    targets = [target_at(url, root, prompts=prompts) for prompts in ("ids", "text")]
+    written = [ServerWriter(target, options, 0).answers(0, turn, Bar("", 1, "", 0))[0] for target in targets]
+    assert written[0] == written[1]
+
+
+class Interrupted(Bar):
+    def update(self, count: float = 1) -> None:
+        raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_nothing_is_tried_again(
+    root: Path, url: str, options: GenerateOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(path: str, number: int, honest: bytes) -> tuple[int, bytes]:
+        return (503, b"{}") if path == COMPLETIONS and number > PROBES else (200, honest)
+
+    monkeypatch.setattr(http_json, "Event", threading.Event)  # it waits
+    monkeypatch.setattr(http_json, "FIRST_WAIT", 5.0)
+    requests = [Request(number, [], [5, 6], 0.0) for number in range(3)]
+    with spoiling(url, busy) as server:
+        writer = ServerWriter(target_at(server.url, root, parallel=1), options, 0)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            writer.answers(0, requests, Interrupted("", 3, "", 0))
+    assert time.monotonic() - start < 4
+
+
 def test_a_bos_of_the_servers_own_is_not_sent_twice(root: Path, url: str) -> None:
     def counts_one_more(path: str, number: int, honest: bytes) -> tuple[int, bytes]:
         if path == "/tokenize":
@@ -274,7 +320,17 @@ def test_before_a_build_a_server_is_asked_for_distributions(root: Path, url: str
     check_source(target, replace(how, prompts="text"))  # that is enough to write responses
 
 
-def test_a_server_that_is_down(root: Path, no_waiting: list[float]) -> None:
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_a_build_asks_before_it_trains_for_what_it_will_store(
+    root: Path, url: str, tmp_path: Path, labels: str
+) -> None:
+    distill = DistillOptions(labels=labels, target_side="stored", stored_top_k=400)
+    build = Build(Recipe("x", inference=at(url), distill=distill), tmp_path)
+    with pytest.raises(InputError, match="400"):
+        build._check_source(root / "target")
+
+
+def test_a_server_that_is_down(root: Path, no_waiting: list[float | None]) -> None:
     with pytest.raises(
         InputError, match=r"http://127.0.0.1:9/v1/models did not answer in 3 tries .*start the server"
     ):

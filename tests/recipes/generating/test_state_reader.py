@@ -18,7 +18,7 @@ from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
-from edgespec_recipes.training.distill_head import distill_head
+from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
 from tiny_models import make_model_folder
 from writing_target import (
     FILE,
@@ -207,3 +207,10 @@ def test_a_training_that_harms_says_so(
     counts = distill_head(tmp_path / "head", folder / TARGET, written, HEAD, options, 0)
     assert (counts["alpha_last"] < counts["alpha_before"]) is harms
     assert ("before this training" in caplog.text) is harms
+
+
+def test_a_harm_is_told_with_how_often_its_own_text_was_read(caplog: pytest.LogCaptureFixture) -> None:
+    """100 steps of 10 rows, of which one is the target's own, out of 50."""
+    options = replace(LEARNING, steps=100, batch_size=10, fixed_fraction=0.9)
+    _warn_of_harm({"alpha": 0.5}, {"alpha_last": 0.4}, options, 50)
+    assert "It read the text 2.0 times" in caplog.text

@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrun import two_processes
 
 from edgespec.core.errors import InputError
+from edgespec.recipe.schema import InferenceOptions
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +169,9 @@ def test_a_part_of_the_vocabulary(store: Path, target: Path) -> None:
     torch.testing.assert_close(found[kept], live[:, ids][kept], rtol=2e-3, atol=1e-4)
 
 
-def test_error_against_live(store: Path, target: Path, tmp_path: Path) -> None:
+def test_error_against_live(
+    store: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, draft = load_model(target), load_model(make_model_folder(tmp_path / "draft", seed=2))
     rows = some_rows()
     errors = store_error(StoredTargets(store), model, draft, rows, [3, 9], {"fkl": fkl, "tvd": tvd})
@@ -182,6 +185,23 @@ def test_error_against_live(store: Path, target: Path, tmp_path: Path) -> None:
     for name in errors:
         assert exact[name]["relative_error"] < 1e-3 < errors[name]["relative_error"]
         assert exact[name]["gradient_cosine"] > 0.999
+    first = live_logits(model, rows, [3]).shape[0] + 5  # one row, and of the other a little
+    monkeypatch.setattr(stage, "MEASURED_LOGITS", first * 512 + 511)
+    monkeypatch.setattr(stage, "PASS_TOKENS", 64)  # a row in each pass
+    fewer = store_error(StoredTargets(store), model, draft, rows, [3, 9], {"tvd": tvd})
+    assert fewer["tvd"]["live"] == pytest.approx(float(tvd(q[:first], live[:first]).mean()), rel=1e-4)
+
+
+def test_folders_beside_the_files_of_a_target_are_none_of_it(tmp_path: Path) -> None:
+    """As a download or git leaves them in an ONNX folder."""
+    (tmp_path / "genai_config.json").write_text("{}")
+    (tmp_path / "model.onnx").write_bytes(b"weights")
+    how = InferenceOptions(source="file", file=str(tmp_path))
+    before = stage.identity_of(tmp_path, how)
+    (tmp_path / ".cache").mkdir()
+    assert stage.identity_of(tmp_path, how) == before
+    (tmp_path / "model.onnx").write_bytes(b"others")
+    assert stage.identity_of(tmp_path, how) != before
 
 
 def test_bad_input(store: Path, target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ from edgespec_recipes.models import loading
 from edgespec_recipes.offline_target import resolve, tiny_chat
 from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions
 
+from edgespec.core.errors import InputError
 from edgespec.core.files import read_jsonl
+from edgespec.core.options import from_mapping
+from edgespec.recipe.schema import MOST_SEED
 
 pytestmark = pytest.mark.training
 
@@ -147,3 +150,12 @@ def test_shipped_recipe_is_valid_and_within_its_size() -> None:
     options = tiny_chat.tiny_chat_options()
     parameters = tiny_chat.new_model(options).num_parameters()
     assert 3e6 <= parameters <= 6e6
+
+
+def test_the_highest_seed_is_the_highest_that_training_takes() -> None:
+    assert from_mapping(TinyChatOptions, {"seed": MOST_SEED}).seed == MOST_SEED
+    np.random.RandomState(MOST_SEED)  # what transformers seeds
+    with pytest.raises(ValueError, match="between 0 and"):
+        np.random.RandomState(MOST_SEED + 1)
+    with pytest.raises(InputError, match="seed is 4294967296; it must be at most"):
+        from_mapping(TinyChatOptions, {"seed": MOST_SEED + 1})

@@ -75,6 +75,16 @@ def test_files_are_looked_up_in_the_data_folder() -> None:
         ("samplings", ["hot"], r"sampling 'hot' is none; give a temperature"),
         ("samplings", ["1/0"], r"top-p in \(0, 1\]"),
         ("seeds", [1, 1], r"seeds are \[1, 1\]; give one or more, each once"),
+        ("seeds", [0, 2**32], r"seeds is 4294967296; it must be at most 4294967295"),
+        (
+            "arms/fkl/recipe",
+            {"generate": {"temperatures": [1.0]}},
+            r"arm fkl changes generate, and arms differ in drafter, pretrain, distill, reference alone",
+        ),
+        ("arms/fkl/recipe", {"seed": 7}, r"arm fkl changes seed"),
+        ("arms/fkl/recipe", {"distill": {"against": "q8_0"}}, r"arm fkl has distill\.against 'q8_0'"),
+        ("recipe/inference", {"dtype": "bfloat16"}, r"recipe\.inference\.dtype is 'bfloat16'"),
+        ("recipe/tune", {"steps": 3, "conversations": "x"}, r"recipe\.tune\.steps is 3"),
         (
             "claims",
             [{"claim": "x", "source": "y", "better": "fk", "than": ["fkl"]}],
@@ -98,6 +108,8 @@ def test_some_arms_and_seeds() -> None:
     assert study.only(None, [7]).options.seeds == (7,)
     with pytest.raises(InputError, match="no arm 'fkI'; did you mean 'fkl'"):
         study.only(["fkI"], None)
+    with pytest.raises(InputError, match="seeds is 4294967296; it must be at most 4294967295"):
+        study.only(None, [2**32])
 
 
 def test_samplings() -> None:

@@ -346,6 +346,17 @@ def test_the_text_says_what_the_numbers_are(found: dict[str, Any]) -> None:
             assert line.endswith("|")
 
 
+def test_curves_begin_with_the_drafter_the_arm_began_with(found: dict[str, Any]) -> None:
+    curves = Report(found).curves()
+    assert curves["fkl"] == [(0, "pretrained", 0), (25, "fkl", 25), (50, "fkl", 50), (100, "fkl", 0)]
+    assert Report({**found, "baseline": "tvd"}).curves() == curves
+    other = {**found["arms"]["pretrained"], "changes": {"drafter": {"init": "subclone"}}}
+    without = Report({**found, "arms": {**found["arms"], "pretrained": other}})
+    assert without.curves()["fkl"] == curves["fkl"][1:]
+    assert "; step 0 is pretrained." in Report(found).steps()
+    assert "step 0" not in without.steps()
+
+
 def test_a_tie_is_called_one() -> None:
     study = study_of()
     tied = numbers_of(study, lambda arm, *_: 1.5 if arm == "pretrained" else 2.0)

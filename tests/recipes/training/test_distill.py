@@ -89,6 +89,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "student": {"divergence": "fkl", "student_fraction": 0.5, "student_max_new_tokens": 8},
     "fixed": {"divergence": "rkl", "fixed_fraction": 0.5},
     "stored": {"divergence": "jsd", "target_side": "stored"},
+    "hard-stored": {"divergence": "fkl", "labels": "hard", "target_side": "stored"},
 }
 
 
@@ -98,9 +99,10 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
     more: dict[str, Path] = {}
     if mix == "fixed":
         options = replace(options, fixed=str(pair["fixed"]))
-    if mix == "stored":
+    if options.target_side == "stored":
         more["store"] = tmp_path / "store"
-        store_responses(tmp_path / "store", inputs(tmp_path, pair), options)
+        found = store_responses(tmp_path / "store", inputs(tmp_path, pair), options)
+        assert 0 < found["error"][options.divergence]["relative_error"] < 1
     counts = run(tmp_path, pair, options, **more)
     assert counts["loss_last"] < 0.9 * counts["loss_first"]
     assert counts["steps"] == 40

@@ -119,6 +119,7 @@ def test_hard_labels_are_cross_entropy() -> None:
     found = loss_of(objective(DistillOptions(labels="hard", divergence="fkl")), draft, batch)
     expected = torch.nn.functional.cross_entropy(logits_of(draft, batch), labels_of(batch))
     assert found.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert DistillOptions(labels="hard", divergence="tvd++").losses == "nll"
 
 
 def test_labels_outside_a_subset_do_not_count() -> None:
