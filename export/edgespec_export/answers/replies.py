@@ -5,6 +5,7 @@ Every second reply is greedy and every other one is sampled at temperature 1: wh
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -115,8 +116,8 @@ def as_rows(replies: Sequence[Reply]) -> list[dict[str, Any]]:
 def from_rows(rows: Any, vocab_size: int) -> list[Reply]:
     """Replies of a verify.json that may come from a stranger. Raises BundleError for what no exporter writes."""
     wrong = (
-        f"the replies in verify.json are not lists of token ids below {vocab_size:,}; build the bundle again, or give --prompts "
-        "and the target writes new ones"
+        f"the replies in verify.json are not lists of token ids below {vocab_size:,} with a temperature; build the bundle again, "
+        "or give --prompts and the target writes new ones"
     )
     if not isinstance(rows, list) or len(rows) > MOST_REPLIES:
         raise BundleError(wrong)
@@ -130,8 +131,8 @@ def from_rows(rows: Any, vocab_size: int) -> list[Reply]:
                 raise BundleError(wrong)
             if not all(type(token) is int and 0 <= token < vocab_size for token in part):
                 raise BundleError(wrong)
-        temperature = row.get("temperature")
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float):
+        temperature: Any = row.get("temperature")
+        if type(temperature) not in (int, float) or not 0 <= temperature <= sys.float_info.max:
             raise BundleError(wrong)
         found.append(Reply(tuple(parts[0]), tuple(parts[1]), float(temperature)))  # type: ignore[arg-type]
     return found

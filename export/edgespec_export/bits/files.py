@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from edgespec_runtime.engines.vocabulary import vocabulary_of
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import write_json
+from edgespec.core.files import scratch_beside, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.recipe.schema import ExportOptions
@@ -22,8 +22,9 @@ from edgespec_export.bits.roundings import GgufRounding, OnnxRounding, Rounding
 from edgespec_export.bits.texts import Text, split
 from edgespec_export.gguf.to_gguf import Bits, Checkpoint, export_gguf
 from edgespec_export.onnx.folder import DATA
+from edgespec_export.onnx.joined_states import export_for_head
 from edgespec_export.onnx.to_mixed import export_mixed
-from edgespec_export.onnx.to_onnx import FAST_GRAPH
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, log_of
 
 CHOICE = "bits.json"
 """What was chosen, inside an ONNX folder; beside a GGUF file with its name in front."""
@@ -63,43 +64,48 @@ class Mixed:
     def sensitivities(self) -> dict[str, float]:
         return self.probe.sensitivities()
 
-    def onnx(self, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
-        """Write a mixed folder; returns {"bytes", "notes", "bits"}. Raises what `choose` and `export_mixed` raise."""
+    def onnx(self, out_folder: Path, head: Path | None = None) -> dict[str, Any]:
+        """Write a mixed folder, whole or not at all; returns {"bytes", "notes", "bits"}.
+
+        `head`: of a drafter that reads what its graphs then give. Raises what `choose`, `export_mixed`, `export_for_head` raise.
+        """
         rope = 2 * self.shape.context_length * self.shape.head_dim // 2
 
-        def write(chosen: Chosen) -> dict[str, Any]:
-            export_mixed(
+        def write(chosen: Chosen, place: Path) -> dict[str, Any]:
+            export = partial(
+                export_mixed,
                 self.folder,
-                out_folder,
-                chosen.kinds,
-                self.probe.importance,
-                hidden_states=hidden_states,
+                kinds=chosen.kinds,
+                importance=self.probe.importance,
+                hidden_states=head is not None,
+                log=log_of(out_folder),
                 about={CHOICE: asdict(chosen)},
             )
-            return {"bytes": sum(file.stat().st_size for file in out_folder.iterdir())}
+            return export(place) if head is None else export_for_head(head, place, export)
 
-        def size() -> int:
-            return sum((out_folder / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))
+        def size(place: Path) -> int:
+            return sum((place / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))
 
-        return self._written(OnnxRounding(self.shape.vocab_size), rope * FLOAT, write, size)
+        return self._written(out_folder, OnnxRounding(self.shape.vocab_size), rope * FLOAT, write, size)
 
     def gguf(self, out_file: Path) -> dict[str, Any]:
         """Write a mixed file; as `onnx`."""
 
-        def write(chosen: Chosen) -> dict[str, Any]:
+        def write(chosen: Chosen, place: Path) -> dict[str, Any]:
             kinds = {name: Kind[kind] for name, kind in chosen.kinds.items()}
-            made = export_gguf(self.folder, out_file, "q_mixed", Bits(kinds, self.probe.importance))
-            write_json(out_file.with_name(f"{out_file.stem}.{CHOICE}"), asdict(chosen))
+            made = export_gguf(self.folder, place, "q_mixed", Bits(kinds, self.probe.importance))
+            write_json(place.with_name(f"{place.stem}.{CHOICE}"), asdict(chosen))
             return made
 
-        return self._written(GgufRounding(), 0, write, lambda: out_file.stat().st_size)
+        return self._written(out_file, GgufRounding(), 0, write, lambda place: place.stat().st_size)
 
     def _written(
         self,
+        out: Path,
         rounding: Rounding,
         tables: int,
-        write: Callable[[Chosen], dict[str, Any]],
-        size: Callable[[], int],
+        write: Callable[[Chosen, Path], dict[str, Any]],
+        size: Callable[[Path], int],
     ) -> dict[str, Any]:
         checkpoint = Checkpoint(self.folder)
         shapes = map(checkpoint.shape, checkpoint)
@@ -113,15 +119,20 @@ class Mixed:
         )
         chosen = chooser.choose(self.budget)
         self.probe.release()  # a writer takes memory of its own
-        made = write(chosen)
         most = self.budget.bytes
-        if most is not None and size() > most:  # graphs and vocabulary are known once they are written
-            chosen = chooser.choose(self.budget, rest=size() - chosen.bytes)
-            made = write(chosen)
-        if most is not None and size() > most:
-            raise InputError(
-                f"the {rounding.name} file takes {size():,} bytes, and at most {most:,} were asked for; ask for more"
-            )
+        with scratch_beside(out, "trial") as scratch:
+            trial = scratch / out.name
+            made = write(chosen, trial)
+            # graphs and vocabulary are known once they are written
+            if most is not None and size(trial) > most:
+                chosen = chooser.choose(self.budget, rest=size(trial) - chosen.bytes)
+                made = write(chosen, trial)
+            if most is not None and size(trial) > most:
+                raise InputError(
+                    f"the {rounding.name} file takes {size(trial):,} bytes, and at most {most:,} were asked for; ask for more"
+                )
+            for file in sorted(scratch.iterdir(), key=lambda file: file == trial):
+                file.replace(out.with_name(file.name))  # the model last: where it is, all is
         print(f"{self.folder.name}, {rounding.name}: {chosen.text()}", flush=True)
         notes = [*made.get("notes", ()), chosen.text(), *_shortened(chosen.fallbacks)]
         told = asdict(chosen)

@@ -49,6 +49,7 @@ from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
 from edgespec_export.formats.export import ROLES, ExportedFile, exported_files, streamed_bytes
 from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
+from edgespec_export.verify.files import MOST_EXACT, exactness
 
 DRAFTERS_VOCABULARY = f"drafter/{VOCABULARY}"
 FLOAT = 4  # bytes
@@ -258,8 +259,8 @@ def _untimed(
     both: dict[str, list[str]],
     verification: dict[str, Any],
 ) -> Choice | None:
-    """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded file of a
-    `small` target, a device's own choice for it. None: the files must be timed.
+    """What chat runs unless told otherwise, where no clock is needed or none can run: static graphs, the least rounded ONNX file
+    (else q8_0) of a `small` target, a device's own choice for it. None: the files must be timed.
     """
     static = preferred.engine == "static" if preferred is not None else not (options.onnx or options.gguf)
     runs = [file for file in files if preferred is None or file.engine == preferred.engine]
@@ -275,9 +276,14 @@ def _untimed(
         reason = "the target is small enough to run unrounded"
         return Choice({"engine": "onnxruntime", "precision": "fp32", "reason": reason})
     else:
-        offered = [("onnxruntime", name) for name in onnx]
+        offered = [("onnxruntime", name) for name in sorted(onnx, key=exactness)]
         offered += [("llama.cpp", name) for name in sorted(gguf, key=lambda name: name != "q8_0")]
-        reason = "the bundle has no float weights" if onnx else "the bundle has GGUF files only"
+        if not onnx:
+            reason = "the bundle has GGUF files only"
+        elif offered[0][1] in MOST_EXACT:
+            reason = "the target is small enough to run in floats"
+        else:
+            reason = "the bundle has no float weights for ONNX Runtime"
     return Choice(first_faithful(offered, verification, reason))
 
 

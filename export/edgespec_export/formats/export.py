@@ -31,7 +31,7 @@ from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.bits.texts import Text
-from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape
+from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape, log_of
 
 ROLES = ("target", "drafter")
 WIDENED = ("_F16", "_Q8")  # ends of the names of ONNX weights that are float32 once they are loaded
@@ -122,7 +122,6 @@ def export_pair(
     from edgespec_export.gguf.to_gguf import export_gguf
     from edgespec_export.npu.to_npu import export_static
     from edgespec_export.onnx.head_graph import export_head
-    from edgespec_export.onnx.joined_states import export_for_head
 
     sources = dict(zip(ROLES, (target_folder, drafter_folder), strict=True))
     own, head = own_file(target_folder), is_head(drafter_folder)
@@ -147,8 +146,7 @@ def export_pair(
                     f"a {file.held} file needs text that the target wrote; give a build, or other precisions"
                 )
             elif file.engine == "onnxruntime":
-                write = graph_writer(source, file, mixed.get(file.role), head=head)
-                made = export_for_head(drafter_folder, file.path, write) if head else write(file.path)
+                made = _export_graphs(source, file, mixed.get(file.role), drafter_folder if head else None)
             elif own is not None and file.role == "target":
                 own.copy(file.path)
                 made = {"bytes": own.bytes, "notes": [f"the target's own file, unchanged ({own.path.name})"]}
@@ -162,18 +160,19 @@ def export_pair(
     return {"files": len(files), "exported": results}
 
 
-def graph_writer(
-    source: Path, file: ExportedFile, mixed: Any, *, head: bool
-) -> Callable[[Path], dict[str, Any]]:
-    """What writes a model's graphs into a folder. `mixed`: bits.files.Mixed for a mixed file; `head`: hidden states for one."""
+def _export_graphs(source: Path, file: ExportedFile, mixed: Any, head: Path | None) -> dict[str, Any]:
+    """Write a model's graphs. `mixed`: bits.files.Mixed for a mixed file; `head`: of a drafter that reads their states."""
     from edgespec_export.onnx.by_layers import export_int4
+    from edgespec_export.onnx.joined_states import export_for_head
     from edgespec_export.onnx.to_onnx import export_onnx
 
     if file.held == MIXED["onnx"]:
-        return partial(mixed.onnx, hidden_states=head)
-    if file.held == "int4":
-        return partial(export_int4, source, hidden_states=head)
-    return partial(export_onnx, source, precision=file.precision, hidden_states=head)
+        made: dict[str, Any] = mixed.onnx(file.path, head)
+        return made
+    export: Callable[..., dict[str, Any]]
+    export = export_int4 if file.held == "int4" else partial(export_onnx, precision=file.precision)
+    export = partial(export, source, hidden_states=head is not None, log=log_of(file.path))
+    return export(file.path) if head is None else export_for_head(head, file.path, export)
 
 
 def check_possible(target: Path, drafter: ModelShape | Path | None, options: ExportOptions) -> list[str]:
@@ -285,4 +284,7 @@ def _onnx_tables(file: ExportedFile) -> list[tuple[int, int]]:
     static = file.engine == "static" and not file.is_head
     name = "step.onnx" if static else "model.onnx"
     graph = onnx.load(file.path / name, load_external_data=False).graph
-    return [(size(tensor), tensor.dims[0] if by_row(tensor.name) else 1) for tensor in graph.initializer]
+    return [
+        (size(tensor), tensor.dims[0] if tensor.dims and by_row(tensor.name) else 1)
+        for tensor in graph.initializer
+    ]

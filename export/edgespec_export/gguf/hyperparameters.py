@@ -74,13 +74,25 @@ def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None
     wanted = shape.hidden // shape.heads if wide else shape.head_dim
     if scalar is not None and scalar != wanted:
         refuse(f"query_pre_attn_scalar {scalar}", f"{wanted}")
-    with_rope = config.get("no_rope_layers") or [1] * shape.layers
-    period = family.nope_period or shape.layers + 1
-    if list(map(bool, with_rope)) != [bool((layer + 1) % period) for layer in range(shape.layers)]:
-        every = f"every layer but each {period}th" if family.nope_period else "every layer"
-        refuse(f"no_rope_layers {with_rope}", f"RoPE in {every}")
+    if list(map(bool, rotated_layers(family, config, shape.layers))) != _rotated(
+        family.nope_period, shape.layers
+    ):
+        told = next(name for name in ("no_rope_layers", "no_rope_layer_interval") if config.get(name))
+        every = f"every layer but each {family.nope_period}th" if family.nope_period else "every layer"
+        refuse(f"{told} {config[told]}", f"RoPE in {every}")
     if config.get("use_bidirectional_attention"):
         refuse("attention in both directions", "causal attention")
+
+
+def rotated_layers(family: Family, config: Mapping[str, Any], layers: int) -> list[int]:
+    """0 for each layer without RoPE, 1 for the others: as config.json lists them, else by its period or the family's own."""
+    period = family.nope_period and int(config.get("no_rope_layer_interval") or family.nope_period)
+    return list(config.get("no_rope_layers") or _rotated(period, layers))
+
+
+def _rotated(period: int, layers: int) -> list[bool]:
+    """False for each `period`-th layer; 0: for none."""
+    return [not period or (layer + 1) % period != 0 for layer in range(layers)]
 
 
 def _write_window(

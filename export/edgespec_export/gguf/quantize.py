@@ -2,18 +2,16 @@
 
 The types without K are written here, a few rows at a time. In their files of 4 and 5 bits the output head is Q8_0: it is read for
 every token whose probability is compared, and 4 bits there cost the most. The K mixtures need llama.cpp, which makes a whole new
-file from an F16 one, with an importance matrix where one is given. In q_mixed each tensor has a type of its own (bits/choose.py).
+file from an F16 one. In q_mixed each tensor has a type of its own (bits/choose.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from edgespec_runtime.untrusted.gguf_file import Header
@@ -22,8 +20,6 @@ from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import EdgespecError
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -80,12 +76,9 @@ def mixed_precision(kinds: Mapping[str, Kind], sizes: Mapping[str, int]) -> Prec
     return Precision(most, next(kind for kind in LlamaFileType if kind.name in names))
 
 
-def quantize_file(
-    source: Path, out: Path, precision: Precision, importance: Mapping[str, Array] | None = None
-) -> list[str]:
+def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes.
 
-    `importance`: {GGUF name of a matrix: weight [K] of an error in each of its columns}, llama.cpp's importance matrix.
     llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
     EdgespecError where llama.cpp fails.
     """
@@ -96,13 +89,6 @@ def quantize_file(
     params.ftype = int(precision.file_type)
     params.nthread = 0  # one for every core
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
-    kept = {name: np.ascontiguousarray(value, np.float32) for name, value in (importance or {}).items()}
-    if kept:
-        entries = (library.llama_model_imatrix_data * (len(kept) + 1))()  # one without a name ends the list
-        for entry, (name, value) in zip(entries, kept.items(), strict=False):
-            entry.name, entry.size = name.encode(), value.size
-            entry.data = value.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-        params.imatrix = entries
     status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
     if status != 0:
         raise EdgespecError(

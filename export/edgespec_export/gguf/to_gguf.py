@@ -97,8 +97,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Bits:
-    """What calibration text said of a model, by the checkpoint's names: {matrix: its type} (of q_mixed alone), and {matrix:
-    weight [K] of an error in each of its columns}.
+    """What calibration text said of a model, by the checkpoint's names: {matrix: its type}, and {matrix: weight [K] of an error
+    in each of its columns}.
     """
 
     kinds: Mapping[str, Kind]
@@ -110,7 +110,7 @@ def export_gguf(
 ) -> dict[str, Any]:
     """Write `out_file` (whole or not at all) and return {"bytes", "notes"}.
 
-    `bits`: the types of a q_mixed file, and the importance matrix of that and of K types (default: all columns alike).
+    `bits`: of a q_mixed file alone.
 
     Norms, biases and other one-dimensional tensors are F32; a matrix whose rows are no whole number of blocks stays F16 (in the K
     types it becomes what llama.cpp falls back to), said in a note. For a K type a temporary F16 file lies beside `out_file` while
@@ -130,14 +130,12 @@ def export_gguf(
         if wanted.by_llama_cpp:
             floats = temporary.with_suffix(".f16.tmp")  # a killed run's is swept up as `temporary` is
             try:
-                names = _write(model_folder, floats, PRECISIONS["f16"], notes)
-                known = bits.importance if bits is not None else {}
-                importance = {names[source]: value for source, value in known.items() if source in names}
-                notes += quantize_file(floats, temporary, wanted, importance)
+                _write(model_folder, floats, PRECISIONS["f16"], notes)
+                notes += quantize_file(floats, temporary, wanted)
             finally:
                 floats.unlink(missing_ok=True)
         else:
-            _write(model_folder, temporary, wanted, notes, bits if precision == MIXED else None)
+            _write(model_folder, temporary, wanted, notes, bits)
     return {"bytes": out_file.stat().st_size, "notes": notes}
 
 
@@ -155,8 +153,7 @@ def check_gguf_possible(model_folder: Path, config: dict[str, Any]) -> None:
 
 def _write(
     model_folder: Path, out: Path, precision: Precision, notes: list[str], bits: Bits | None = None
-) -> dict[str, str]:
-    """Returns {the checkpoint's name of a tensor: the file's}."""
+) -> None:
     config = read_config(model_folder)
     family = family_for("gguf", "GGUF export", config, model_folder)
     shape = ModelShape.from_config(config)
@@ -194,7 +191,6 @@ def _write(
             _append(writer, stream, _rounded(checkpoint, entry, importance))
     finally:
         writer.close()
-    return {entry.source: entry.name for entry in plan}
 
 
 def _model_name(config: dict[str, Any], *, strips_right: bool) -> str:

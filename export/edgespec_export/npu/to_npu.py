@@ -12,7 +12,6 @@ OpenVINO's CPU devices (tests/export/npu/test_npu.py), and nothing more is claim
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from edgespec_runtime.engines.vocabulary import vocabulary_of
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
-from edgespec.core.files import whole_folder, write_json
+from edgespec.core.files import scratch_beside, whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import read_config
@@ -158,8 +157,7 @@ def export_static(
     subset = vocabulary_of(model_folder)
     if subset is not None:
         found = [subset.places().take(row).tolist() for row in found]
-    out_folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.") as scratch:
-        floats = Path(scratch) / "float"
+    with scratch_beside(out_folder, "float") as scratch:
+        floats = scratch / "float"
         export_npu(model_folder, floats, options)
         return export_qdq(floats, out_folder, precision, calibrate(floats, found))

@@ -8,7 +8,6 @@ and the weights are those that the builder makes of the whole model; a test hold
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,7 +16,7 @@ import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for, family_named
-from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec.core.files import read_json, scratch_beside, whole_folder, write_json
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
@@ -26,7 +25,7 @@ from edgespec.model_folder.weights_files import is_surplus
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.folder import DATA, written
 from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
-from edgespec_export.onnx.to_onnx import export_onnx, write_fast_graph
+from edgespec_export.onnx.to_onnx import export_onnx, log_of, write_fast_graph
 
 PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
@@ -37,17 +36,19 @@ BUILDER = 9  # bytes of memory that the builder was seen to take for a parameter
 WHOLE = 4 * 2**30
 
 
-def export_int4(model_folder: Path, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
+def export_int4(
+    model_folder: Path, out_folder: Path, *, hidden_states: bool = False, log: Path | None = None
+) -> dict[str, Any]:
     """Write an int4 folder; of a large model two layers at a time, where its family allows it.
 
-    Returns and raises what `export_onnx` does.
+    Takes, returns and raises what `export_onnx` does.
     """
     config = read_config(model_folder)
     alike = family_named(str(config.get("model_type", ""))).alike_layers
     alike = alike and len(layer_kinds(model_folder)) <= 1
     if alike and BUILDER * ModelShape.from_config(config).parameters > WHOLE:
-        return export_by_layers(model_folder, out_folder, hidden_states=hidden_states)
-    return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
+        return export_by_layers(model_folder, out_folder, hidden_states=hidden_states, log=log)
+    return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states, log=log)
 
 
 def layer_kinds(model_folder: Path) -> set[str]:
@@ -68,7 +69,9 @@ def check_alike(model_folder: Path, reader: str) -> None:
         )
 
 
-def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: bool = False) -> dict[str, Any]:
+def export_by_layers(
+    model_folder: Path, out_folder: Path, *, hidden_states: bool = False, log: Path | None = None
+) -> dict[str, Any]:
     """Write what `to_onnx.export_onnx` writes at int4; returns {"bytes", "notes"}.
 
     Memory: one slice's weights and what the builder makes of them. Raises InputError for a family whose layers differ, and what
@@ -79,22 +82,20 @@ def export_by_layers(model_folder: Path, out_folder: Path, *, hidden_states: boo
     family_for("alike_layers", "an export by layers", config, model_folder)
     check_alike(model_folder, "an export by layers")
     if shape.layers <= TEMPLATE_LAYERS:
-        return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states)
+        return export_onnx(model_folder, out_folder, PRECISION, hidden_states=hidden_states, log=log)
     checkpoint = Checkpoint(model_folder)
-    out_folder.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_folder.parent.glob(f".{out_folder.name}.slices.*"):  # left by a killed run
-        shutil.rmtree(stale, ignore_errors=True)
+    log = log or log_of(out_folder)
     with (
-        tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.slices.") as scratch,
+        scratch_beside(out_folder, "slices") as scratch,
         progress("export layers", shape.layers, "layers") as bar,
     ):
 
         def exported(first: int) -> Path:
             """The ONNX folder of two layers from `first` on."""
-            source, made = Path(scratch) / "model", Path(scratch) / f"onnx-{first}"
+            source, made = scratch / "model", scratch / f"onnx-{first}"
             shutil.rmtree(source, ignore_errors=True)
             _write_slice(checkpoint, model_folder, config, source, first)
-            export_onnx(source, made, PRECISION, hidden_states=hidden_states)
+            export_onnx(source, made, PRECISION, hidden_states=hidden_states, log=log)
             shutil.rmtree(source)
             bar.update(TEMPLATE_LAYERS if first + TEMPLATE_LAYERS <= shape.layers else 1)
             return made

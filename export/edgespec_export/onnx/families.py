@@ -18,9 +18,10 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import ROPE_BORDER
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for, family_named
+from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
+from edgespec_export.gguf.hyperparameters import rotated_layers
 
 Array = np.ndarray[Any, Any]
 
@@ -121,9 +122,10 @@ def finish(folder: Path, model_folder: Path, config: Mapping[str, Any]) -> None:
         _replace(folder, places[name], table)
     if border is not None:
         model.metadata_props.add(key=ROPE_BORDER, value=str(border))
-    for layer, rotated in enumerate(_rotated_layers(config)):
-        if not rotated:
-            _leave_unrotated(model.graph, layer)
+    if family.nope_period:
+        for layer, rotated in enumerate(rotated_layers(family, config, int(config["num_hidden_layers"]))):
+            if not rotated:
+                _leave_unrotated(model.graph, layer)
     if family.scaled_embedding:
         _scale_embedding(model.graph, ModelShape.from_config(config), path)
     onnx.save(model, path)
@@ -200,16 +202,6 @@ def _replace(folder: Path, tensor: Any, value: Array) -> None:
     with open(folder / place["location"], "r+b") as stream:
         stream.seek(int(place.get("offset", 0)))
         stream.write(data)
-
-
-def _rotated_layers(config: Mapping[str, Any]) -> list[int]:
-    """0 for a layer without RoPE. Nothing for a family whose layers all have it."""
-    usual = family_named(config["model_type"]).nope_period
-    if not usual:
-        return []
-    period = int(config.get("no_rope_layer_interval") or usual)
-    default = [int((layer + 1) % period != 0) for layer in range(int(config["num_hidden_layers"]))]
-    return list(config.get("no_rope_layers") or default)
 
 
 def _leave_unrotated(graph: Any, layer: int) -> None:

@@ -7,6 +7,7 @@ attention of the early layers and the output layer read, behind their norms; no 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy as np
 from edgespec_runtime.engines.onnx_runtime import HIDDEN_STATES
 
 from edgespec.core.errors import EdgespecError, InputError
-from edgespec.core.files import whole_file
+from edgespec.core.files import scratch_beside, whole_file
 from edgespec.model_folder.head import BLOCK, JOINING, head_weights, in_bytes, target_layers
+from edgespec_export.onnx.folder import written
 from edgespec_export.onnx.smoothing import read_factors
 from edgespec_export.onnx.to_onnx import FAST_ACCURACY_LEVEL, FAST_GRAPH
 
@@ -29,7 +31,8 @@ def export_for_head(
 ) -> dict[str, Any]:
     """Write a target's graphs with the features that a head reads. `export` writes them with the last hidden state into a folder.
 
-    `out_folder` becomes whole or is not there. Returns what `export` returns. Raises InputError where the head is damaged.
+    `out_folder` becomes whole or is not there. Returns what `export` returns, with the bytes as they are then. Raises InputError
+    where the head is damaged.
     """
     early = target_layers(head_folder)
     if not early:
@@ -39,14 +42,17 @@ def export_for_head(
         raise InputError(
             f"{head_folder} has no {JOINING} for its {len(early) + 1} layers; train the head again"
         )
-    alone = out_folder.with_name(f"{out_folder.name}-alone")
-    made = export(alone)
-    matrix = matrix * _true_states(alone, early, len(matrix))
-    for name in ("model.onnx", FAST_GRAPH):
-        if (alone / name).is_file():
-            join_states(alone / name, early, matrix)
-    alone.rename(out_folder)
-    return made
+    with scratch_beside(out_folder, "alone") as scratch:
+        alone = scratch / out_folder.name
+        made = export(alone)
+        matrix = matrix * _true_states(alone, early, len(matrix))
+        for name in ("model.onnx", FAST_GRAPH):
+            if (alone / name).is_file():
+                join_states(alone / name, early, matrix)
+        if out_folder.exists():
+            shutil.rmtree(out_folder)
+        alone.rename(out_folder)
+    return made | {"bytes": written(out_folder)["bytes"]}
 
 
 def _true_states(folder: Path, early: tuple[int, ...], width: int) -> np.ndarray:

@@ -6,7 +6,6 @@ anew.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.core.errors import EdgespecError
-from edgespec.core.files import whole_folder, write_json
+from edgespec.core.files import scratch_beside, whole_folder, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus
@@ -23,7 +22,7 @@ from edgespec_export.onnx.blocks import Blocks, SplitBlocks, in_blocks
 from edgespec_export.onnx.by_layers import export_int4
 from edgespec_export.onnx.folder import DATA, written
 from edgespec_export.onnx.mixed_graph import EXACT_LEVEL, FAST_LEVEL, write_graphs
-from edgespec_export.onnx.to_onnx import FAST_GRAPH
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, log_of
 
 Array = np.ndarray[Any, Any]
 
@@ -35,24 +34,21 @@ def export_mixed(
     importance: Mapping[str, Array],
     *,
     hidden_states: bool = False,
+    log: Path | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write `out_folder` (whole or not at all), with the files of an int4 folder. Returns {"bytes", "notes"}.
 
     kinds: {the checkpoint's name of a matrix: its kind}; q, k and v, which the graph joins, have one kind. importance: {name: the
-    weight [K] of an error in each of its columns}. about: {name of a further JSON file: its content}. Raises what
-    `export_int4` raises.
+    weight [K] of an error in each of its columns}. about: {name of a further JSON file: its content}. Takes the rest
+    that `export_int4` takes, and raises what it raises.
     """
     checkpoint = Checkpoint(model_folder)
     tied = ModelShape.from_config(read_config(model_folder)).tied
     names = {name for name in checkpoint if not is_surplus(name, tied=tied)}
-    out_folder.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.int4.") as scratch,
-        whole_folder(out_folder) as folder,
-    ):
-        source = Path(scratch) / "int4"
-        export_int4(model_folder, source, hidden_states=hidden_states)
+    with scratch_beside(out_folder, "int4") as scratch, whole_folder(out_folder) as folder:
+        source = scratch / "int4"
+        export_int4(model_folder, source, hidden_states=hidden_states, log=log or log_of(out_folder))
         for file in source.iterdir():
             if file.name not in ("model.onnx", DATA, FAST_GRAPH):
                 file.rename(folder / file.name)

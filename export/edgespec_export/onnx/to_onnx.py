@@ -73,7 +73,12 @@ def _builder() -> Any:
 
 
 def export_onnx(
-    model_folder: Path, out_folder: Path, precision: str, *, hidden_states: bool = False
+    model_folder: Path,
+    out_folder: Path,
+    precision: str,
+    *,
+    hidden_states: bool = False,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """Write `out_folder` (whole or not at all): model.onnx, model.onnx.data, genai_config.json, tokenizer, chat template.
 
@@ -81,8 +86,9 @@ def export_onnx(
     block the logits of single steps (one_more_row.py). With `hidden_states`
     the graphs give, beside the logits, what the output layer reads: the features of a drafter that is a head.
 
-    What the builder prints goes to `<out_folder>.log`. Returns {"bytes", "notes"}. Raises InputError for an unknown precision
-    or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the builder fails.
+    What the builder prints goes to `log` (default: `log_of(out_folder)`). Returns {"bytes", "notes"}. Raises InputError for
+    an unknown precision or family and for a RoPE variant the graph would not compute, EdgespecError (naming the log) where the
+    builder fails.
     """
     if precision not in PRECISIONS:
         raise InputError(f"ONNX precision {precision!r} is unknown{did_you_mean(precision, PRECISIONS)}")
@@ -90,7 +96,8 @@ def export_onnx(
     family = check_config(config, model_folder)
     factors: dict[str, Any] = {}
     builder = _builder()
-    with whole_folder(out_folder) as folder, _quiet(out_folder.with_name(out_folder.name + ".log")) as log:
+    log = log or log_of(out_folder)
+    with whole_folder(out_folder) as folder, _quiet(log):
         with tempfile.TemporaryDirectory() as scratch, corrected_folder(model_folder) as readable:
             where = (None, str(readable), str(folder), BUILT_AS.get(precision, precision), "cpu", scratch)
             try:
@@ -120,6 +127,11 @@ def export_onnx(
         if precision == "fp16":
             store_halves(folder)
     return written(out_folder)
+
+
+def log_of(out_folder: Path) -> Path:
+    """The log of an export, beside the folder that it writes."""
+    return out_folder.with_name(f"{out_folder.name}.log")
 
 
 def block_size(precision: str, shape: ModelShape) -> int:
@@ -207,7 +219,7 @@ def _check_written(path: Path, config: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _quiet(log: Path) -> Iterator[Path]:
+def _quiet(log: Path) -> Iterator[None]:
     """Send prints and progress bars to a log file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -215,4 +227,4 @@ def _quiet(log: Path) -> Iterator[Path]:
         contextlib.redirect_stdout(stream),
         contextlib.redirect_stderr(stream),
     ):
-        yield log
+        yield

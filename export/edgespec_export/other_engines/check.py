@@ -41,7 +41,10 @@ GENAI, PYTHON, TRANSFORMERS, BINARY = GenAi.name, LlamaCppPython.name, Transform
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
+    bundle: str = knob(
+        help="bundle folder; its drafter must have all of the target's tokens, which no ready pair's has",
+        positional=True,
+    )
     engines: tuple[str, ...] = knob(
         (), "which engines (default: those the bundle and the flags below allow)",
         choices=(GENAI, PYTHON, BINARY, TRANSFORMERS),

@@ -6,15 +6,14 @@ Two layers of the true width go through the ordinary exporter, and the second on
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from edgespec.core.errors import EdgespecError, InputError, did_you_mean
-from edgespec.core.files import read_json, write_json
+from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.files import read_json, scratch_beside, write_json
 from edgespec.core.shapes import ModelShape
 from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, repeat_layers
-from edgespec_export.onnx.to_onnx import BLOCK_SIZE, HEAD_STEP, check_widths, export_onnx
+from edgespec_export.onnx.to_onnx import BLOCK_SIZE, HEAD_STEP, check_widths, export_onnx, log_of
 from edgespec_export.synthetic.checkpoint import write_checkpoint
 
 PRECISIONS = ("fp32", "int4")
@@ -43,23 +42,18 @@ def build_memory(shape: ModelShape) -> int:
 def write_onnx(shape: ModelShape, out_folder: Path, precision: str, seed: int = 0) -> None:
     """Write `out_folder`, whole or not at all: model.onnx, model.onnx.data, genai_config.json.
 
-    Raises InputError for an unknown precision and for widths that the engine or the exporter does not take.
+    Where the exporter fails, its log stays beside. Raises InputError for an unknown precision and for widths that the engine or
+    the exporter does not take.
     """
     _check(shape, precision)
-    out_folder.parent.mkdir(parents=True, exist_ok=True)
-    for stale in out_folder.parent.glob(f".{out_folder.name}.*"):  # left by a killed run
-        shutil.rmtree(stale, ignore_errors=True)
-    with tempfile.TemporaryDirectory(dir=out_folder.parent, prefix=f".{out_folder.name}.") as scratch:
-        model, exported = Path(scratch) / "model", Path(scratch) / "onnx"
+    log = log_of(out_folder)
+    with scratch_beside(out_folder, "template") as scratch:
+        model, exported = scratch / "model", scratch / "onnx"
         write_template(shape, model, seed)
-        try:
-            export_onnx(model, exported, precision)
-        except EdgespecError as error:
-            log = exported.with_name(f"{exported.name}.log")
-            kept = shutil.move(log, out_folder.with_name(f"{out_folder.name}.log"))
-            raise EdgespecError(str(error).replace(str(log), str(kept))) from error
+        export_onnx(model, exported, precision, log=log)
         shutil.rmtree(model)
         repeat_layers(exported, out_folder, shape.layers)
+    log.unlink()
 
 
 def _check(shape: ModelShape, precision: str) -> None:

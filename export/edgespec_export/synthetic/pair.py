@@ -58,7 +58,14 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
     _check_memory(what, [plan.kept for plan in plans.values()])
     missing = [role for role in ROLES if not paths[role].exists()]
     _check_room(folder, what, [plans[role] for role in missing])
-    if missing:
+    fast: dict[str, Path] = {}
+    if engine == ONNXRUNTIME and precision == "int4":
+        from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
+
+        fast = {role: path / FAST_GRAPH for role, path in paths.items()}
+    sizes = folder / "sizes.json"
+    made = not missing and all(graph.exists() for graph in fast.values())
+    if not made or not _known(sizes, paths):
         with held(folder, "edgespec bench --synthetic", wait=True):  # another bench may be making them
             missing = [role for role in ROLES if not paths[role].exists()]
             label = f"make {plain_name} {engine} {precision}"
@@ -67,21 +74,17 @@ def build(name: str, engine: str, precision: str) -> SyntheticPair:
                     bar.set_postfix_str(role)
                     _write(shapes[role], engine, precision, paths[role], seed=ROLES.index(role))
                     bar.update(1)
-    fast = {}
-    if engine == ONNXRUNTIME and precision == "int4":
-        from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
-
-        fast = {role: path / FAST_GRAPH for role, path in paths.items()}
-        for path in paths.values():
-            if not (path / FAST_GRAPH).exists():
-                write_fast_graph(path)
+            for graph in fast.values():
+                if not graph.exists():
+                    write_fast_graph(graph.parent)
+            _measure(sizes, engine, precision, paths)
     return SyntheticPair(
         name=plain_name,
         engine=engine,
         precision=precision,
         shapes=shapes,
         paths=paths,
-        streamed_bytes=_streamed(folder / "sizes.json", engine, precision, paths),
+        streamed_bytes=_known(sizes, paths),
         fast_graphs=fast,
     )
 
@@ -147,13 +150,17 @@ def _write(shape: ModelShape, engine: str, precision: str, path: Path, seed: int
         write_onnx(shape, path, precision, seed)
 
 
-def _streamed(file: Path, engine: str, precision: str, paths: dict[str, Path]) -> dict[str, int]:
-    """Bytes that a token reads of each file, measured once and kept beside the files."""
+def _known(file: Path, paths: dict[str, Path]) -> dict[str, int]:
+    """Bytes that a token reads of each file, as `_measure` kept them; nothing where one was not measured."""
     known: dict[str, Any] = read_json(file) if file.exists() else {}
-    if any(path.name not in known for path in paths.values()):
-        from edgespec_export.formats.export import ExportedFile, streamed_bytes
+    measured = all(path.name in known for path in paths.values())
+    return {role: int(known[path.name]) for role, path in paths.items()} if measured else {}
 
-        for role, path in paths.items():
-            known[path.name] = streamed_bytes(ExportedFile(role, engine, precision, path))
-        write_json(file, known)
-    return {role: int(known[path.name]) for role, path in paths.items()}
+
+def _measure(file: Path, engine: str, precision: str, paths: dict[str, Path]) -> None:
+    from edgespec_export.formats.export import ExportedFile, streamed_bytes
+
+    known: dict[str, Any] = read_json(file) if file.exists() else {}
+    for role, path in paths.items():
+        known[path.name] = streamed_bytes(ExportedFile(role, engine, precision, path))
+    write_json(file, known)

@@ -17,6 +17,7 @@ from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import give, json_knob
+from edgespec.core.texts import draws, harmless
 from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.schema import ExportOptions
@@ -107,7 +108,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
 
     Raises BundleError for a bundle that is incomplete, altered or harmful, InputError for prompts or models that cannot be used.
     """
-    from edgespec_runtime.text.prompts import read_chats
+    from edgespec_runtime.text.prompts import bundled_chats, read_chats
     from edgespec_runtime.text.tokenizer import ChatTokenizer
 
     from edgespec_export.answers.replies import questions_of
@@ -119,7 +120,7 @@ def verify_bundle(options: Options) -> dict[str, Any]:
     manifest = open_manifest(Path(options.bundle))
     assert manifest.folder is not None
     files, skipped = files_of(manifest)
-    chats = read_chats(Path(options.prompts) if options.prompts else manifest.folder / "prompts.jsonl")
+    chats = read_chats(Path(options.prompts)) if options.prompts else bundled_chats(manifest)
     tokenizer_folder = manifest.folder / TOKENIZER
     tokenizer = ChatTokenizer(tokenizer_folder)
     prompts = [tokenizer.encode_chat(chat) for chat in chats]
@@ -219,8 +220,8 @@ def files_of(manifest: Manifest) -> tuple[list[Any], list[str]]:
                 path = manifest.folder / name
                 head = role == "drafter" and manifest.drafter.kind == HEAD
                 known = precision in BOUNDS or (engine == "llama.cpp" and precision in GGUF_TYPES)
-                if not head and not (known and engine in ENGINES):
-                    skipped.append(f"{role} {engine} {precision}")
+                if not (known and engine in ENGINES):
+                    skipped.append(harmless(f"{role} {engine} {precision}"))
                     continue
                 if path.is_file():
                     read_header(path)
@@ -241,7 +242,6 @@ def _held(role: str, path: Path) -> str:
 
 
 def run(given: dict[str, Any]) -> int:
-    from edgespec.core.texts import draws
     from edgespec_export.verify.report import report_of
 
     options = from_mapping(Options, given)

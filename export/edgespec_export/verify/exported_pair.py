@@ -33,13 +33,15 @@ from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 from edgespec.stages.own_gguf import own_file
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
+from edgespec_export.formats.export import ExportedFile, exported_files
 from edgespec_export.verify.file_check import SMALL
 
 # the first of these that is there is an engine's float pair
 FLOAT = {"onnxruntime": ("fp32", "fp16"), "llama.cpp": ("f32", "f16", "bf16"), "static": ("fp32",)}
 LEAST = 3  # prompts that are decoded however long they take
 FLOAT_PAIR, DRAFTER, TARGET, BOTH = "float pair", "drafter quantised", "target quantised", "both quantised"
+# by whether the target and the drafter are quantised
+CAUSES = {(False, False): FLOAT_PAIR, (False, True): DRAFTER, (True, False): TARGET, (True, True): BOTH}
 
 Texts = dict[float, list[list[int]]]  # replies by temperature and prompt
 
@@ -73,7 +75,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class PairRun:
-    """One pair of files at one temperature. `precision` is the quantised one, `cause` says whose it is."""
+    """One pair of files at one temperature. `precision` is the one in question, `cause` says which side is quantised."""
 
     engine: str
     precision: str
@@ -86,27 +88,36 @@ class PairRun:
 
 
 def pairs_of(files: Sequence[ExportedFile]) -> list[tuple[str, str, str, str, str]]:
-    """(engine, quantised precision, cause, target's precision, drafter's precision) of every pair that can be run.
+    """(engine, precision, cause, target's precision, drafter's precision) of every pair of files that can be run, each once.
 
-    A head has one file, which is beside every file of the target: there is no pair with another.
+    The precisions are the pairs' names. What the files hold decides: a drafter may be of another precision than its pair. A head
+    has one file, which is beside every file of the target and counts as that one: there is no pair with another.
     """
     found, head = [], any(file.is_head for file in files)
     for engine, floats in FLOAT.items():
-        have = {
-            role: [file.precision for file in files if (file.engine, file.role) == (engine, role)]
-            for role in ROLES
-        }
-        both = [name for name in have["target"] if name in have["drafter"]]
-        base = next((name for name in floats if name in both), None)
-        if base is not None:
-            found.append((engine, base, FLOAT_PAIR, base, base))
+        held = {(file.role, file.precision): file.held for file in files if file.engine == engine}
+        both = [name for role, name in held if role == "target" and ("drafter", name) in held]
+        targets = {name: held["target", name] for name in both}
+        drafters = targets if head else {name: held["drafter", name] for name in both}
+        target, drafter = (_most_exact(side, floats) for side in (targets, drafters))
+        pairs = [(target, target, drafter)] if target and drafter else []
+        mixed = bool(pairs) and not head
         for name in both:
-            if name == base:
-                continue
-            if base is not None and not head:
-                found += [(engine, name, DRAFTER, base, name), (engine, name, TARGET, name, base)]
-            found.append((engine, name, BOTH, name, name))
+            pairs += [(name, target, name), (name, name, drafter)] if mixed else []
+            pairs.append((name, name, name))
+        listed = set()
+        for name, first, second in pairs:
+            weights = targets[first], drafters[second]
+            if weights not in listed:
+                listed.add(weights)
+                quantised = weights[0] != targets.get(target), weights[1] != drafters.get(drafter)
+                found.append((engine, name, CAUSES[quantised], first, second))
     return found
+
+
+def _most_exact(held: Mapping[str, str], floats: Sequence[str]) -> str:
+    """The name of the pair whose file holds the first of `floats` that is there; '' for none."""
+    return next((name for kind in floats for name, own in held.items() if own == kind), "")
 
 
 def open_models(

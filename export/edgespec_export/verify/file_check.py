@@ -175,7 +175,7 @@ def fast_opener(file: ExportedFile, threads: int | None, context: int | None) ->
     """The engine in the file's fast mode; None where it has none."""
     if file.engine == "onnxruntime" and (graph := file.fast_graph) is not None:
         return lambda: load_engine(file.engine, file.path, context, threads, graph=graph)
-    if file.engine == "llama.cpp" and file.precision not in FLOAT_GGUF:
+    if file.engine == "llama.cpp" and file.held not in FLOAT_GGUF:
         return lambda: load_engine(file.engine, file.path, context, threads, flash_attention=False)
     return None
 

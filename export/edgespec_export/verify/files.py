@@ -53,6 +53,11 @@ MOST_EXACT = ("fp32", "f32", "fp16", "f16", "bf16")
 Array = np.ndarray[Any, Any]
 
 
+def exactness(precision: str) -> int:
+    """Its place among the most exact ones; all others come behind them, alike."""
+    return MOST_EXACT.index(precision) if precision in MOST_EXACT else len(MOST_EXACT)
+
+
 class Standard:
     """What the files of one model are held against: here its most exact file, the first that runs.
 
@@ -73,11 +78,7 @@ class Standard:
 
     def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
         """The files in the order in which they are checked."""
-
-        def exactness(file: ExportedFile) -> int:
-            return MOST_EXACT.index(file.precision) if file.precision in MOST_EXACT else len(MOST_EXACT)
-
-        return sorted(files, key=exactness)
+        return sorted(files, key=lambda file: exactness(file.held))
 
     def check(self, file: ExportedFile) -> FileCheck:
         """Measure one file and hold it against the bounds of its precision."""
@@ -95,13 +96,13 @@ class Standard:
         """What a file answers beside the model; the most exact one stands for it. `samples`: it writes some replies itself."""
         if self.held is None:
             return None
-        if not self.held.replies and file.precision in MOST_EXACT:
+        if not self.held.replies and file.held in MOST_EXACT:
             self.held.adopt_from(model)
         return self.held.answers(model, samples=samples)
 
     def ran(self, file: ExportedFile, seen: list[Array]) -> None:
         """The file gave these logits."""
-        if self.logits is None and file.precision in MOST_EXACT:
+        if self.logits is None and file.held in MOST_EXACT:
             self.logits = seen
 
 

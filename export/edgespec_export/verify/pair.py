@@ -128,7 +128,7 @@ class Head(Standard):
         self.folder, self.target = folder, target
 
     def ordered(self, files: Iterable[ExportedFile]) -> list[ExportedFile]:
-        return [next(file for file in files if file.is_head)]
+        return [file for file in files if file.is_head][:1]  # the one beside every file of the target
 
     def check(self, file: ExportedFile) -> FileCheck:
         embedding = self.target.model.get_input_embeddings().weight.detach().float()
@@ -195,8 +195,6 @@ def _compare_weights(check: FileCheck, found: Weights, reference: Reference) -> 
     state: dict[str, torch.Tensor] = {}
     check.weights_relative = 0.0
     for name, value in found:
-        if reference.shape.tied and name == "lm_head.weight":
-            name = "model.embed_tokens.weight"
         wanted = reference.weights.get(name)
         if wanted is None or tuple(wanted.shape) != value.shape:
             shape = None if wanted is None else tuple(wanted.shape)

@@ -35,10 +35,16 @@ _ONNX_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
 def weights_of(path: Path, shape: ModelShape) -> Weights:
-    """(name, tensor) of a GGUF file, of static graphs, or of a folder that the model builder made."""
+    """(name, tensor) of a GGUF file, of static graphs, or of a folder that the model builder made.
+
+    A tied output layer has the embedding's name, as in the model; a file that holds both tables gives two of that name.
+    """
     if path.is_file():
-        return gguf_weights(path, shape)
-    return static_weights(path) if (path / STATIC).is_file() else onnx_weights(path, shape)
+        found = gguf_weights(path, shape)
+    else:
+        found = static_weights(path) if (path / STATIC).is_file() else onnx_weights(path, shape)
+    for name, value in found:
+        yield "model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name, value
 
 
 def gguf_weights(file: Path, shape: ModelShape) -> Weights:

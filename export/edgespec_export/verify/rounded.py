@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,8 @@ from edgespec.model_folder.weights_files import (
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec_export.gguf.to_gguf import Checkpoint, export_gguf
 from edgespec_export.onnx.by_layers import PRECISION, export_int4
-from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_export.verify.readback import weights_of
-
-Array = np.ndarray[Any, Any]
+from edgespec_export.onnx.to_onnx import export_onnx, log_of
+from edgespec_export.verify.readback import Weights, weights_of
 
 
 def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
@@ -50,7 +47,7 @@ def write_rounded(target: Path, out: Path, precision: str) -> dict[str, Any]:
             if file.is_file() and file.name not in {*weight_files(target), INDEX}:
                 shutil.copyfile(file, folder / file.name)
         made = Path(scratch) / "file"
-        values = _exported(target, shape, made, precision)
+        values = _exported(target, shape, made, precision, log_of(out))
         with progress(f"round as {precision}", len(tensors), "tensors") as bar:
             missing = _write(folder / SINGLE, {name: one.shape for name, one in tensors.items()}, values, bar)
         checkpoint = Checkpoint(target)
@@ -67,21 +64,18 @@ def _is_left_out(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".bias") and not any(piece.any() for piece in checkpoint.pieces(name))
 
 
-def _exported(target: Path, shape: ModelShape, made: Path, precision: str) -> Iterator[tuple[str, Array]]:
-    """The weights of the target's file, which is written to `made`; a tied table under the embedding's name."""
+def _exported(target: Path, shape: ModelShape, made: Path, precision: str, log: Path) -> Weights:
+    """The weights of the target's file, which is written to `made`."""
     if precision in PRECISIONS["gguf"]:
         export_gguf(target, made, precision)
     elif precision == PRECISION:
-        export_int4(target, made)
+        export_int4(target, made, log=log)
     else:
-        export_onnx(target, made, precision)
-    for name, value in weights_of(made, shape):
-        yield ("model.embed_tokens.weight" if shape.tied and name == "lm_head.weight" else name), value
+        export_onnx(target, made, precision, log=log)
+    return weights_of(made, shape)
 
 
-def _write(
-    file: Path, shapes: dict[str, tuple[int, ...]], values: Iterator[tuple[str, Array]], bar: Any
-) -> set[str]:
+def _write(file: Path, shapes: dict[str, tuple[int, ...]], values: Weights, bar: Any) -> set[str]:
     """Write a safetensors file in float32, in whatever order the values come. Returns the names that did not come."""
     header = header_of({name: ("F32", shape) for name, shape in shapes.items()})
     places, end = {}, len(header)

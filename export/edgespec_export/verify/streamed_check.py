@@ -76,12 +76,10 @@ class _Distance:
         self.checkpoint, self.largest, self.worst = checkpoint, 0.0, ""
 
     def watched(self, weights: Weights) -> Weights:
-        known = set(self.checkpoint)
         for name, tensor in weights:
-            source = name if name in known else "model.embed_tokens.weight"
             difference = size = 0.0
             at = 0
-            for piece in self.checkpoint.pieces(source):
+            for piece in self.checkpoint.pieces(name):
                 part = tensor[at : at + len(piece)]
                 difference += float(np.square(part - piece, dtype=np.float64).sum())
                 size += float(np.square(piece, dtype=np.float64).sum())

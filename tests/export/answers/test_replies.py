@@ -128,6 +128,10 @@ GOOD = {"prompt": [1], "tokens": [2], "temperature": 0.0}
         [GOOD | {"prompt": [True]}],
         [GOOD | {"prompt": [1] * 40_000}],
         [GOOD | {"temperature": "hot"}],
+        [GOOD | {"temperature": True}],
+        [GOOD | {"temperature": -0.5}],
+        [GOOD | {"temperature": 10**400}],
+        [GOOD | {"temperature": float("nan")}],
     ],
 )
 def test_rows_of_no_exporter_are_refused(rows: Any) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+import torch
 from edgespec_export.bits import probe as probe_file
+from edgespec_export.bits.choose import Budget
 from edgespec_export.bits.files import CHOICE, Mixed
 from edgespec_export.bits.probe import Probe
 from edgespec_export.bits.roundings import OnnxRounding
@@ -16,8 +19,9 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.kernels import packed
 from edgespec_export.onnx.blocks import INT8, OFFSET4, in_blocks, split_kind
+from edgespec_export.onnx.folder import DATA
 from edgespec_export.onnx.to_mixed import export_mixed
-from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_export.verify.files import check_file
 from edgespec_export.verify.pair import Reference
 from edgespec_export.verify.readback import onnx_weights
@@ -27,8 +31,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
+from edgespec.core.files import write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
+from edgespec.model_folder.head import HEAD_FILE, JOINING, WEIGHTS
 from edgespec.model_folder.weights_files import read_tensors
 from edgespec.recipe.schema import ExportOptions
 
@@ -74,7 +80,9 @@ def test_a_token_reads_one_row_of_an_untied_table(tmp_path: Path) -> None:
     """As in an int8 file, whose matrices are the same; the graph's few numbers apart."""
     folder = make_model_folder(tmp_path / "model", tied=False)
     kinds = {name: INT8 for name, tensor in read_tensors(folder).items() if len(tensor.shape) == 2}
+    (tmp_path / ".mixed.int4.x1").mkdir()  # of a run that was killed
     export_mixed(folder, tmp_path / "mixed", kinds, {})
+    assert not list(tmp_path.glob(".*"))
     export_onnx(folder, tmp_path / "int8", "int8")
     mixed_bytes, int8_bytes = (
         streamed_bytes(ExportedFile("target", "onnxruntime", name, tmp_path / name))
@@ -244,6 +252,38 @@ def test_a_file_is_no_larger_than_asked_for(model: Path, tmp_path: Path) -> None
     assert out.stat().st_size <= 130_000
     assert out.stat().st_size > 110_000  # and uses what it may
     assert mixed(model, "drafter", size="130KB").budget.quality == 0.95
+
+
+@pytest.mark.parametrize("form", ["onnx", pytest.param("gguf", marks=pytest.mark.llamacpp)])
+def test_a_file_that_turns_out_too_large_is_not_kept(model: Path, tmp_path: Path, form: str) -> None:
+    """The size fits the weights and nothing else: the rest is known once a first file is written."""
+    one = mixed(model, size="1KB")
+    write, out = getattr(one, form), tmp_path / "file"
+    refused = f"no {form} file is as small as"
+    with pytest.raises(InputError, match=refused) as error:
+        write(out)
+    found = re.search(r"([\d.]+) bits a weight", str(error.value))
+    assert found is not None
+    one.budget = Budget(bytes=int((float(found[1]) + 0.01) * one.shape.parameters / 8))
+    with pytest.raises(InputError, match=refused):
+        write(out)
+    assert [path.name for path in tmp_path.iterdir()] == (["file.log"] if form == "onnx" else [])
+
+
+def test_what_a_head_needs_of_the_graphs_counts_in_their_size(model: Path, tmp_path: Path) -> None:
+    head, best, less = (tmp_path / name for name in ("head", "best", "less"))
+    head.mkdir()
+    write_json(head / HEAD_FILE, {"shape": {"target_layers": [0, 1]}})
+    save_file({JOINING: torch.randn(64, 3 * 64)}, head / WEIGHTS)
+
+    def size(folder: Path) -> int:
+        return sum((folder / name).stat().st_size for name in ("model.onnx", DATA, FAST_GRAPH))
+
+    one = mixed(model, bits=16.0)
+    assert one.onnx(best, head)["bytes"] == sum(file.stat().st_size for file in best.iterdir())
+    one.budget = Budget(bytes=size(best) - 1000)
+    one.onnx(less, head)
+    assert size(less) <= size(best) - 1000
 
 
 def test_budgets_that_no_file_meets_name_the_nearest(model: Path, tmp_path: Path) -> None:

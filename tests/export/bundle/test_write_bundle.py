@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from edgespec_export.bundle import write as write_file
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_export.verify.readback import gguf_field
@@ -120,6 +121,32 @@ def test_the_choice_of_default(made: dict[str, Path], tmp_path: Path) -> None:
     assert open_manifest(tmp_path / "b").default["precision"] == "int4"
     with pytest.raises(InputError, match=r"no precision at all"):
         write(tmp_path / "c", made, ExportOptions(onnx=(), gguf=()))
+
+
+@pytest.mark.parametrize(
+    ("onnx_files", "gguf_files", "chosen", "words"),
+    [
+        (["int4", "fp16"], ["q8_0"], "fp16", "the target is small enough to run in floats; fp16 keeps 95.0%"),
+        (
+            ["int8", "int4"],
+            ["f16"],
+            "int8",
+            "the bundle has no float weights for ONNX Runtime; int8 keeps 95.0%",
+        ),
+        ([], ["f16", "q8_0"], "q8_0", "the bundle has GGUF files only"),
+    ],
+)
+def test_of_a_small_target_the_most_exact_file(
+    onnx_files: list[str], gguf_files: list[str], chosen: str, words: str
+) -> None:
+    """Though they all keep the answers."""
+    kept = {"role": "target", "engine": "onnxruntime", "answers": {"top1": [0.95] * 3}}
+    checks = [kept | {"precision": name} for name in onnx_files]
+    both = {"onnxruntime": onnx_files, "llama.cpp": gguf_files}
+    choice = write_file._untimed(ExportOptions(), True, None, [], both, {"files": checks})
+    assert choice is not None
+    assert choice.default["precision"] == chosen
+    assert choice.default["reason"].startswith(words)
 
 
 def test_pairs_that_do_not_belong_together(made: dict[str, Path], tmp_path: Path) -> None:

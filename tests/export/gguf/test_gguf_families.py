@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_export.gguf.to_gguf import check_gguf_possible, export_gguf
 from edgespec_export.verify.readback import gguf_field, gguf_weights
 from family_cases import LLAMA3, LONG
 from gguf import GGUFReader
@@ -146,6 +146,11 @@ def test_hyperparameters_of_gemma(tmp_path: Path) -> None:
         ("gemma2", {"rope_parameters": YARN}, "'yarn' has no counterpart in llama.cpp's 'gemma2'"),
         ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "truncate false"),
         ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 1]}, r"no_rope_layers .*each 4th"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 2},
+            "no_rope_layer_interval 2, and .*each 4th",
+        ),
         ("llama", {"no_rope_layers": [1, 0]}, r"no_rope_layers \[1, 0\], and .* needs RoPE in every layer"),
         ("qwen2", {"rope_scaling": LLAMA3}, "'llama3' has no counterpart in llama.cpp's 'qwen2'"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -167,6 +172,16 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     with pytest.raises(InputError, match=message):
         export_gguf(folder, tmp_path / "model.gguf", "f32")
     assert not list(tmp_path.glob("*.gguf*"))
+
+
+def test_layers_without_rope_follow_from_the_usual_period(tmp_path: Path) -> None:
+    """A config.json of SmolLM3 need not list them."""
+    config = read_json(
+        make_model_folder(tmp_path / "model", "smollm3", layers=5, head_dim=16) / "config.json"
+    )
+    assert config.pop("no_rope_layers") == [1, 1, 1, 0, 1]
+    config.pop("no_rope_layer_interval")
+    check_gguf_possible(tmp_path / "model", config)
 
 
 def test_every_family_of_the_table_is_tried() -> None:

@@ -167,6 +167,7 @@ def test_short_rows_are_read_as_one_and_too_little_text_is_refused(floats: dict[
 
 
 def test_export_static_goes_the_whole_way(families: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / ".qdq8.float.x1").mkdir()  # of a run that was killed
     made = export_static(families["qwen3"], tmp_path / "qdq8", "qdq8", LENGTHS, lambda: ROWS[:2])
     assert made["notes"] == ["calibrated on 198 tokens of 2 rows"]
     assert made["bytes"] == sum(file.stat().st_size for file in (tmp_path / "qdq8").iterdir())

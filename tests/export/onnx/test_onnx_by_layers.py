@@ -143,6 +143,21 @@ def test_whole_files_pass(exported: dict[str, Path], name: str, weights: float, 
     assert check.positions == 9
 
 
+@pytest.mark.parametrize("precision", ["int4", "fp32"])
+def test_a_tied_table_is_embedding_and_output_layer(tmp_path: Path, precision: str) -> None:
+    """An int4 graph names it after the output layer."""
+    model = make_model_folder(tmp_path / "model", layers=3)
+    if precision == "int4":
+        export_by_layers(model, tmp_path / "onnx")
+    else:
+        export_onnx(model, tmp_path / "onnx", precision)
+    weights, engine = opened(tmp_path / "onnx", shape_of(model), 64)
+    check = check_streamed(weights, engine, model, PROMPTS)
+    engine.close()
+    assert check.weights < 0.2
+    assert check.engine < 1e-4
+
+
 def test_a_matrix_of_another_layer_is_noticed(exported: dict[str, Path], tmp_path: Path) -> None:
     """The checkpoint changes instead of the file: which of them is wrong does not matter to the distance."""
     other = shutil.copytree(exported["model"], tmp_path / "other")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.onnx import families as onnx_families
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
@@ -49,7 +50,9 @@ def test_every_family_of_the_table_is_tried() -> None:
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "phi3"])
 def test_int4_keeps_its_blocks_exact(case: str, tmp_path: Path) -> None:
     model = made(case, tmp_path / "model")
-    export_onnx(model, tmp_path / "onnx", "int4")
+    size = export_onnx(model, tmp_path / "onnx", "int4")["bytes"]
+    file = ExportedFile("target", "onnxruntime", "int4", tmp_path / "onnx")
+    assert size / 4 < streamed_bytes(file) < size
     engine = OnnxRuntimeEngine(tmp_path / "onnx", threads=1)
 
     def fed(step: int) -> np.ndarray:
@@ -61,6 +64,15 @@ def test_int4_keeps_its_blocks_exact(case: str, tmp_path: Path) -> None:
     correlation = np.corrcoef(single.ravel(), torch_logits(model, TOKENS[:60]).numpy().ravel())[0, 1]
     assert correlation > 0.7  # random weights in 4 bits
     engine.close()
+
+
+def test_a_config_may_leave_it_to_the_period_which_layers_have_no_rope(tmp_path: Path) -> None:
+    """As in the files of other programs, which write what is not usual alone."""
+    model = make_model_folder(tmp_path / "model", "smollm3", layers=3, head_dim=16, no_rope_layers=[1, 0, 1])
+    config = read_json(model / "config.json") | {"no_rope_layers": None, "no_rope_layer_interval": 2}
+    write_json(model / "config.json", config)
+    export_onnx(model, tmp_path / "onnx", "fp32")
+    assert difference(model, tmp_path / "onnx", TOKENS) < BOUND
 
 
 @pytest.mark.parametrize("case", ["llama linear", "gemma3 untied", "gemma2 odd", "mistral window"])

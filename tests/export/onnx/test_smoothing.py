@@ -100,9 +100,12 @@ def test_a_head_gets_the_states_as_they_are(with_outliers: Path, tmp_path: Path)
     matrix = np.random.default_rng(0).normal(size=(64, 3 * 64)).astype(np.float32)
     write_json(head / HEAD_FILE, {"shape": {"target_layers": list(early)}})
     save_file({JOINING: matrix}, head / WEIGHTS)
-    export_for_head(
+    (tmp_path / ".onnx.alone.x1").mkdir()  # of a run that was killed
+    made = export_for_head(
         head, tmp_path / "onnx", lambda out: export_onnx(with_outliers, out, "int8", hidden_states=True)
     )
+    assert made["bytes"] == sum(file.stat().st_size for file in (tmp_path / "onnx").iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "onnx"]
     engine = OnnxRuntimeEngine(tmp_path / "onnx", threads=1)
     engine.forward(TOKENS)
     assert engine.features is not None

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from edgespec_export.onnx import to_onnx
+from edgespec_export.onnx.by_layers import export_by_layers
+from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_export.verify.rounded import write_rounded
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from tiny_models import make_model_folder, torch_logits
 
@@ -105,3 +110,28 @@ def test_what_cannot_be_exported_is_refused(
         export_onnx(families["llama"], tmp_path / "out", "fp32")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".*"))
+
+
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "mixed": lambda model, out: export_mixed(model, out, {}, {}),
+    "by layers": export_by_layers,
+    "rounded": lambda model, out: write_rounded(model, out, "int4"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_the_log_lies_beside_the_folder_that_was_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The builder works in a folder that vanishes."""
+
+    def fail(*_: object, **__: object) -> None:
+        print("what the builder said")
+        raise NotImplementedError("no such RoPE")
+
+    monkeypatch.setattr(to_onnx._builder(), "create_model", fail)
+    model, out = make_model_folder(tmp_path / "model", layers=3), tmp_path / "new" / "out"
+    with pytest.raises(EdgespecError, match=re.escape(f"no such RoPE; its output is in {out}.log")):
+        WRITERS[name](model, out)
+    assert [path.name for path in out.parent.iterdir()] == ["out.log"]
+    assert "what the builder said" in (tmp_path / "new" / "out.log").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from toy_engine import LogitsOf, ToyEngine
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
+from edgespec.core.folder_lock import held
 from edgespec.core.metrics import RawCounts, predicted_block_efficiency
 
 ERROR_RATE = 1e-4  # of each statistical test here
@@ -119,6 +121,7 @@ def test_every_engine_precision_and_temperature_is_reported(measured: tuple[dict
 def test_what_is_reported_follows_from_the_raw_counts(measured: tuple[dict[str, Any], Path]) -> None:
     report, _ = measured
     for section in report["sections"]:
+        assert section["mode"] == "exact"  # where no other is asked for
         rows = section["rows"]
         assert [row["arm"]["trace"] for row in rows] == [[0.5], [0.9], [0.9, 0.3]]
         for row in rows:
@@ -160,6 +163,21 @@ def test_a_second_run_finds_the_files(home: Path, target: Path) -> None:
     synthetic.build(str(target), "llama.cpp", "q4_0")
     assert pair.paths["drafter"].exists()
     assert pair.paths["target"].stat().st_mtime_ns == before[pair.paths["target"]]
+
+
+@pytest.mark.usefixtures("home")
+def test_what_is_missing_is_made_by_one_bench_at_a_time(target: Path) -> None:
+    pair = synthetic.build(str(target), "onnxruntime", "int4")
+    graph, folder = pair.fast_graphs["target"], pair.paths["target"].parent
+    for lost in (graph, folder / "sizes.json"):
+        lost.unlink()
+        with held(folder, "another bench"):
+            waiting = Thread(target=synthetic.build, args=(str(target), "onnxruntime", "int4"))
+            waiting.start()
+            waiting.join(0.3)
+            assert not lost.exists()
+        waiting.join()
+        assert lost.exists()
 
 
 @pytest.mark.usefixtures("home")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from synthetic_shape import SMALL_SHAPE
 from tiny_models import make_model_folder
 
-from edgespec.core.errors import EdgespecError, InputError
+from edgespec.core.errors import EdgespecError, InputError, MissingExtra
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.targets import TARGETS, find_shape
@@ -173,7 +174,7 @@ def test_a_failed_export_keeps_its_log_and_nothing_else(
         raise NotImplementedError("no such RoPE")
 
     monkeypatch.setattr(to_onnx._builder(), "create_model", fail)
-    (tmp_path / ".model.old").mkdir()  # of a run that was killed
+    (tmp_path / ".model.template.old").mkdir()  # of a run that was killed
     with pytest.raises(EdgespecError, match=r"no such RoPE; its output is in .*model\.log$"):
         write_onnx(SMALL_SHAPE, tmp_path / "model", "int4")
     assert [path.name for path in tmp_path.iterdir()] == ["model.log"]
@@ -183,9 +184,18 @@ def test_a_failed_export_keeps_its_log_and_nothing_else(
         write_onnx(narrow, tmp_path / "model", "int4")
 
 
+def test_a_missing_exporter_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to_onnx._builder.cache_clear()
+    monkeypatch.setitem(sys.modules, "onnxruntime_genai.models", None)
+    with pytest.raises(MissingExtra, match=r"pip install 'edgespec\[export\]'"):
+        write_onnx(SMALL_SHAPE, tmp_path / "model", "int4")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_copy_of_a_layer_has_bytes_of_its_own(tmp_path: Path) -> None:
     """Copies with one region of the file, or with equal content, would share memory and run from the processor's cache."""
     write_onnx(SMALL_SHAPE, tmp_path / "model", "int4")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # a log tells of a failure
     tensors = onnx.load(tmp_path / "model" / "model.onnx", load_external_data=False).graph.initializer
     places = sorted(
         (int(entries["offset"]), int(entries["length"]))

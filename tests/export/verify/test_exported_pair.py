@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from edgespec_export.answers.held_out import HeldOut
+from edgespec_export.answers.replies import Questions
 from edgespec_export.formats.export import ExportedFile, export_pair, exported_files
 from edgespec_export.verify import exported_pair
 from edgespec_export.verify.exported_pair import (
@@ -27,11 +29,15 @@ from edgespec_export.verify.exported_pair import (
     pairs_of,
 )
 from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
+from edgespec_export.verify.file_check import fast_opener
+from edgespec_export.verify.files import Standard, check_file
 from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import Warp
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
+from edgespec.core.files import read_json
+from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import ExportOptions
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 12).tolist() for seed in range(4)]
@@ -77,6 +83,59 @@ def test_four_pairs_for_each_quantised_precision() -> None:
     assert pairs_of(named("onnxruntime", "fp32", "int4")[:3]) == [
         ("onnxruntime", "fp32", FLOAT_PAIR, "fp32", "fp32")
     ]
+
+
+def test_a_pair_is_what_its_files_hold() -> None:
+    """The drafter of a pair may be of another precision, as where it was the faster one."""
+    target, rounded, drafter, _ = named("onnxruntime", "fp32", "int4")
+    beside = replace(drafter, precision="int4", stored="fp32")  # the int4 target's
+    assert pairs_of([target, rounded, drafter, beside]) == [
+        ("onnxruntime", "fp32", FLOAT_PAIR, "fp32", "fp32"),
+        ("onnxruntime", "int4", TARGET, "int4", "fp32"),
+    ]
+    worse = replace(drafter, stored="int4")
+    assert pairs_of([target, rounded, worse, beside]) == [
+        ("onnxruntime", "fp32", FLOAT_PAIR, "fp32", "int4"),
+        ("onnxruntime", "fp32", DRAFTER, "fp32", "fp32"),
+        ("onnxruntime", "int4", TARGET, "int4", "int4"),
+    ]
+    target, drafter = named("llama.cpp", "f16")
+    own = [target, replace(drafter, stored="q8_0")]  # the target's own file
+    assert pairs_of(own) == [("llama.cpp", "f16", DRAFTER, "f16", "f16")]
+
+
+def test_a_head_counts_as_the_file_beside_it() -> None:
+    files = named("onnxruntime", "fp32", "int4")
+    heads = [replace(file, stored="int8", is_head=True) for file in files[2:]]
+    assert pairs_of([*files[:2], *heads]) == [
+        ("onnxruntime", "fp32", FLOAT_PAIR, "fp32", "fp32"),
+        ("onnxruntime", "int4", BOTH, "int4", "int4"),
+    ]
+
+
+def test_the_most_exact_file_is_the_standard_whatever_its_pairs_name(files: list[ExportedFile]) -> None:
+    own = {file.precision: file for file in files if file.role == "drafter"}
+    swapped = [
+        replace(own["int4"], precision="fp32", stored="int4"),
+        replace(own["fp32"], precision="int4", stored="fp32"),
+    ]
+    shape = ModelShape.from_config(read_json(files[0].path.parents[2] / "drafter" / "config.json"))
+    standard = Standard(shape, shape.parameters, None, PROMPTS)
+    standard.held = HeldOut(Questions(PROMPTS, ["Why?"] * len(PROMPTS), frozenset({2}), str), shape)
+    checks = [check_file(file, standard) for file in standard.ordered(swapped)]
+    assert [check.stored for check in checks] == ["fp32", "int4"]
+    assert [check.broken for check in checks] == [[], []]
+    exact, rounded = checks
+    assert exact.kl is None  # it is what the other one is held against
+    assert exact.answers is not None
+    assert exact.answers.top1[0] == 1.0
+    assert (rounded.kl or 0.0) > 0.0
+
+
+def test_the_fast_mode_is_that_of_what_a_file_holds() -> None:
+    [file] = named("llama.cpp", "q8_0")[1:]
+    assert fast_opener(file, None, None) is not None
+    assert fast_opener(replace(file, stored="f16"), None, None) is None
 
 
 @pytest.fixture(scope="module")

@@ -251,7 +251,7 @@ def test_export_resumes(pair: Path, families: dict[str, Path], tmp_path: Path) -
         copy = shutil.copytree if file.path.is_dir() else shutil.copyfile
         place.parent.mkdir(parents=True, exist_ok=True)
         copy(file.path, place)
-    (out / "target" / "gguf" / ".target-q8_0.gguf.1.tmp").write_text("left by a killed run")
+    (out / "target" / "gguf" / ".target-q8_0.gguf.99999999.tmp").write_text("left by a killed run")
     kept = {
         path: path.stat().st_mtime_ns
         for path in out.rglob("*")
