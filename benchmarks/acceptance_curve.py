@@ -6,7 +6,8 @@ TARGET is the target's folder, WRITTEN the `generate` stage of a build whose dra
 the text; the last texts are held out from all of them. A run trains for as many steps as fit into --seconds at the rate of
 its first steps. Both kinds do about the same number of multiplications in a draft step. The independent drafter starts from the
 target's tables by principal components, and is not pretrained on other text. α is that of the first draft token, on the target's
-own words: the mean of Σ min(p, q) at T = 1, and the share of equal first choices at T = 0. A run that is done is not made again.
+own words: the mean of Σ min(p, q) at T = 1, and the share of equal first choices at T = 0. A run that is done is not made again;
+other options want another --out. A run is a process of its own, whose largest memory is in the table.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import argparse
 import resource
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import command_line, kept, numbers, whole_numbers, words
+from common import command_line, kept, numbers, same_options, whole_numbers, words
 from edgespec_recipes.data.mixing import TARGET, Mixture
 from edgespec_recipes.generating.datagen import write_shard
 from edgespec_recipes.kept.written_rows import WrittenRows
@@ -185,6 +188,12 @@ def measured(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> di
     return {"text": have, "alpha": warm, "greedy": greedy, "parameters": size, "peak": peak, **counts}
 
 
+def alone(out: Path, kind: str, tokens: int, given: argparse.Namespace) -> dict[str, Any]:
+    """What one run gives in a process of its own, so that its peak is no other run's."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        return process.submit(measured, out, kind, tokens, given).result()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__)
     parser.add_argument("target", type=Path)
@@ -207,12 +216,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/acceptance-curve"))
     given = parser.parse_args(arguments)
+    same_options(given.out / "options.json", given, "tokens", "kinds", "out")
     given.learning_rate = dict(zip(SHAPES, given.rates, strict=True))
     rows = []
     for tokens in given.tokens:
         for kind in given.kinds:
             out = given.out / f"{kind}-{tokens}"
-            found = kept(out / RESULT, partial(measured, out, kind, tokens, given))
+            found = kept(out / RESULT, partial(alone, out, kind, tokens, given))
             rows.append(
                 (
                     kind,

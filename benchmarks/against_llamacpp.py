@@ -5,7 +5,7 @@
     python benchmarks/against_llamacpp.py BUNDLE --engine onnxruntime --precision fp32     # our rows alone, on that engine
 
     edgespec plain        our loop on the GGUF target
-    edgespec γ = n, auto  with the drafter, fixed draft lengths and the one chosen from measured costs
+    edgespec γ = n, auto  with the drafter alone, fixed draft lengths and the one chosen from measured costs
     edgespec lookup       prompt lookup, no drafter model
     llama.cpp loop        llama_decode and llama.cpp's own sampler, nothing between them
     the same again        the same loop, loaded once more: what this run can tell apart
@@ -38,7 +38,7 @@ from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import LOOKUP, DecodingOptions
+from edgespec_runtime.decoding.options import LOOKUP, MODEL, DecodingOptions
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.llamacpp import load_library
@@ -194,8 +194,9 @@ def rivals_of(pair: Pair, given: argparse.Namespace, lengths: Sequence[int]) -> 
     schedules = Schedules(pair, lambda text: print(text, file=sys.stderr))
     rivals: dict[str, Run] = {
         PLAIN: ours(pair, given.new, speculates=False),
-        **{f"edgespec γ = {n}": ours(pair, given.new, draft_length=n) for n in lengths},
-        CHOSEN: ours(pair, given.new, schedules=schedules),
+        # copies would come at no cost, and the limit charges every draft token
+        **{f"edgespec γ = {n}": ours(pair, given.new, drafter=MODEL, draft_length=n) for n in lengths},
+        CHOSEN: ours(pair, given.new, schedules=schedules, drafter=MODEL),
         "edgespec lookup": ours(pair, given.new, speculates=False, drafter=LOOKUP, draft_length=LOOKED_UP),
     }
     if pair.engine == LLAMACPP:
@@ -281,7 +282,7 @@ def acceptance_table(pair: Pair, prompts: Sequence[Sequence[int]], new: int) -> 
     for rule in RULES:
         found = []
         for prompt in prompts:
-            _, counts = ours(pair, new, rule=rule, draft_length=MATCHED)(prompt, 1.0)
+            _, counts = ours(pair, new, rule=rule, drafter=MODEL, draft_length=MATCHED)(prompt, 1.0)
             assert counts is not None
             found.append(counts)
         alpha = bootstrap(found, ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested)))

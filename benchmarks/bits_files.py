@@ -22,6 +22,7 @@ from gguf.constants import LlamaFileType
 from ort_quantizers import write_quantized
 
 from edgespec.core.errors import EdgespecError
+from edgespec.core.files import whole_file
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import PRECISIONS, ExportOptions
 from edgespec.stages.own_gguf import own_file
@@ -32,6 +33,15 @@ THEIR_TYPES = {
     "q8_0": LlamaFileType.MOSTLY_Q8_0,
 }
 THEIRS = {ONNXRUNTIME: "onnxruntime's quantizer", LLAMACPP: "plain llama.cpp"}
+
+
+def names_of(
+    bits: Sequence[float], gguf_bits: Sequence[float], ort: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """What the files are called: for ONNX Runtime, for llama.cpp (its own too). The user's own file is in neither."""
+    onnx, gguf = ([name for name in PRECISIONS[form] if name != MIXED[form]] for form in ("onnx", "gguf"))
+    onnx += [*(f"mixed {budget:g}" for budget in bits), *ort]
+    return onnx, [*gguf, *(f"q_mixed {budget:g}" for budget in gguf_bits)]
 
 
 class Files:
@@ -67,8 +77,7 @@ class Files:
         floats = self.out / f"our-{LLAMACPP}-f16.gguf"
         for name, kind in THEIR_TYPES.items():
             precision = quantize.Precision(quantize.Kind.F16, kind)
-            write = partial(quantize.quantize_file, floats, precision=precision)
-            self._make(LLAMACPP, name, write, theirs=True)
+            self._make(LLAMACPP, name, partial(_quantized, floats, precision), theirs=True)
         return self.found
 
     def _make(self, engine: str, name: str, write: Callable[[Path], Any], *, theirs: bool = False) -> None:
@@ -87,3 +96,9 @@ class Files:
         mixed.__dict__ |= self._fitted
         getattr(mixed, form)(path)
         self._fitted = {name: mixed.__dict__[name] for name in ("probe", "sensitivities")}
+
+
+def _quantized(floats: Path, precision: quantize.Precision, path: Path) -> None:
+    """llama.cpp's file, whole or not at all: a later run takes what lies there."""
+    with whole_file(path) as temporary:
+        quantize.quantize_file(floats, temporary, precision)

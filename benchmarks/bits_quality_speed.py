@@ -10,7 +10,8 @@ answers judge every file, the others are what mixed bits and GPTQ are fitted to.
 
     bits       8 x bytes of the file / parameters: embeddings, output layer and tables counted
     top-1 ...  against the model in torch (float32), on its own replies; intervals over replies
-    tok/s      greedy decoding behind a past of 64 tokens, one token after the other; the median over rounds
+    tok/s      one token after the other behind a past of 64, with the argmax: single passes on given tokens, a round's median of
+               16; for plain llama.cpp the mean of 15 steps of its own greedy loop, its sampler included; the median over rounds
     x int4     that over the rate of the engine's usual four bits in the same round: int4 in fast mode, plain Q4_K_M; the median
     v(4)       a pass of four tokens, in plain steps of the same round: the median
 
@@ -32,7 +33,7 @@ from time import perf_counter
 from typing import Any
 
 from against_llamacpp import native_loop
-from bits_files import THEIRS, Files
+from bits_files import THEIRS, Files, names_of
 from common import command_line, numbers, words
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch, written_in_torch
@@ -189,7 +190,7 @@ def timed(engine: Engine, past: Sequence[int], new: Sequence[int]) -> tuple[floa
     steps, passes = [], []
     for token in new:
         start = perf_counter()
-        engine.forward([token])
+        engine.forward([token])[-1].argmax()
         steps.append(perf_counter() - start)
     for _ in range(4):
         engine.rewind(len(past))
@@ -213,10 +214,10 @@ def row_of(line: Line, lines: Sequence[Line], parameters: int) -> list[str]:
         ]
     if line.steps:
         rates = bootstrap([1 / step for step in line.steps], median)
-        usual = next(one.steps for one in lines if one.is_usual and one.runs_on == line.runs_on)
-        against = median([theirs / own for theirs, own in zip(usual, line.steps, strict=True)])
+        usual = next((one.steps for one in lines if one.is_usual and one.runs_on == line.runs_on), [])
+        ratios = [theirs / own for theirs, own in zip(usual, line.steps, strict=False)]
         four = median([b / a for a, b in zip(line.steps, line.passes, strict=True)])
-        cells += [interval(*rates, digits=1), f"{against:.2f}", f"{four:.2f}"]
+        cells += [interval(*rates, digits=1), f"{median(ratios):.2f}" if ratios else "-", f"{four:.2f}"]
     return cells
 
 
@@ -285,7 +286,7 @@ def main() -> int:
         "--only",
         type=words,
         default="",
-        help="precisions that are measured (default: all); int4 must be among them, the rates are beside it",
+        help="precisions that are measured (default: all); with int4 or q4_k_m, that the engine's rates are beside",
     )
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--files", type=Path, help="folder for the exports; what is there is not made again")
@@ -293,6 +294,14 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="write the plot to this PNG")
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
+    onnx, gguf = names_of(given.bits, given.gguf_bits, given.ort)
+    if unknown := set(given.only).difference(onnx, gguf):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; the files are {', '.join([*onnx, *gguf])}")
+    for names, usual in ((onnx, "int4"), (gguf, "q4_k_m")):
+        if given.rounds and usual not in given.only and (others := set(given.only).intersection(names)):
+            parser.error(
+                f"--only names {', '.join(sorted(others))}; rates are beside {usual}: add it, or --rounds 0"
+            )
     found = gguf_target(given.model)
     model = Path(given.model) if found is None else found.folder
     shape = ModelShape.from_config(read_json(model / "config.json"))
@@ -308,6 +317,8 @@ def main() -> int:
         if given.rounds:
             text = [token for reply in held.replies for token in reply.tokens]
             measure_speed(lines, text, given.rounds, given.threads)
+    if given.json:
+        write_json(given.json, {"model": given.model, "files": [as_json(line) for line in lines]})
     speeds = (f"tok/s, {given.threads} threads", "x int4", "v(4)") if given.rounds else ()
     headers = ("file", "MB", "bits", "top-1 [95 %]", "KL [95 %]", "TV [95 %]", "answers", *speeds)
     rows = [
@@ -316,8 +327,6 @@ def main() -> int:
     ]
     print(f"{len(held.replies)} replies, {sum(map(len, held.logits))} tokens\n")
     print(table(headers, rows, markdown=given.markdown))
-    if given.json:
-        write_json(given.json, {"model": given.model, "files": [as_json(line) for line in lines]})
     if given.plot:
         name = model.name if found is None else found.name
         title = f"{name}: size against agreement, {len(held.replies)} replies"

@@ -45,6 +45,27 @@ def kept(file: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]
     return dict(read_json(file))
 
 
+def same_options(file: Path, given: argparse.Namespace, *free: str) -> None:
+    """Keep in `file` what the results beside it are made with; end the program where an earlier run was asked for another thing.
+
+    `free`: options that no kept result depends on. An option that the file does not name counts as the same.
+    """
+    named = {name: value for name, value in vars(given).items() if name not in free}
+    asked = json.loads(json.dumps(named, default=str))
+    if not file.is_file():
+        write_json(file, asked)
+    before = read_json(file)
+    changed = [
+        f"{name} was {before[name]!r} and is {value!r}"
+        for name, value in asked.items()
+        if before.get(name, value) != value
+    ]
+    if changed:
+        raise SystemExit(
+            f"{file}: the results beside it were made with other options ({'; '.join(changed)}): give another --out or --json"
+        )
+
+
 def in_own_process(*command: object, **environment: str) -> Any:
     """The JSON in the last line that Python prints with this command. Ends the program where it fails."""
     done = subprocess.run(

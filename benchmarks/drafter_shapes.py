@@ -6,7 +6,8 @@ TARGET is the target's folder, WRITTEN the `generate` stage of a build whose dra
 int8 files for ONNX Runtime. Every shape (layers x hidden size) learns the same rows in the same order, from the target's tables
 by principal components; α is that of the first draft token on texts that nobody learnt (acceptance_curve.py). A step is one pass
 of one token at int8 on one thread, behind 256 tokens and a pass of the target; all drafters take turns. The last lines are a
-least-squares fit of a step's time, and what a layer costs in it, in weights. A training that is done is not made again.
+least-squares fit of a step's time, and what a layer costs in it, in weights. A training that is done is not made
+again; other options want another --out.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from time import perf_counter
 
 import numpy as np
 from acceptance_curve import RESULT, SHAPES, Run, part_of
-from common import command_line, kept, words
+from common import command_line, kept, same_options, words
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_recipes.models.loading import save_model
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/drafter-shapes"))
     given = parser.parse_args(arguments)
+    same_options(given.out / "options.json", given, "shapes", "files", "out")
     given.learning_rate = {"model": given.rate}
     names = given.shapes
     base, found = replace(SHAPES["model"], vocabulary=given.vocabulary), []

@@ -4,11 +4,12 @@
 
 Both engines stay loaded and take turns. Chats of one to five turns, with replies of 8 to 64 tokens, in a context so short that
 many fill it, and then stop or shift. Every chat has its own acceptance rule, drafter, temperature, confidence stop and draft
-length; they go through all of them. One chat in four is greedy and lossless, and each of its replies is compared with plain
-decoding of the same prompt, both from empty caches, shifts included. Resident memory is read from the kernel; its growth is a
-least-squares line over the second half, since the first one fills the allocators' pools. Speed is that of one fixed reply,
-decoded plainly again and again on each engine, so that it does not depend on what else was asked. Ctrl-C prints what there is.
-Exit code 1 where a reply differed or, in a run of half an hour or more, memory grew.
+length; they go through all that the drafter can have. One chat in four is greedy and lossless, and each of its replies is
+compared with plain decoding of the same prompt, both from empty caches, shifts included. Resident memory is read from the kernel;
+its growth is a least-squares line over the second half, since the first one fills the allocators' pools. Speed is that of one
+fixed reply, decoded plainly again and again on each engine, so that it does not depend on what else was asked. Whatever ends the
+run, Ctrl-C or an error too, what there is until then is printed. Exit code 1 where a reply differed or, in a run of half an hour
+or more, memory grew.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from typing import Any
 import numpy as np
 from common import command_line, words
 from edgespec_runtime.chooser.pair_schedule import Schedules
-from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.loop import decode, rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
+from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.acceptance import Rule
-from edgespec_runtime.rules.table import RULES, rule_of
+from edgespec_runtime.rules.table import rule_of
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import write_json
@@ -116,10 +118,10 @@ class Way:
         return [token for block in blocks for token in block.tokens]
 
 
-def choices() -> Iterator[DecodingOptions]:
+def choices(draft: CachedEngine | None) -> Iterator[DecodingOptions]:
     """Options of one chat after another, without end: every rule with every drafter that it can have, one in `CHECKED` exact."""
     hows: list[dict[str, Any]] = []
-    for name in RULES:
+    for name in rules_for(draft):
         rule = rule_of(name)
         copies = isinstance(rule, Rule) and not rule.raw
         for drafter in (MODEL, LOOKUP, HYBRID) if copies else (MODEL,):
@@ -190,7 +192,7 @@ def endure(ways: Sequence[Way], minutes: float, memory: Memory) -> None:
     paced = [way.pair.tokenizer.encode_chat([{"role": "user", "content": questions[0]}]) for way in ways]
     start = perf_counter()
     with progress("endure", int(60 * minutes), "s") as bar:
-        for number, options in enumerate(choices()):
+        for number, options in enumerate(choices(ways[0].pair.draft)):
             seconds = perf_counter() - start
             bar.update(int(min(seconds, 60 * minutes)) - bar.n)
             if seconds >= 60 * minutes:
@@ -248,6 +250,11 @@ def report(ways: Sequence[Way], memory: Memory) -> bool:
     return all(way.differing == 0 for way in ways) and not grew
 
 
+def as_json(way: Way) -> dict[str, Any]:
+    values = {name: value for name, value in vars(way).items() if name not in ("pair", "schedules")}
+    return values | {"counts": asdict(way.counts), "drift": way.drift()}
+
+
 def usual_ways(bundle: Path) -> list[str]:
     """Of each engine the bundle's first precision that is exact."""
     offered = open_manifest(bundle).pairs()
@@ -275,19 +282,17 @@ def main() -> int:
         load = LoadOptions(engine=engine, precision=precision, threads=given.threads, context=CONTEXT)
         pair = open_pair(given.bundle, load)
         ways.append(Way(name, pair, Schedules(pair, lambda text: print(text, file=sys.stderr))))
+    fine = False
     try:
         endure(ways, given.minutes, memory)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
-    if not memory.seconds:
-        return 1
-    fine = report(ways, memory)
-    if given.json:
-        seen = {}
-        for way in ways:
-            values = {name: value for name, value in vars(way).items() if name not in ("pair", "schedules")}
-            seen[way.name] = values | {"counts": asdict(way.counts), "drift": way.drift()}
-        write_json(given.json, {"ways": seen, "memory": asdict(memory)})
+    finally:  # hours were measured, whatever ended them
+        if memory.seconds:
+            fine = report(ways, memory)
+            if given.json:
+                seen = {way.name: as_json(way) for way in ways}
+                write_json(given.json, {"ways": seen, "memory": asdict(memory)})
     return int(not fine)
 
 

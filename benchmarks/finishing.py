@@ -1,14 +1,15 @@
 """Does another divergence in the last fifth of the steps help a drafter, and do selected tokens (AdaSPEC)? Several seeds.
 
     python benchmarks/finishing.py TARGET WRITTEN [--finish tvd++,lk] [--select 0.4] [--seeds 3] [--steps 300] [--batch-size 4]
-    python benchmarks/finishing.py TARGET WRITTEN --shape 2x192 --learning-rate 1e-3 [--finish tvd++,lk] [--seeds 3] [--steps 300]
+    python benchmarks/finishing.py TARGET WRITTEN --shape 2x192 --learning-rate 1e-3 --out FOLDER [--finish tvd++,lk] [--seeds 3]
 
 TARGET is the target's folder, WRITTEN the `generate` stage of a build whose drafter is a head. All arms begin with the same first
 guess and read the same rows; a seed is another order. α is the mean of Σ min(p, q) at temperature 1, on rows that no arm has
 learnt, for the first and the second draft token. The table has every run, then each arm's mean difference to forward KL alone.
 An arm of `--select` has forward KL on that share of the tokens, at the same learning rate; AdaSPEC's reference is the head that
 forward KL alone gave with the same seed. With `--shape` (layers x width) the drafter is an independent one, and both α are of the
-first draft token, at temperature 1 and at 0, on 64 texts that no arm has learnt. A run that is done is not made again.
+first draft token, at temperature 1 and at 0, on 64 texts that no arm has learnt. A run that is done is not made again;
+other options want another `--out`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 from acceptance_curve import Run, part_of
-from common import command_line, kept, words
+from common import command_line, kept, same_options, words
 from edgespec_recipes.training.distill_head import distill_head
 
 from edgespec.core.files import read_jsonl
@@ -103,6 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.shape and given.select:
         parser.error("--select is of a head; leave --shape or --select out")
+    same_options(given.out / "options.json", given, "finish", "select", "seeds", "out")
     both = ("α at T = 1", "at T = 0") if given.shape else ("α of the first token", "of the second")
     arms = (ALONE, *given.finish, *given.select)  # the first makes the references of the others
     found = {(arm, seed): alphas(given, arm, seed) for seed in range(given.seeds) for arm in arms}

@@ -18,7 +18,7 @@ from time import process_time
 import numpy as np
 from common import command_line
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.engines.session import CachedEngine
 from numpy.typing import NDArray
 
@@ -80,7 +80,12 @@ def overhead_ms(vocab_size: int, warp: dict[str, float], draft_length: int) -> t
     generator = np.random.default_rng(0)
     logits = peaked_logits(vocab_size, generator)
     noise = generator.normal(scale=DRAFT_NOISE, size=logits.shape).astype(np.float32)
-    options = DecodingOptions(max_new_tokens=NEW_TOKENS, draft_length=max(draft_length, 1), **warp)  # type: ignore[arg-type]
+    options = DecodingOptions(
+        max_new_tokens=NEW_TOKENS,
+        drafter=MODEL,  # the replayed texts repeat, and copies would be drafted in its place
+        draft_length=max(draft_length, 1),
+        **warp,  # type: ignore[arg-type]
+    )
     times, counts = [], RawCounts()
     for _ in range(REPEATS):
         engines = [ReplayEngine(logits), ReplayEngine(logits + noise)]

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from against_llamacpp import Rates, Run, Timer, in_turns, native_loop, ours, python_binding
-from common import chat_of, command_line, whole_numbers, words
+from common import chat_of, command_line, same_options, whole_numbers, words
 from edgespec_runtime.bench.suite import in_turn, read_suite
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.engines.engine import default_threads
@@ -171,6 +171,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--transformers", type=Path, help="the target's folder with float weights")
     parser.add_argument("--json", type=Path, help="what was measured; a run that was cut off goes on from it")
     given = parser.parse_args(arguments)
+    if given.json:
+        same_options(given.json.with_suffix(".options.json"), given, "files", "temperatures", "json")
     questions = in_turn(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]

@@ -258,7 +258,12 @@ def main() -> int:
             "0",
             not load_test["failed"] and not (exact and wrong),
         ),
-        ("  seconds, median / longest", f"{median(waits):.2f} / {waits[-1]:.2f}", f"{SECONDS:g}", True),
+        (
+            "  seconds, median / longest",
+            f"{median(waits):.2f} / {waits[-1]:.2f}",
+            f"{SECONDS:g}",
+            waits[-1] <= SECONDS,
+        ),
         (
             "  memory of the server",
             f"{load_test['memory'][0] / MIB:.1f} to {load_test['memory'][-1] / MIB:.1f} MiB, {growth:+.0f} bytes a request",

@@ -22,7 +22,7 @@ from common import command_line, sizes_of
 from edgespec_export.synthetic.pair import build
 from edgespec_runtime.bench.synthetic import Replay, SyntheticPair
 from edgespec_runtime.decoding.loop import decode
-from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.device import free_share
@@ -68,7 +68,7 @@ def load(pair: SyntheticPair, role: str, threads: int, entries: Entries) -> Cach
 
 
 def once(target: CachedEngine, draft: CachedEngine | None, prompt: list[int], turn: int) -> RawCounts:
-    counts, options = RawCounts(), DecodingOptions(max_new_tokens=NEW, seed=turn)
+    counts, options = RawCounts(), DecodingOptions(max_new_tokens=NEW, seed=turn, drafter=MODEL)
     if draft is None:
         blocks = decode(target, None, prompt, plain(options), (), counts)
     else:
