@@ -2,7 +2,8 @@
 
     python -m edgespec.cli_reference > docs/cli.md
 
-A section of options that several verbs have (those of a recipe) is printed once, under the last of them.
+A section of options that several verbs have (those of a recipe) is printed once, under the last of them. The parameters of
+acceptance rules stand at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HEAD = (
 
 
 def reference() -> str:
-    """The page: a table of verbs, then a part for each with its usage and options."""
+    """The page: a table of verbs, a part for each with its usage and options, the acceptance rules."""
     parsers = {name: parser_of(name)[1] for name in VERBS}
     sections = {name: _sections(parser) for name, parser in parsers.items()}
     home = {section: name for name, own in sections.items() for section in own.items()}
@@ -40,7 +41,7 @@ def reference() -> str:
         ]
         elsewhere = {home[section] for section in sections[name].items()} - {name}
         parts += [f"And the sections of options under [{verb}](#{verb}).\n" for verb in sorted(elsewhere)]
-    return "\n".join(parts)
+    return "\n".join([*parts, _of_rules()])
 
 
 def _of_every_verb() -> str:
@@ -55,6 +56,28 @@ def _of_every_verb() -> str:
             _table(every._actions),
             "\n".join(["| exit code | meaning |", "| ---: | --- |", *codes]) + "\n",
             "\n".join(["| environment variable | what it is |", "| --- | --- |", *variables]) + "\n",
+        ]
+    )
+
+
+def _of_rules() -> str:
+    """Every acceptance rule and its parameters."""
+    from edgespec_runtime.rules.table import RULES
+
+    rows = []
+    for name, kind in RULES.items():
+        own = argparse.ArgumentParser(add_help=False)
+        add_flags(own, kind.parameters)
+        parameters = "; ".join(f"`{one.dest}={one.metavar}`: {_help(one)}" for one in own._actions)
+        rows.append(f"| `{name}` | {_cell(kind.help)} | {_cell(parameters)} |")
+    return "\n".join(
+        [
+            "## Acceptance rules\n",
+            "`--rule NAME` takes one of these, with parameters as in `--rule opt:a=0.3` or `--rule lossy:a=0.2,beta=1`.\n",
+            "| rule | what it does | parameters |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
         ]
     )
 
@@ -75,7 +98,11 @@ def _row(action: argparse.Action) -> str:
     takes = f" {action.metavar}" if named and action.nargs is None else ""
     if named and action.nargs == "?":
         takes = f" [{action.metavar}]"
-    return f"| `{_cell(words + takes)}` | {_cell((action.help or '').replace('%%', '%'))} |"
+    return f"| `{_cell(words + takes)}` | {_cell(_help(action))} |"
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "").replace("%%", "%")
 
 
 def _cell(text: str) -> str:

@@ -173,6 +173,14 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
         main([verb, "--help"])
     assert ended.value.code == 0
     assert "--help" in capsys.readouterr().out
+    helps = [action.help or "" for action in parser_of(verb)[1]._actions]
+    assert not [text for text in helps if text.count("(default") > 1]
+
+
+@pytest.mark.parametrize("verb", ["tradeoff", "other-engines"])
+def test_a_verb_that_refuses_every_ready_pair_says_so(verb: str) -> None:
+    bundle = next(action for action in parser_of(verb)[1]._actions if action.dest == "bundle")
+    assert "no ready pair" in str(bundle.help)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import shlex
@@ -12,12 +13,19 @@ from pathlib import Path
 
 import pytest
 import yaml
+from edgespec_recipes.data.instructions import FORMS
+from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.pair.bundle import LoadOptions
+from edgespec_runtime.rules.table import RULES
 from repository import REPOSITORY
 
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.cli_reference import reference
 from edgespec.core.options import from_mapping, given
-from edgespec.recipe.read import resolve
+from edgespec.recipe.precisions import PRECISIONS
+from edgespec.recipe.read import _OF_A_HEAD, resolve
+from edgespec.recipe.schema import PretrainOptions
+from edgespec.recipe.study_options import read_study
 from edgespec.recipe.targets import gguf_of
 from edgespec.verbs.renamed import VERBS as OLD_VERBS
 
@@ -25,7 +33,7 @@ PACKAGES = [REPOSITORY / name for name in ("edgespec", "runtime", "recipes", "ex
 DOCS = REPOSITORY / "docs"
 README = REPOSITORY / "README.md"
 PAGES = [README, *sorted(DOCS.glob("*.md"))]
-COMMAND = re.compile(r"^    (?:\$ )?(?:.*\| )?(?:\S*/)?edgespec (.+)$", re.MULTILINE)
+COMMAND = re.compile(r"^    +(?:\$ )?(?:.*\| )?(?:\S*/)?edgespec (.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
 
@@ -123,6 +131,53 @@ def test_the_command_line_page_is_what_the_parsers_say() -> None:
     assert text_of(DOCS / "cli.md") == reference(), "run: python -m edgespec.cli_reference > docs/cli.md"
 
 
+def test_the_command_line_page_has_every_parameter_of_every_rule() -> None:
+    table = text_of(DOCS / "cli.md").partition("\n## Acceptance rules\n")[2]
+    for name, kind in RULES.items():
+        row = next(line for line in table.splitlines() if line.startswith(f"| `{name}` |"))
+        assert all(f"`{one.name}=" in row for one in dataclasses.fields(kind.parameters))
+
+
+def part(page: str, begin: str, end: str) -> str:
+    return text_of(DOCS / page).partition(begin)[2].partition(end)[0]
+
+
+def test_pages_list_what_there_is() -> None:
+    """Precisions that are exact or not, forms of instructions, files of text, knobs that a head takes no other value of."""
+    exact = part("running.md", "| | exact? |", "| static").replace(",", " ").split()
+    assert {*PRECISIONS["onnx"], *PRECISIONS["gguf"]} <= {*exact}
+    data = part("recipes.md", "- **Text** for pretraining", "- Every row")
+    for form in FORMS:
+        assert form.name.removesuffix(" trees").removesuffix(" messages") in data
+    for text in (data, PretrainOptions.__dataclass_fields__["text"].metadata["help"]):
+        assert re.search(r"\.jsonl.*\bgz\b.*\.parquet", text, re.DOTALL)  # no .parquet.gz is read
+    exceptions = part("recipes.md", "### What does not combine", "\n## ")
+    for name in _OF_A_HEAD:
+        section, knob = name.split(".")
+        assert {"labels": "hard\n  labels", "steps": f"`{section}`", "source": "server"}.get(
+            knob, knob
+        ) in exceptions
+
+
+def test_the_shell_page_names_every_folder_of_the_cache() -> None:
+    page = part("shell.md", "## Where things are kept", "\n## ")
+    named = re.compile(r"cache_folder\(\) / (\w+|\"\w+\")")
+    for file in (file for folder in PACKAGES for file in folder.rglob("*.py")):
+        for name in named.findall(text_of(file)):
+            constant = re.search(rf'^{name} = ("\w+")', text_of(file), re.MULTILINE)
+            folder = (constant[1] if constant else name.lower()).strip('"')  # READY, which is imported
+            assert f"| `{folder}/` |" in page, f"{file.name} keeps {folder}"
+
+
+def test_the_python_page_says_which_options_there_are() -> None:
+    page = text_of(DOCS / "python.md")
+    assert all(re.search(rf"\b{one.name}\b", page) for one in dataclasses.fields(LoadOptions))
+    listed = [action.dest for action in parser_of("generate")[1]._actions]
+    first, last = re.findall(r"from `--([\w-]+)` to\s+`--([\w-]+)`", page)[0]
+    asked = listed[listed.index(first) : listed.index(last.replace("-", "_")) + 1]
+    assert asked == [one.name for one in dataclasses.fields(DecodingOptions)]
+
+
 SMOL = "smollm2-135m-instruct"
 QUICK = {"build-drafter": "plan"}  # a build is a test of its own; its plan reads the same options
 FASTER = {  # what README commands are given besides here, so that a test runs them in seconds
@@ -166,7 +221,8 @@ def test_readme_commands_run(
 
 @pytest.mark.parametrize("block", blocks(DOCS / "recipes.md", "yaml"), ids=lambda block: block[:12])
 def test_recipes_of_the_docs_can_be_read(block: str) -> None:
-    assert resolve(yaml.safe_load(block), {}).target
+    values = yaml.safe_load(block)
+    assert (read_study("mine", values).recipe if "arms" in values else resolve(values, {})).target
 
 
 def test_contributing_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
