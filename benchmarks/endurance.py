@@ -137,7 +137,7 @@ def choices(draft: CachedEngine | None) -> Iterator[DecodingOptions]:
             **how,
             temperature=0.0 if checked else (0.7, 1.0, 0.0)[place - 1],
             top_p=0.9 if place == 1 else 1.0,
-            draft_length=(None, 1, 3, 5, 7)[number % 5],
+            draft_length=(None, 1, 3, 5, 7)[number % 5] if isinstance(rule_of(how["rule"]), Rule) else None,
             max_new_tokens=8 + number * 29 % 57,
             seed=number,
         )

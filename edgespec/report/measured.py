@@ -105,9 +105,9 @@ def bench_of(found: Fields) -> Bench:
     """A bench file in types. Raises InputError: a field of another kind, no plain run, draft lengths without end."""
     speeds = tuple(_speed(one) for one in found.objects("summaries", MOST_LENGTHS))
     lengths = [one.draft_length for one in speeds]
-    if PLAIN not in lengths or max(lengths) <= PLAIN:
+    if PLAIN not in lengths or set(lengths) == {PLAIN}:
         raise InputError(
-            f"{found.where}: 'summaries' has the draft lengths {lengths}; plain decoding (0) and a fixed one "
+            f"{found.where}: 'summaries' has the draft lengths {lengths}; plain decoding (0) and another one "
             "are wanted: measure it again"
         )
     summed: dict[int, dict[int, RawCounts]] = {}

@@ -43,7 +43,7 @@ def speed_section(runs: Sequence[Run]) -> Section:
         "counted: τ / (cγ + 1), with c the drafter's share of the bytes, or of the parameters.",
     )
     found = {run.number: run.bench for run in runs if run.bench is not None}
-    if found:
+    if any(bench.fixed for bench in found.values()):
         section.parts.append(_gains(found, len(runs)))
     columns = {run: [_speed_table(bench), *why(bench)] for run, bench in found.items()}
     section.beside(columns, "measured speed", COMMAND)
@@ -90,9 +90,10 @@ def why(bench: Bench) -> list[Words]:
     if not bound or ratio is None or best.draft_cost is None or best.verify_cost is None:
         return []
     length, tau = best.draft_length, best.tau[0]
-    drafting, memory, cost = length * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
+    made = best.mean_draft_length or length  # fewer than γ where drafts end early
+    drafting, memory, cost = made * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
     left = cost - drafting - best.verify_cost
-    steps = "one drafter step takes" if length == 1 else f"{length} drafter steps take"
+    steps = "one drafter step takes" if f"{made:.2g}" == "1" else f"{made:.2g} drafter steps take"
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
     if left < -LOOP:
         rest = "; these medians add up to more than the whole, so the machine was not steady"
@@ -100,7 +101,7 @@ def why(bench: Bench) -> list[Words]:
         f"Why MBSU by {kind} says {bound:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
         f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
         f"drafter's {'once' if length == 1 else f'{length} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
-        f"verifying {length + 1} tokens in one pass {best.verify_cost:.2f}{rest}."
+        f"verifying {made + 1:.2g} tokens in one pass {best.verify_cost:.2f}{rest}."
     )
     return [Words(sentence)]
 

@@ -279,7 +279,7 @@ def put(*path: Any) -> Callable[[Any], None]:
             "'token_rate' is 'fast'; a list of value, low and high end is wanted",
         ),
         (put("summaries", 1, "speedup", [1, "2", 3]), "'speedup' is '2'; a number is wanted"),
-        (put("summaries", []), "plain decoding (0) and a fixed one are wanted"),
+        (put("summaries", []), "plain decoding (0) and another one are wanted"),
         (put("summaries", 1, "draft_length", 1.5), "'draft_length' is 1.5; a whole number is wanted"),
         (put("runs", 0, "counts", "tested", [1] * 60), "at most what was tested"),
         (put("runs", 0, "counts", 3), "'counts' is 3; an object is wanted"),

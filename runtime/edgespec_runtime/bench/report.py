@@ -282,10 +282,10 @@ def verdict(summaries: Sequence[Summary]) -> str:
 def _block_sums(efficiency: float, draft_length: float, draft_cost: float, verify_cost: float) -> str:
     """What a block of γ drafts yields (τ) and costs (γ·c_t + v), in words."""
     drafting = draft_length * draft_cost
-    steps = f"{drafting:.2f} for {draft_length:.3g} drafter step{'s' * (draft_length > 1)}"
+    steps = f"{drafting:.2f} for {draft_length:.2g} drafter step{'s' * (f'{draft_length:.2g}' != '1')}"
     return (
         f"a block yields {efficiency:.2f} tokens and costs {drafting + verify_cost:.2f} plain steps: "
-        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1:.3g} tokens"
+        f"{steps}, {verify_cost:.2f} for verifying {draft_length + 1:.2g} tokens"
     )
 
 
@@ -300,4 +300,4 @@ def block_cause(
         return f"Acceptance is too low, α = {acceptance_rate:.2f} ({sums})."
     if drafting >= verifying:
         return f"The drafter is too slow for this target: a step of it costs {draft_cost:.2f} target steps ({sums})."
-    return f"Verifying {draft_length + 1:.3g} tokens in one pass is too costly on this machine ({sums})."
+    return f"Verifying {draft_length + 1:.2g} tokens in one pass is too costly on this machine ({sums})."
