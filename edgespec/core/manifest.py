@@ -13,7 +13,8 @@ is checked by those who read them.
       default           {engine, precision, reason}: what chat and bench run unless told otherwise; perhaps fast, the files that
                         run in fast mode then: "engine/precision engine/precision"
       device            of a bundle made for one: {name, draft_length (or null), max_draft_length, context}: chat's defaults there
-      cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision": c}} (bytes read for one token)
+      cost_ratio        c = drafter / target: {parameters, bytes: {"engine/precision", of a fast graph with "/fast": c}} (read for
+                        one token)
       metrics           evaluation and verification, in short
       provenance        {recipe, command, versions, seed, edgespec}; perhaps training: what the drafter was trained on
       files             {path: {sha256, bytes}} of every file but manifest.json itself
@@ -120,13 +121,11 @@ class Manifest:
             if (name == path or name.startswith(path + "/")) and name != graph
         }
 
-    def cost_ratios(self, engine: str, precision: str) -> dict[str, float]:
-        """c by parameters and by bytes read for a token. Raises BundleError where the manifest has no such numbers."""
-        by_bytes = self.cost_ratio.get("bytes")
-        found = {
-            "parameters": self.cost_ratio.get("parameters"),
-            "bytes": by_bytes.get(f"{engine}/{precision}") if isinstance(by_bytes, dict) else None,
-        }
+    def cost_ratios(self, engine: str, precision: str, *, fast: bool = False) -> dict[str, float]:
+        """c by parameters and by bytes read for a token (in fast mode, where known). Raises BundleError where there is none."""
+        told, file = self.cost_ratio.get("bytes"), f"{engine}/{precision}"
+        known, key = told if isinstance(told, dict) else {}, f"{file}/fast" if fast else file
+        found = {"parameters": self.cost_ratio.get("parameters"), "bytes": known.get(key, known.get(file))}
         for name, seen in found.items():
             if isinstance(seen, bool) or not isinstance(seen, int | float) or not 0 < seen < MAX_RATIO:
                 raise BundleError(

@@ -79,7 +79,7 @@ def _benched(run: Run) -> list[Row]:
             number(one.alpha),
             by_position(bench.counts.get(one.draft_length, [])) if one.draft_length == bench.longest else [],
         )
-        for one in bench.fixed
+        for one in bench.drafted
     ]
 
 

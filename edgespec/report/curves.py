@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgespec.core.manifest import HEAD
 from edgespec.report.fields import Fields, Interval, clean
 from edgespec.report.figures import INK, MUTED, RULES, drawn
 from edgespec.report.gather import Run
@@ -39,7 +40,9 @@ def curves_section(runs: Sequence[Run]) -> Section:
         "is better. Latency is decoding time per token, in units of the target's own.",
     )
     columns = {run.number: _study(run) for run in runs if TRADEOFF in run.sources}
-    section.beside(columns, "trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json")
+    heads = [run.manifest is not None and run.manifest.drafter.kind == HEAD for run in runs]
+    if columns or not all(heads):  # tradeoff refuses a head
+        section.beside(columns, "trade-off curves", "edgespec tradeoff BUNDLE --json tradeoff.json")
     return section
 
 

@@ -64,9 +64,14 @@ class Bench:
         return [one for one in self.speeds if one.draft_length > PLAIN]
 
     @property
+    def drafted(self) -> list[Speed]:
+        """The fixed draft lengths. A rule with a loop of its own has none, and its one way to draft stands for them."""
+        return self.fixed or [one for one in self.speeds if one.draft_length == AUTO]
+
+    @property
     def best(self) -> Speed | None:
-        """The fastest fixed draft length."""
-        timed = [one for one in self.fixed if one.speedup is not None]
+        """The fastest of them."""
+        timed = [one for one in self.drafted if one.speedup is not None]
         return max(timed, key=lambda one: one.speedup[0] if one.speedup else 0.0, default=None)
 
     @property
@@ -76,7 +81,7 @@ class Bench:
 
     @property
     def longest(self) -> int:
-        return max((one.draft_length for one in self.fixed), default=0)
+        return max((one.draft_length for one in self.drafted), default=0)
 
 
 @dataclass(frozen=True)

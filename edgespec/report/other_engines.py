@@ -28,11 +28,12 @@ def others_section(runs: Sequence[Run]) -> Section:
         "what other engines would reach",
         "edgespec report BUNDLE, of a bundle with an evaluation",
     )
-    section.beside(
-        {run.number: [_compared(run.fields(ENGINES))] for run in runs if ENGINES in run.sources},
-        "what other engines did reach",
-        "edgespec other-engines BUNDLE --json engines.json",
-    )
+    compared = {run.number: [_compared(run.fields(ENGINES))] for run in runs if ENGINES in run.sources}
+    own = [run.manifest is not None and run.manifest.drafter.vocabulary is not None for run in runs]
+    if compared or not all(own):  # other-engines refuses a drafter with token numbers of its own
+        section.beside(
+            compared, "what other engines did reach", "edgespec other-engines BUNDLE --json engines.json"
+        )
     return section
 
 

@@ -87,11 +87,12 @@ def why(bench: Bench) -> list[Words]:
         return []
     kind = best.mbsu_kind
     bound, ratio = best.mbsu.get(kind), bench.fields.object("cost_ratios").number(kind)
-    if not bound or ratio is None or best.draft_cost is None or best.verify_cost is None:
+    if not bound or not ratio or best.draft_cost is None or best.verify_cost is None:
         return []
     length, tau = best.draft_length, best.tau[0]
     made = best.mean_draft_length or length  # fewer than γ where drafts end early
-    drafting, memory, cost = made * best.draft_cost, length * ratio + 1.0, tau / best.speedup[0]
+    drafting, memory, cost = made * best.draft_cost, tau / bound, tau / best.speedup[0]
+    reads = f"{round((memory - 1.0) / ratio, 1) + 0.0:g}"  # without what was copied; + 0.0: never "-0"
     left = cost - drafting - best.verify_cost
     steps = "one drafter step takes" if f"{made:.2g}" == "1" else f"{made:.2g} drafter steps take"
     rest = f", and sampling and the loop take about {left:.2f}" if left > LOOP else ""
@@ -100,7 +101,7 @@ def why(bench: Bench) -> list[Words]:
     sentence = (
         f"Why MBSU by {kind} says {bound:.2f}x at {best.name} and the clock {best.speedup[0]:.2f}x: a block yields "
         f"{tau:.2f} tokens in both, and MBSU charges {memory:.2f} plain steps for it (the target's weights read once, the "
-        f"drafter's {'once' if length == 1 else f'{length} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
+        f"drafter's {'once' if reads == '1' else f'{reads} times'}), while here it costs {cost:.2f}: {steps} {drafting:.2f}, "
         f"verifying {made + 1:.2g} tokens in one pass {best.verify_cost:.2f}{rest}."
     )
     return [Words(sentence)]
@@ -149,7 +150,7 @@ def _gains(found: dict[int, Bench], runs: int) -> Figure:
 
 
 def _speed_table(bench: Bench) -> Table:
-    kinds = sorted({kind for one in bench.fixed for kind in one.mbsu})
+    kinds = sorted({kind for one in bench.drafted for kind in one.mbsu})
     rows = []
     for one in bench.speeds:
         cells = [Cell(one.name), rate(one.token_rate)]

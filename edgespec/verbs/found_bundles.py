@@ -9,8 +9,8 @@ from pathlib import Path
 from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.table import count
-from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
-from edgespec.verbs.ready import READY, ready_folders
+from edgespec.recipe.targets import TARGETS, gguf_of
+from edgespec.verbs.ready import folder_of, ready_folders
 
 PLACES = (".", "*", "*/bundle", "build/*", "build/*/bundle")
 """Where a bundle lies below the current folder: pulled, exported or built there."""
@@ -39,7 +39,7 @@ def found() -> list[Found]:
     unique = {file.resolve(): file for file in reversed(manifests)}.values()
     newest = sorted(unique, key=lambda file: file.stat().st_mtime, reverse=True)
     here = [bundle for file in newest[:MOST] if (bundle := _described(file.parent)) is not None]
-    return [*here, *(_ready(name) for name in ready_folders())]
+    return [*here, *(_ready(name, drafter) for name, drafter in ready_folders().items())]
 
 
 def _described(folder: Path) -> Found | None:
@@ -58,15 +58,15 @@ def _described(folder: Path) -> Found | None:
     return Found(name, about) if name.isprintable() and about.isprintable() else None
 
 
-def _ready(name: str) -> Found:
+def _ready(name: str, drafter: Path) -> Found:
     about = f"ready pair, {TARGETS[name].parameters} target"
-    if any((cache_folder() / READY).glob(f"{name}-*/bundle/{MANIFEST}")):
-        return Found(name, about)
     package = TARGETS[name].package
     try:
-        there = gguf_of(name) is not None
+        file = gguf_of(name)
     except InputError as error:  # another version of the package, or its file is gone
         return Found(name, f"{about}; not to be used as it is", str(error))
-    if package is not None and not there:
+    if package is not None and file is None:
         return Found(name, f"{about}; needs {package.command}", f"first: {package.command}")
+    if file is not None and (folder_of(name, drafter, file) / "bundle" / MANIFEST).is_file():
+        return Found(name, about)
     return Found(name, f"{about}; its bundle is made once, in about 2 minutes")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from edgespec.building.pair import gguf_target
@@ -23,10 +25,12 @@ from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
 from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
+from edgespec.shell.environment import HOME
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 
 READY = "ready"
+KEY = 12  # hex digits of a pair's key in its folder's name
 EVALUATION = "evaluation.json"
 FILES = {
     "onnx": ["int8"],
@@ -36,7 +40,7 @@ FILES = {
     "acceptance_prompts": 0,
 }
 """What a ready bundle has: ONNX int8 and the target's own GGUF file, which is Q4_1. Its drafter was measured when it was made."""
-EXPORTER = 2
+EXPORTER = 3
 """Raised when export writes other files of the same inputs: a pair in the cache is then made again."""
 
 
@@ -65,6 +69,22 @@ def _made(name: str, drafter: Path) -> Path:
         raise InputError(
             f"the target {name} is not on this machine: {command}, then run the same command again"
         )
+    out = folder_of(name, drafter, file)
+    made = out / "bundle" / MANIFEST
+    if not made.is_file():
+        command = f"edgespec chat {name}"
+        with held(out, command, wait=True), notes_only():
+            if not made.is_file():  # another process may have made it meanwhile
+                note(f"making the ready pair {name} (once; about 2 minutes)")
+                _export(name, drafter, out)
+                for folder in ("export", "verify"):  # the bundle has copies of what is in them
+                    shutil.rmtree(out / folder, ignore_errors=True)
+                _remove_older(name, out, command)
+    return made.parent
+
+
+def folder_of(name: str, drafter: Path, file: Path) -> Path:
+    """Where the pair of a drafter and a target's file is in the cache, made or not."""
     made_of = [
         __version__,
         EXPORTER,
@@ -73,14 +93,15 @@ def _made(name: str, drafter: Path) -> Path:
         *map(sha256_file, [file, *sorted(drafter.glob("*"))]),
     ]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-    out = cache_folder() / READY / f"{name}-{key[:12]}"
-    made = out / "bundle" / MANIFEST
-    if not made.is_file():
-        with held(out, f"edgespec chat {name}", wait=True), notes_only():
-            if not made.is_file():  # another process may have made it meanwhile
-                note(f"making the ready pair {name} (once; about 2 minutes)")
-                _export(name, drafter, out)
-    return made.parent
+    return cache_folder() / READY / f"{name}-{key[:KEY]}"
+
+
+def _remove_older(name: str, out: Path, command: str) -> None:
+    """Take away what other versions made of a pair, unless one is being made."""
+    for older in out.parent.glob(f"{name}-{'[0-9a-f]' * KEY}"):
+        if older != out:
+            with suppress(InputError), held(older, command):
+                shutil.rmtree(older, ignore_errors=True)
 
 
 def _export(name: str, drafter: Path, out: Path) -> None:
@@ -98,7 +119,7 @@ def _export(name: str, drafter: Path, out: Path) -> None:
         drafter / EVALUATION,
         training=read_training(drafter / TRAINING),
     )
-    Export(recipe, out, source=source).run()
+    Export(recipe, out, source=source, disk_cure=f"set {HOME} to a folder on another disk").run()
 
 
 def keep(build: Path, name: str) -> Path:

@@ -235,6 +235,21 @@ def test_a_graph_for_the_fast_mode_lies_beside_its_model(folder: Path) -> None:
             open_manifest(folder)
 
 
+def test_c_of_the_fast_mode_stands_beside_that_of_the_file(folder: Path) -> None:
+    """Bundles made before there was one go by the file's."""
+    file = ("onnxruntime", "fp32")
+    assert open_manifest(folder).cost_ratios(*file, fast=True) == {"parameters": 0.1, "bytes": 0.1}
+    with rewritten(folder) as value:
+        value["cost_ratio"]["bytes"]["onnxruntime/fp32/fast"] = 0.3
+    manifest = open_manifest(folder)
+    assert manifest.cost_ratios(*file, fast=True)["bytes"] == 0.3
+    assert manifest.cost_ratios(*file)["bytes"] == 0.1
+    with rewritten(folder) as value:
+        value["cost_ratio"]["bytes"]["onnxruntime/fp32/fast"] = -1
+    with pytest.raises(BundleError, match=r"by bytes of onnxruntime fp32 is '-1'"):
+        open_manifest(folder).cost_ratios(*file, fast=True)
+
+
 def open_listed(folder: Path) -> Manifest:
     """The bundle's manifest with the drafter's vocabulary among its files."""
     with rewritten(folder) as value:

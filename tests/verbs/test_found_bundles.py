@@ -13,7 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.manifest import MANIFEST
 from edgespec.verbs import chat, found_bundles
 from edgespec.verbs.found_bundles import Found, found
-from edgespec.verbs.ready import READY
+from edgespec.verbs.ready import READY, folder_of, ready_folders
 
 NAME = "smollm2-135m-instruct"
 
@@ -54,10 +54,17 @@ def test_a_ready_pair_says_what_it_still_needs(here: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(found_bundles, "gguf_of", other_version)
     assert found()[-1].missing == "another version is installed"
-    made = here / "cache" / "home" / READY / f"{NAME}-0123" / "bundle"
-    made.mkdir(parents=True)
-    (made / MANIFEST).touch()
-    assert found()[-1].missing == ""
+    file = here / "target.gguf"
+    file.touch()
+    monkeypatch.setattr(found_bundles, "gguf_of", lambda name: file)
+    pair = folder_of(NAME, ready_folders()[NAME], file)
+    for made, words in ((pair.with_name(f"{NAME}-0123456789ab"), "its bundle is made once"), (pair, "")):
+        assert made.parent == here / "cache" / "home" / READY
+        (made / "bundle").mkdir(parents=True)
+        (made / "bundle" / MANIFEST).touch()
+        assert found()[-1].missing == ""
+        assert found()[-1].about.partition("; ")[2].startswith(words)
+        assert bool(words) == ("; " in found()[-1].about)
 
 
 def test_names_that_would_write_to_the_terminal_are_left_out(here: Path, bundle: Path) -> None:

@@ -87,13 +87,14 @@ class Card:
             if self.subset is not None
             else ""
         )
+        elsewhere = "    edgespec other-engines .    # the pair in the other engines below\n"
         target, drafter, default = self.manifest.target, self.manifest.drafter, self.manifest.default
         return (
             f"# {plain(target.name)} with a drafter\n\n"
             f"A chat model of {count(target.parameters)} parameters and a drafter of {count(drafter.parameters)} "
             f"({self.manifest.cost_ratio['parameters']:.2%}) that proposes tokens for it. The target decides every token: the "
             f"text has the distribution of the target alone.{known}\n\n"
-            "    edgespec chat .\n    edgespec bench .\n    edgespec other-engines .    # the pair in the other engines below\n\n"
+            f"    edgespec chat .\n    edgespec bench .\n{elsewhere if self.subset is None else ''}\n"
             f"Default: {default['engine']} {default['precision']} ({plain(default['reason'])}).\n"
         )
 
@@ -109,7 +110,7 @@ class Card:
         where = (
             "On the exported files, first precision and fast mode"
             if is_head
-            else "In torch with float32 weights"
+            else f"In torch with {_torch_weights(self.manifest.provenance)}"
         )
         rounded = "" if is_head else " Rounded weights change both models and with them these figures."
         return (
@@ -215,6 +216,13 @@ def rates_of(evaluation: Mapping[str, Any]) -> list[Rates]:
     name = "distilled" if "distilled" in names else (names or [""])[-1]
     found = [Rates.of(setting) for setting in settings if setting["drafter"] == name]
     return sorted(found, key=lambda rates: (rates.temperature, rates.draft_length))
+
+
+def _torch_weights(provenance: Mapping[str, Any]) -> str:
+    """What an evaluation in torch ran in, in words: the recipe can give the target another type, or few bits."""
+    how = provenance.get("recipe", {}).get("inference", {})
+    target = f"{how['bits']} bits" if how.get("bits") else how.get("dtype", "float32")
+    return "float32 weights" if target == "float32" else f"the target in {target} and the drafter in float32"
 
 
 def _shown(values: Values | None) -> str:

@@ -125,12 +125,16 @@ def write_bundle(
             )
             for role, shape in shapes.items()
         }
-        streamed = {(file.role, file.key): streamed_bytes(file) for file in files}
+        streamed = {
+            (file.role, file.key, fast): streamed_bytes(file, fast=fast)
+            for file in files
+            for fast in ((False,) if file.fast_graph is None else (False, True))
+        }
         ratios: dict[str, Any] = {
             "parameters": parameters["drafter"] / parameters["target"],
             "bytes": {
-                "/".join(key): streamed["drafter", key] / size
-                for (role, key), size in streamed.items()
+                "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
+                for (role, key, fast), size in streamed.items()
                 if role == "target"
             },
         }
@@ -162,10 +166,12 @@ def write_bundle(
             files=describe_files(folder),
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
-        sizes = [
-            CardFile(path.relative_to(export_folder).as_posix(), places[path], streamed[file.role, file.key])
-            for path, file in {file.path: file for file in files}.items()
-        ]
+        usual = choice.default.get("fast", "").split()  # what runs in fast mode unless told otherwise
+        sizes = []
+        for path, one in {file.path: file for file in files}.items():
+            fast = one.fast_graph is not None and "/".join(one.key) in usual
+            read = streamed[one.role, one.key, fast]
+            sizes.append(CardFile(path.relative_to(export_folder).as_posix(), places[path], read))
         card = folder / "README.md"
         write_text(card, Card(manifest, sizes, evaluation, verification, licence, subset).text())
         entry = BundleFile(sha256_file(card), card.stat().st_size)

@@ -34,7 +34,9 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape, log_of
 
 ROLES = ("target", "drafter")
-WIDENED = ("_F16", "_Q8")  # ends of the names of ONNX weights that are float32 once they are loaded
+# Ends of the names of ONNX weights that are float32 once they are loaded: in a graph for the fast mode, and in the others.
+HALVES = "_F16"
+WIDENED = (HALVES, "_Q8")
 # Tables of RoPE and embeddings by row, in static graphs, model graphs and heads.
 BY_ROW = frozenset(
     {"rope.cos", "rope.sin", "embed_tokens", "cos_cache", "sin_cache", "embedding.bytes", "embedding.scales"}
@@ -211,8 +213,8 @@ def check_possible(target: Path, drafter: ModelShape | Path | None, options: Exp
         odd = [size for size in rows if size % BLOCK_SIZE]
         if odd and "int8" in options.onnx:
             raise InputError(
-                f"{name} has rows of {odd[0]}, and ONNX int8 needs multiples of {BLOCK_SIZE}; leave it out of --export.onnx, or "
-                "choose another width"
+                f"{name} has rows of {odd[0]}, and ONNX int8 needs multiples of {BLOCK_SIZE}; leave it out of "
+                "--export.onnx (of a build) or --precisions (of export), or choose another width"
             )
         written = options.gguf
         if own is not None and written:
@@ -247,13 +249,17 @@ def _check_folder(folder: Path, options: ExportOptions) -> ModelShape:
     return shape
 
 
-def streamed_bytes(file: ExportedFile) -> int:
+def streamed_bytes(file: ExportedFile, *, fast: bool = False) -> int:
     """Weights read for one token: all of them, but one row only of an input embedding that is not also the output head.
 
     RoPE tables, of which a token reads one row too, count as one row. Weights that ONNX Runtime widens when it loads them (fp16,
-    int8 in exact mode) count as the float32 that it reads.
+    int8 in exact mode) count as the float32 that it reads. `fast`: in the fast mode, where it has a graph of its own for that; a
+    drafter runs from that graph in either mode.
     """
-    tables = _gguf_tables(file) if file.engine == "llama.cpp" and not file.is_head else _onnx_tables(file)
+    if file.engine == "llama.cpp" and not file.is_head:
+        tables = _gguf_tables(file)
+    else:
+        tables = _onnx_tables(file, file.fast_graph if fast or file.role == "drafter" else None)
     return sum(size // rows for size, rows in tables)
 
 
@@ -269,11 +275,11 @@ def _gguf_tables(file: ExportedFile) -> list[tuple[int, int]]:
     ]
 
 
-def _onnx_tables(file: ExportedFile) -> list[tuple[int, int]]:
+def _onnx_tables(file: ExportedFile, fast_graph: Path | None) -> list[tuple[int, int]]:
     import onnx
 
     def size(tensor: Any) -> int:
-        if not static and tensor.name.endswith(WIDENED):
+        if not static and tensor.name.endswith(WIDENED if fast_graph is None else HALVES):
             return 4 * int(math.prod(tensor.dims))
         external = {entry.key: entry.value for entry in tensor.external_data}
         return int(external.get("length", len(tensor.raw_data)))
@@ -283,7 +289,7 @@ def _onnx_tables(file: ExportedFile) -> list[tuple[int, int]]:
 
     static = file.engine == "static" and not file.is_head
     name = "step.onnx" if static else "model.onnx"
-    graph = onnx.load(file.path / name, load_external_data=False).graph
+    graph = onnx.load(fast_graph or file.path / name, load_external_data=False).graph
     return [
         (size(tensor), tensor.dims[0] if tensor.dims and by_row(tensor.name) else 1)
         for tensor in graph.initializer

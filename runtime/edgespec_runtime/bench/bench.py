@@ -300,10 +300,12 @@ def run(given: dict[str, Any]) -> int:
             rows = asked.by_category(runs, summaries)
             _print_suite(options, summaries, asked, rows, seconds)
         if asked.too_long or asked.turns_left_out:
+            ways = ["a longer --context"] * (pair.target.engine.context_length == options.context)
+            ways += ["a smaller --max-new-tokens"] * bool(options.suite and options.when_full != SHIFT)
+            more = f"; {' or '.join(ways)} leaves more room" if ways else ""
             print(
                 f"Left out, because the context has no room for them: {asked.too_long} prompts, "
-                f"{asked.turns_left_out} later turns; a longer --context leaves more room, and for a suite a smaller "
-                "--max-new-tokens."
+                f"{asked.turns_left_out} later turns{more}."
             )
         print(verdict(summaries))
         if options.json:  # the report decodes a few replies once more

@@ -66,6 +66,6 @@ def that_fit(
     if not found:
         raise InputError(
             f"the shortest prompt has {shortest} tokens, and the context has room for {room} beside the reply; "
-            "give a longer --context, or for a suite a smaller --max-new-tokens"
+            "give shorter ones, for a suite a smaller --max-new-tokens, or a longer --context if the model has one"
         )
     return found, too_long

@@ -5,6 +5,7 @@ Costs are in units of one plain target step and come from the raw counts: c_t = 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -69,12 +70,18 @@ class Summary:
 
     @property
     def name(self) -> str:
-        named = {PLAIN: "plain", AUTO: f"γ chosen ({self.mean_draft_length:.1f})"}
+        mean = f" ({self.mean_draft_length:.1f})" if self.blocks else ""
+        named = {PLAIN: "plain", AUTO: f"γ chosen{mean}"}
         return named.get(self.draft_length, f"γ = {self.draft_length}")
 
     @property
+    def blocks(self) -> bool:
+        """Whether the target verified any; a drafter that writes alone makes none, and has no τ and no v (NaN)."""
+        return not math.isnan(self.block_efficiency[0])
+
+    @property
     def predicted(self) -> float:
-        """τ / (γ·c_t + v(γ + 1)), from the measured costs."""
+        """τ / (γ·c_t + v(γ + 1)), from the measured costs; NaN without a block."""
         efficiency = self.block_efficiency[0]
         return predicted_speedup(efficiency, self.mean_draft_length, self.draft_cost, self.verify_cost)
 
@@ -88,7 +95,10 @@ def summed(counts: Iterable[RawCounts]) -> RawCounts:
 
 
 class _Runs:
-    """All runs, by prompt and draft length: lists of one number for each prompt, medians over its repeats and turns."""
+    """All runs, by prompt and draft length: lists of one number for each prompt, medians over its repeats and turns.
+
+    NaN of a prompt where no run has the number.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs: dict[int, dict[int, list[Run]]] = {}
@@ -96,7 +106,7 @@ class _Runs:
             self._runs.setdefault(run.prompt, {}).setdefault(run.draft_length, []).append(run)
 
     def of(self, length: int, value: Callable[[Run], float]) -> list[float]:
-        return [median([value(run) for run in own[length]]) for own in self._runs.values()]
+        return [_middle(map(value, own[length])) for own in self._runs.values()]
 
     def ratios(self, length: int, value: Callable[[Run], float], unit: Callable[[Run], float]) -> list[float]:
         """`value` in units of `unit` of the plain run."""
@@ -119,6 +129,11 @@ class _Runs:
         }
 
 
+def _middle(values: Iterable[float]) -> float:
+    """The median of those that are known; NaN where none is."""
+    return median([value for value in values if not math.isnan(value)] or [math.nan])
+
+
 _rate_over_all = ratio_of_sums(lambda counts: counts.emitted, lambda counts: counts.total_seconds)
 
 
@@ -128,11 +143,11 @@ def _ratio_over_all(pairs: Sequence[tuple[RawCounts, RawCounts]]) -> float:
 
 
 def _pass_seconds(run: Run) -> float:
-    return run.counts.verify_seconds / max(1, run.counts.blocks)
+    return run.counts.verify_seconds / run.counts.blocks if run.counts.blocks else math.nan
 
 
 def _draft_step_seconds(run: Run) -> float:
-    return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else 0.0
+    return run.counts.draft_seconds / run.counts.drafted if run.counts.drafted else math.nan
 
 
 def identical_prompts(runs: Sequence[Run]) -> int:
@@ -154,27 +169,32 @@ def summarise(runs: Sequence[Run], cost_ratios: dict[str, float]) -> list[Summar
         total = summed(counts)
         efficiency = bootstrap(counts, ratio_of_sums(lambda c: c.emitted, lambda c: c.blocks))
         charged = total.computed(total.mean_draft_length if length == AUTO else length)
+        # A chosen draft length can leave most prompts plain, and a drafter that writes alone leaves them without a block: those
+        # tell nothing of a drafter step or of a pass.
         steps = grouped.ratios(length, _draft_step_seconds, _pass_seconds)
-        # a chosen draft length can leave most prompts plain, which tell nothing of a drafter step
-        drafted = [step for step, own in zip(steps, counts, strict=True) if own.drafted]
+        passes = grouped.ratios(length, _pass_seconds, _pass_seconds)
         summaries.append(
             Summary(
                 draft_length=length,
                 mean_draft_length=total.mean_draft_length,
                 token_rate=bootstrap(grouped.of(length, rate), median),
                 first_token_seconds=median(grouped.of(length, first)),
-                step_seconds=median(grouped.of(length, _pass_seconds)),
+                step_seconds=_middle(grouped.of(length, _pass_seconds)),
                 speedup=bootstrap(grouped.ratios(length, rate, rate), median),
                 of_fastest=bootstrap(list(zip(counts, fastest, strict=True)), _ratio_over_all),
                 block_efficiency=efficiency,
                 acceptance_rate=total.acceptance_rate,
                 mbsu={name: mbsu(efficiency[0], charged, c) for name, c in cost_ratios.items()},
-                draft_cost=median(drafted or [0.0]),
-                verify_cost=median(grouped.ratios(length, _pass_seconds, _pass_seconds)),
+                draft_cost=_middle(steps) if total.drafted else 0.0,
+                verify_cost=_middle(passes),
                 identical=len(grouped.identical(length)),
             )
         )
     return summaries
+
+
+def _shown(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
@@ -184,7 +204,7 @@ def speed_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
             s.name,
             interval(*s.token_rate, digits=1),
             "1" if s.draft_length == PLAIN else interval(*s.speedup),
-            "" if s.draft_length == PLAIN else f"{s.predicted:.2f}",
+            "" if s.draft_length == PLAIN else _shown(s.predicted),
             f"{1e3 * s.first_token_seconds:.1f}",
         )
         for s in summaries
@@ -200,11 +220,11 @@ def cost_table(summaries: Sequence[Summary], *, markdown: bool = False) -> str:
     rows = [
         (
             s.name,
-            interval(*s.block_efficiency),
+            interval(*s.block_efficiency) if s.blocks else "-",
             f"{s.acceptance_rate:.3f}" if s.mean_draft_length else "-",
-            *(f"{s.mbsu[name]:.2f}" for name in names),
+            *(_shown(s.mbsu[name]) for name in names),
             f"{s.draft_cost:.3f}" if s.mean_draft_length else "-",
-            f"{s.verify_cost:.2f}",
+            _shown(s.verify_cost),
         )
         for s in drafted
     ]
@@ -266,16 +286,18 @@ def verdict(summaries: Sequence[Summary]) -> str:
             f"of the rate of {fastest.name}, the fastest in hindsight."
         )
     block = (best.block_efficiency[0], best.mean_draft_length, best.draft_cost, best.verify_cost)
-    sums = _block_sums(*block)
+    sums = f" ({_block_sums(*block)})" if best.blocks else ""
     if low > 1.0:
         return f"Speculation pays here: {measured}.{beside}"
     if high >= 1.0:
         unclear = "more prompts or a quieter machine would tell"
-        return f"Speculation makes no clear difference here: {measured}; {unclear} ({sums}).{beside}"
-    cause = block_cause(best.acceptance_rate, *block)
+        return f"Speculation makes no clear difference here: {measured}; {unclear}{sums}.{beside}"
+    cause = "The drafter wrote alone, so there is no block to find the cause in."
+    if best.blocks:
+        cause = block_cause(best.acceptance_rate, *block)
     if best.predicted > 1.0:
         passes = f"The models' passes alone would give {best.predicted:.2f}x"
-        cause = f"{passes}, but sampling and the loop take the rest ({sums})."
+        cause = f"{passes}, but sampling and the loop take the rest{sums}."
     return f"Speculation does not pay here: {measured}. {cause}{beside}"
 
 

@@ -14,6 +14,7 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
+from edgespec_runtime.chat.status import tau_of
 from edgespec_runtime.chat.terminal import QUOTES, unquoted
 from edgespec_runtime.chat.view import Run
 from edgespec_runtime.decoding.loop import rules_for
@@ -240,7 +241,7 @@ def _stats(chat: Chat, _: str) -> None:
         tests = zip(totals.accepted, totals.tested, strict=True)
         places = ", ".join(f"{accepted / tested:.2f}" for accepted, tested in tests if tested)
         lines.append(
-            f"τ {totals.block_efficiency:.2f}, α {totals.acceptance_rate:.2f} (in the block: {places}); "
+            f"{tau_of(totals)}α {totals.acceptance_rate:.2f} (in the block: {places}); "
             f"{sum(totals.accepted)}/{totals.drafted} drafted accepted"
         )
     chat.view.say("\n".join(lines))

@@ -130,7 +130,7 @@ class Conversation:
 def _too_long(tokens: str, room: int) -> str:
     return (
         f"the message takes {tokens} tokens and the context has room for {room}; "
-        "send a shorter one, or load the bundle with a longer --context"
+        "send a shorter one, or leave the reply less of it with /set max_new_tokens"
     )
 
 

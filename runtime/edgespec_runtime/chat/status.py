@@ -73,7 +73,7 @@ class Tally:
             f"{counts.emitted} tokens",
             f"{counts.token_rate:.1f} tok/s",
             times and f"est. {times}",
-            drafts and f"{drafts} (τ {counts.block_efficiency:.2f}, α {counts.acceptance_rate:.2f})",
+            drafts and f"{drafts} ({tau_of(counts)}α {counts.acceptance_rate:.2f})",
             self.off,
             self._context(),
             f"first token after {self.first_token:.2f} s ({self.computed} of {self.prompt} prompt tokens computed)",
@@ -90,6 +90,11 @@ class Tally:
 
     def _context(self) -> str:
         return f"context {min(self.context, self.prompt + self.counts.emitted)}/{self.context}"
+
+
+def tau_of(counts: RawCounts) -> str:
+    """τ as the beginning of a list of figures; '' where a drafter that wrote alone made no block."""
+    return f"τ {counts.block_efficiency:.2f}, " if counts.blocks else ""
 
 
 def _joined(*parts: str) -> str:

@@ -58,7 +58,7 @@ class LoadOptions:
 
 @dataclass
 class Pair:
-    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision.
+    """A loaded bundle. `cost_ratios`: c by parameters and by bytes streamed per token at this precision in this mode.
 
     `threads` are those asked for or, unasked, all processors; a small drafter or target runs on one of them. `mode` is the one
     asked for; `exactness` says what came of it. `backend`: what computes a pass, which for static graphs may be OpenVINO.
@@ -245,7 +245,7 @@ def load_pair(manifest: Manifest, options: LoadOptions, with_draft: bool = True)
     assert manifest.folder is not None
     engine, precision = _choose(manifest, options)
     options = replace(options, mode=options.mode or _usual_mode(manifest, engine, precision))
-    ratios = manifest.cost_ratios(engine, precision)
+    ratios = manifest.cost_ratios(engine, precision, fast=options.mode == FAST)
     for name in ("tokenizer", *(getattr(manifest, role).files[engine][precision] for role in ROLES)):
         manifest.check_folder(name)
     threads = options.threads or default_threads()

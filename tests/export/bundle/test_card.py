@@ -182,6 +182,25 @@ def test_builds_that_measured_less() -> None:
     assert row(replace(CARD, evaluation=older).text(), "SGLang")[2:] == ["0.70", "not measured"]
 
 
+@pytest.mark.parametrize(
+    ("inference", "words"),
+    [
+        ({}, "In torch with float32 weights, on"),
+        ({"dtype": "float32", "bits": None}, "In torch with float32 weights, on"),
+        (
+            {"dtype": "bfloat16", "bits": None},
+            "In torch with the target in bfloat16 and the drafter in float32, on",
+        ),
+        (
+            {"dtype": "bfloat16", "bits": 4},
+            "In torch with the target in 4 bits and the drafter in float32, on",
+        ),
+    ],
+)
+def test_what_the_evaluation_ran_in(inference: dict[str, Any], words: str) -> None:
+    assert words in with_manifest(provenance={"recipe": {"inference": inference}}).text()
+
+
 def test_commands() -> None:
     text = CARD.text()
     pair = "-m target/gguf/target-q8_0.gguf -md drafter/gguf/drafter-q8_0.gguf"
@@ -204,6 +223,8 @@ def test_a_drafter_with_its_own_tokens_is_offered_to_nobody() -> None:
     assert "knows 256 of the target's 512 tokens" in text
     assert "do not pair with them there" in text
     assert "llama-server" not in text
+    assert "edgespec other-engines" in CARD.text()
+    assert "edgespec other-engines" not in text
 
 
 def test_licences_and_hub_ids() -> None:

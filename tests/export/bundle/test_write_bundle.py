@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import onnx
 import pytest
 from edgespec_export.bundle import write as write_file
+from edgespec_export.bundle.default_choice import Choice
 from edgespec_export.bundle.write import check_same_tokenizer, write_bundle
 from edgespec_export.formats.export import ExportedFile, export_pair, streamed_bytes
 from edgespec_export.verify.readback import gguf_field
@@ -99,6 +101,7 @@ def test_streamed_bytes_are_those_of_the_file(made: dict[str, Path], tmp_path: P
     """Untied: one row of the input embedding; tied: the table is the output head and is read whole."""
     write(tmp_path / "bundle", made)
     ratios = open_manifest(tmp_path / "bundle").cost_ratio["bytes"]
+    assert ratios.pop("onnxruntime/int4/fast") == ratios["onnxruntime/int4"]  # packed in both graphs
     assert set(ratios) == {"onnxruntime/fp32", "onnxruntime/int4", "llama.cpp/f16", "llama.cpp/q8_0"}
     assert all(0 < ratio < 1.2 for ratio in ratios.values())
     for role in ("target", "drafter"):
@@ -283,3 +286,29 @@ def test_a_bundle_has_the_default_template_and_known_ids(made: dict[str, Path], 
     assert read_json(tokenizer / "tokenizer_config.json")["chat_template"] == template
     written = read_json(tokenizer / "generation_config.json")
     assert (written["pad_token_id"], written["eos_token_id"]) == (None, [2])
+
+
+def test_c_is_that_of_the_graph_that_runs(
+    made: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact graph reads int8 as float32, the fast one as it is stored; a drafter runs from the fast one in either mode."""
+    options = ExportOptions(onnx=("int8",), gguf=())
+    export_pair(tmp_path / "export", made["target"], made["drafter"], options)
+    default = {"engine": "onnxruntime", "precision": "int8", "reason": "", "fast": "onnxruntime/int8"}
+    monkeypatch.setattr(write_file, "_untimed", lambda *_: Choice(default))
+    out = tmp_path / "bundle"
+    write(out, made, options, export=tmp_path / "export")
+    target, drafter = (
+        ExportedFile(role, "onnxruntime", "int8", tmp_path / "export" / role / "onnx-int8")
+        for role in ("target", "drafter")
+    )
+    exact, fast, small = streamed_bytes(target), streamed_bytes(target, fast=True), streamed_bytes(drafter)
+    assert 3 * fast < exact
+    assert small == streamed_bytes(drafter, fast=True)
+    told = {"onnxruntime/int8": small / exact, "onnxruntime/int8/fast": small / fast}
+    assert open_manifest(out).cost_ratio["bytes"] == told
+    for mode, ratio in zip(("exact", "fast", ""), [*told.values(), small / fast], strict=True):
+        with closing(open_pair(out, LoadOptions(mode=mode, threads=1))) as pair:
+            assert pair.cost_ratios["bytes"] == ratio
+    rows = [line for line in (out / "README.md").read_text().splitlines() if "onnx-int8`" in line]
+    assert [row.split()[-3] for row in rows] == [f"{size / 2**20:.2f}" for size in (fast, small)]

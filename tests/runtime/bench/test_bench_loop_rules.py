@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from edgespec_runtime.bench.bench import Options, runs_of
 from edgespec_runtime.bench.dialogues import Dialogue
-from edgespec_runtime.bench.report import AUTO, PLAIN, Run, shortfalls, shown, summarise, verdict
+from edgespec_runtime.bench.report import (
+    AUTO,
+    PLAIN,
+    Run,
+    cost_table,
+    shortfalls,
+    shown,
+    speed_table,
+    summarise,
+    verdict,
+)
 from edgespec_runtime.bench.suite import of_chat
 from edgespec_runtime.pair.bundle import Pair
 
@@ -77,8 +88,44 @@ def test_the_whole_command(
     flags = ["--max-new-tokens", "8", "--max-prompts", "3", "--repeats", "1", "--rule", rule]
     files = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png")]
     assert main(["bench", str(bundle), *flags, *files]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("γ chosen (")]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("γ chosen")]
     assert len(rows) == 2  # of speed and of costs
     report = json.loads((tmp_path / "bench.json").read_text())
     assert [summary["draft_length"] for summary in report["summaries"]] == [PLAIN, AUTO]
     assert {sample["draft_length"] for sample in report["samples"]} == {None}
+
+
+def alone(run: Run) -> Run:
+    """The same reply, all of it the drafter's: the target verified no block."""
+    return replace(run, counts=replace(run.counts, blocks=0, verify_seconds=0.0))
+
+
+def test_prompts_without_a_block_tell_nothing_of_a_pass() -> None:
+    runs = [run_of(prompt, length, 0.6) for prompt in range(3) for length in (PLAIN, AUTO)]
+    runs = [alone(run) if run.draft_length == AUTO and run.prompt else run for run in runs]
+    _, own = summarise(runs, {"bytes": 0.05})
+    assert own.verify_cost == pytest.approx(1.5)
+    assert own.step_seconds == pytest.approx(0.015)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.5, "Speculation pays here: 1.20x"),
+        (0.6, "or a quieter machine would tell."),
+        (
+            0.9,
+            "here: 0.67x plain decoding [0.67, 0.67] with γ chosen block by block. The drafter wrote alone, so",
+        ),
+    ],
+)
+def test_a_drafter_that_wrote_alone_has_no_figures_of_a_block(seconds: float, words: str) -> None:
+    runs = [run_of(prompt, PLAIN, 0.6) for prompt in (0, 1)]
+    runs += [alone(run_of(prompt, AUTO, seconds)) for prompt in (0, 1)]
+    summaries = summarise(runs, {"bytes": 0.05})
+    own = summaries[-1]
+    assert all(map(math.isnan, (own.verify_cost, own.predicted, own.mbsu["bytes"])))
+    assert words in verdict(summaries)
+    assert "nan" not in verdict(summaries).replace("(nan)", "")
+    assert speed_table(summaries).splitlines()[-1].split()[-2] == "-"
+    assert cost_table(summaries).splitlines()[-1].split()[-5:] == ["-", "0.500", "-", "0.100", "-"]

@@ -189,8 +189,16 @@ def test_what_the_context_cannot_hold_is_left_out_and_counted(pair: Pair) -> Non
         asked_of(pair, options(), [long])
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"), [([], "."), (["--context", "128"], "; a longer --context leaves more room.")]
+)
 def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
-    pair: Pair, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: Pair,
+    bundle: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    given: list[str],
+    advice: str,
 ) -> None:
     context = pair.target.engine.context_length
     assert len(asked_of(pair, options(max_new_tokens=context), []).dialogues) == len(pair.prompts())
@@ -198,10 +206,10 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
     rows = ["Hi", "word " * context, "Hello"]
     file.write_text("\n".join(json.dumps({"instruction": row}) for row in rows), encoding="utf-8")
     flags = ["--prompts", str(file), "--repeats", "1", "--json", str(tmp_path / "bench.json")]
-    assert main(["bench", str(bundle), *QUICK, *flags]) == 0
+    assert main(["bench", str(bundle), *QUICK, *flags, *given]) == 0
     said = capsys.readouterr().out
     assert "2 prompts x 1" in said
-    assert "no room for them: 1 prompts, 0 later turns; a longer --context leaves more room" in said
+    assert f"no room for them: 1 prompts, 0 later turns{advice}\n" in said
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["too_long"] == {"prompts": 1, "turns": 0}
 
@@ -234,7 +242,9 @@ def test_the_report_has_a_table_and_a_file_by_category(
     assert main(["bench", str(bundle), *QUICK, *flags]) == 0
     said = capsys.readouterr().out
     assert "mixed.jsonl by category: γ = 2 against plain decoding" in said
-    assert "no room for them: 1 prompts, 0 later turns" in said
+    assert (
+        "no room for them: 1 prompts, 0 later turns; a smaller --max-new-tokens leaves more room.\n" in said
+    )
     report = json.loads(file.read_text())
     rows = {row["category"]: row for row in report["categories"]}
     assert list(rows) == ["chat", "code", "maths", "prompts", ALL]

@@ -98,6 +98,12 @@ def test_system_clear_stats_exit(pair: Pair, capsys: pytest.CaptureFixture[str])
     shown = capsys.readouterr().err
     assert "replies 1, tokens 12" in shown
     assert f"/{chat.totals.drafted} drafted accepted" in shown
+    assert "τ" in shown
+    chat.totals.blocks = 0  # as where the drafter wrote alone
+    handle(chat, "/stats")
+    alone = capsys.readouterr().err
+    assert "α" in alone
+    assert "τ" not in alone
     handle(chat, "/clear")
     assert chat.conversation.messages == []
     assert chat.conversation.system == "Be kind.\nBe brief."

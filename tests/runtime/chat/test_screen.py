@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from edgespec.core.metrics import RawCounts
 from edgespec.core.output import speaking
 from edgespec.core.texts import draws, harmless
 
@@ -89,6 +90,15 @@ def test_figures_show_while_a_reply_comes_and_go_with_it(monkeypatch: pytest.Mon
     reply(terminal, [("One ", False), ("two", True), (" three", False)])
     assert "13.3 tok/s · 1/6 drafted accepted · context 14/100" in terminal.written
     assert terminal.seen() == ["One two three", ""]
+
+
+def test_a_drafter_that_wrote_alone_has_no_tokens_per_pass() -> None:
+    tally = Tally(
+        100, 50, counts=RawCounts(drafted=4, emitted=4, tested=[4], accepted=[4], total_seconds=1.0)
+    )
+    assert "4/4 drafted accepted (α 1.00) · " in tally.line()
+    tally.counts.blocks = 2
+    assert "4/4 drafted accepted (τ 2.00, α 1.00) · " in tally.line()
 
 
 def test_quiet_shows_the_reply_alone(monkeypatch: pytest.MonkeyPatch) -> None:

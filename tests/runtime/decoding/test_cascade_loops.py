@@ -334,9 +334,9 @@ def test_the_same_seed_gives_the_same_reply(rule: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"p_min": 0.2}, "leave out --p-min 0.2"),
-        ({"draft_length": 7}, "leave out --draft-length 7"),
-        ({"when_full": "shift"}, "leave out --when-full shift"),
+        ({"p_min": 0.2}, "p_min is 0.2, .*leave p_min at its default"),
+        ({"draft_length": 7}, "draft_length is 7, .*leave draft_length at its default .*/gamma auto"),
+        ({"when_full": "shift"}, "when_full is shift, .*leave when_full at its default"),
         ({"drafter": "lookup"}, "choose the drafter 'model'"),
     ],
 )

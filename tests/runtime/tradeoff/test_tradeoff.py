@@ -221,9 +221,8 @@ def test_rows_behind_the_last_prompt_are_not_checked(
         ([], "give either a BUNDLE to measure, or --render"),
         (["B", "--render", "x.json"], "give either a BUNDLE to measure, or --render"),
         (["--render", "x.json"], "x.json is missing"),
-        (["--render", "x.json", "--title", "T"], "--title says nothing to --render"),
-        (["--render", "x.json", "--max-prompts", "3"], "--max-prompts says nothing to --render"),
-        (["--render", "x.json", "--json", "y.json"], "--json says nothing to --render"),
+        (["--render", "x.json", "--title", "T"], "--json and --title belong to what is measured"),
+        (["--render", "x.json", "--json", "y.json"], "--json and --title belong to what is measured"),
     ],
 )
 def test_bad_flags(
@@ -240,9 +239,13 @@ def test_bad_flags(
     assert error.count("\n") == 1
 
 
-def test_a_prompt_too_long_for_the_pair(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_too_long_for_the_pair(bundle: Path, pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tradeoff", str(bundle), *SHORT, "--context", "16"]) == 2
     assert "load the bundle with a longer --context" in capsys.readouterr().err
+    answers = Answers(pair, [LARGE], Options(bundle=""))
+    long = Prompt([{"role": "user", "content": "word " * pair.target.engine.context_length}], "")
+    with pytest.raises(InputError, match=r"leave it out$"):  # the models have no longer context
+        answers.encode([long])
 
 
 def test_a_reply_ends_where_the_context_does(bundle: Path, pair: Pair, tmp_path: Path) -> None:
