@@ -6,6 +6,8 @@ the whole rectangle: kernels that take a mask compute it all. Memory is float32 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.devices import ONNXRUNTIME, STATIC
 
@@ -24,6 +26,13 @@ EXPORTED_BYTES = {
 llama.cpp counts them; of mixed files the most that they can have."""
 HEAD_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
 """Of a weight of the output head, where it is kept at another precision."""
+READING_HEAD_BYTES = 36 / 32
+"""Of a weight of a drafter that is a head: always int8, with a float32 scale for 32 weights."""
+BUILDER = 9
+"""Bytes of memory that ONNX Runtime's model builder was seen to take for a parameter."""
+WHOLE = 4 * 2**30
+"""Bytes of memory up to which the builder gets an int4 model whole; a larger one goes two layers at a time. Every slice starts it
+again (SmolLM2: 12 s in slices, 4 s whole)."""
 
 
 def body_weights(shape: ModelShape) -> int:
@@ -116,11 +125,30 @@ def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False)
     return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
 
 
-def file_bytes(shape: ModelShape, engine: str, precision: str, *, streamed: bool = False) -> int:
+def building_bytes(shape: ModelShape, precisions: Iterable[str]) -> int:
+    """Memory in which a model's files are written, those for ONNX Runtime in `precisions`."""
+    by_layers = {"int4", "mixed"} if BUILDER * shape.parameters > WHOLE else set()
+    return BUILDER * shape.parameters if {*precisions} - by_layers else weight_bytes(shape)
+
+
+def file_bytes(
+    shape: ModelShape,
+    engine: str,
+    precision: str,
+    *,
+    streamed: bool = False,
+    target: ModelShape | None = None,
+) -> int:
     """Bytes of a model's weights in a file (ONNX: and its RoPE tables), or of those one token reads (`streamed`).
 
-    Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8.
+    Static graphs hold an embedding's rows in floats and the output head apart, tied or not; QDQ matrices are int8. A head has one
+    file for every engine and precision, and in it the embedding of its `target`, in bytes with a float32 scale a row.
     """
+    if shape.joining_parameters:
+        if streamed or target is None:
+            return round(READING_HEAD_BYTES * shape.streamed_parameters)
+        tables = target.vocab_size * (target.hidden + FLOAT) + FLOAT * shape.context_length * shape.head_dim
+        return round(READING_HEAD_BYTES * shape.parameters) + tables
     if engine == STATIC:
         matrices = shape.layers * shape.layer_parameters + shape.embedding_parameters
         rows = 0 if streamed else shape.embedding_parameters
@@ -128,6 +156,6 @@ def file_bytes(shape: ModelShape, engine: str, precision: str, *, streamed: bool
     stored = exported_bytes(shape, precision, streamed=streamed)
     if engine == ONNXRUNTIME and not streamed:
         stored += FLOAT * shape.context_length * shape.head_dim
-        if precision == "int4" and not shape.tied:  # an input embedding of its own stays in floats
+        if precision in ("int4", "int8") and not shape.tied:  # an input embedding of its own stays in floats
             stored += (FLOAT - EXPORTED_BYTES[precision]) * shape.embedding_parameters
     return round(stored)

@@ -76,9 +76,9 @@ class Fit:
             "--device"
         )
 
-    def text(self) -> str:
-        """`table`, and whether it fits."""
-        return f"{self.table()}\n" + ("It fits." if self.fits else f"It does not fit; {self.cure()}.")
+    def text(self, flags: tuple[str, str] | None = None) -> str:
+        """`table`, and whether it fits; `flags` as of `cure`."""
+        return f"{self.table()}\n" + ("It fits." if self.fits else f"It does not fit; {self.cure(flags)}.")
 
     def table(self) -> str:
         """Every part, their sum, the budget, and what the bandwidth would allow."""
@@ -107,10 +107,10 @@ def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
     tokens = min(profile.context, target.context_length, drafter.context_length)
     weights, caches, streamed = [], [], {}
     for role, shape, precision in (("target", target, profile.target), ("drafter", drafter, profile.drafter)):
-        kept = costs.file_bytes(shape, engine, "fp32" if (engine, precision) in WIDENED else precision)
-        how = (
-            f"{count(shape.parameters)} parameters in {precision}: {size(kept)}, times {times:g} when loaded"
-        )
+        stored = "fp32" if (engine, precision) in WIDENED else precision
+        kept = costs.file_bytes(shape, engine, stored, target=target)
+        named = "int8, with the target's embedding" if shape.joining_parameters else precision
+        how = f"{count(shape.parameters)} parameters in {named}: {size(kept)}, times {times:g} when loaded"
         weights.append(Part(f"{role}'s weights", round(times * kept), how))
         how = f"{tokens:,} tokens x {costs.cache_values(shape):,} values x {CACHE_VALUE[engine]} bytes"
         caches.append(Part(f"{role}'s KV cache", tokens * cache_bytes_per_token(shape, engine), how))

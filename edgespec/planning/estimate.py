@@ -16,6 +16,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
 from edgespec.recipe.devices import FORMAT_OF
+from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import SAMPLINGS
 from edgespec.recipe.schema import (
@@ -114,20 +115,33 @@ def _training(
     return StageCost(stage, tokens, total, needed + memory, kept + disk)
 
 
-def inference_bytes(how: InferenceOptions, target: ModelShape) -> int:
-    """Memory of the target's weights where it only runs. Spread over devices (max_memory), what cannot be spread: its tables.
-
-    An exported file is taken to be Q4_0 unless its precision is given; a server has its own memory.
-    """
+def bytes_a_weight(how: InferenceOptions, target: ModelShape) -> float:
+    """Of the target where it only runs. A file is taken to be Q4_0 unless its precision is given; a server has its own memory."""
     if how.source == "server":
-        return 0
+        return 0.0
     if how.source == "file":
         precision = how.precision if how.precision in costs.EXPORTED_BYTES else "q4_0"
-        return round(costs.exported_bytes(target, precision))
+        return costs.exported_bytes(target, precision) / target.parameters
     if how.bits is not None:
-        return target.parameters * how.bits // 8
-    each = costs.FLOAT if how.dtype == "float32" else 2
-    return each * (2 * target.embedding_parameters if how.max_memory else target.parameters)
+        return how.bits / 8
+    return costs.FLOAT if how.dtype == "float32" else 2
+
+
+def inference_bytes(how: InferenceOptions, target: ModelShape) -> int:
+    """Memory of the target's weights where it only runs. Spread over devices (max_memory), what cannot be spread: its tables."""
+    spread = how.source == "torch" and how.bits is None and how.max_memory
+    weights = 2 * target.embedding_parameters if spread else target.parameters
+    return round(bytes_a_weight(how, target) * weights)
+
+
+def in_torch(recipe: Recipe) -> Recipe:
+    """The recipe for stages that run the target in torch, whatever it writes from."""
+    return replace(recipe, inference=replace(recipe.inference, source="torch"))
+
+
+def _here(cost: StageCost, how: InferenceOptions) -> StageCost:
+    """What the target's run costs on this hardware: a server computes on its own."""
+    return replace(cost, flops=0.0, memory=0) if how.source == "server" else cost
 
 
 def _made_target() -> StageCost:
@@ -182,7 +196,7 @@ def writings(recipe: Recipe) -> list[Writing]:
 def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
     length = PROMPT_TOKENS + writing.new
     rows = min(recipe.generate.batch_size, writing.texts)
-    return StageCost(
+    cost = StageCost(
         writing.stage,
         writing.texts * length,
         costs.decoding_flops(target, writing.texts, PROMPT_TOKENS, writing.new),
@@ -192,6 +206,7 @@ def _written(recipe: Recipe, writing: Writing, target: ModelShape) -> StageCost:
         + costs.passing_activation_bytes(target, rows * PROMPT_TOKENS, PROMPT_TOKENS),
         ROW_BYTES * writing.texts * length,
     )
+    return _here(cost, recipe.inference)
 
 
 def _states_bytes(recipe: Recipe, target: ModelShape) -> int:
@@ -210,7 +225,7 @@ def _read(
 ) -> StageCost:
     """One pass of the target over finished text, of which `kept` bytes stay; `logits`: positions that have them (all)."""
     context = recipe.distill.context
-    return StageCost(
+    cost = StageCost(
         name,
         tokens,
         costs.forward_flops(target, tokens, context, logits),
@@ -219,6 +234,7 @@ def _read(
         + costs.FLOAT * target.vocab_size * STORED_AT_ONCE,
         kept,
     )
+    return _here(cost, recipe.inference)
 
 
 def read_tokens(distill: DistillOptions) -> int:
@@ -294,20 +310,27 @@ def _evaluate(recipe: Recipe, target: ModelShape, drafter: ModelShape) -> StageC
         )
         tokens += EVALUATED * (checked + read)
     rows = min(options.batch_size, prompts)
-    memory = inference_bytes(recipe.inference, target) + costs.weight_bytes(drafter)
+    memory = inference_bytes(in_torch(recipe).inference, target) + costs.weight_bytes(drafter)
     memory += sum(costs.cache_bytes(model, rows, length) for model in (target, drafter))
     memory += costs.sampling_bytes(target, 2 * rows * (max(options.draft_lengths) + 1))
     return StageCost("evaluate", len(SAMPLINGS) * tokens, len(SAMPLINGS) * flops, memory, 0)
 
 
 def files_bytes(export: ExportOptions, models: Iterable[ModelShape]) -> int:
-    """The exported files of these models, all formats and precisions together."""
+    """The exported files of these models, the target first, all formats and precisions together. A head has one file for all."""
+    target, *drafters = models
+    files = [(engine, name) for engine, kind in FORMAT_OF.items() for name in getattr(export, kind)]
     return sum(
-        costs.file_bytes(model, engine, precision)
-        for model in models
-        for engine, name in FORMAT_OF.items()
-        for precision in getattr(export, name)
+        costs.file_bytes(model, *file, target=target)
+        for model in (target, *drafters)
+        for file in (files[:1] if model.joining_parameters else files)
     )
+
+
+def _verify(export: ExportOptions, target: ModelShape) -> StageCost:
+    """The float model and one file's weights as floats, with the logits of both in torch and of the file in its engine."""
+    logits = 3 * costs.FLOAT * target.vocab_size * export.verify_prompts * PROMPT_TOKENS
+    return StageCost("verify", 0, 0.0, 2 * costs.weight_bytes(target) + logits, 0)
 
 
 def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes: int = 1) -> list[StageCost]:
@@ -317,6 +340,8 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     not known here.
     """
     distill, how, head = recipe.distill, recipe.inference, recipe.drafter.kind == "head"
+    positions = recipe.generate.prompts * recipe.generate.max_new_tokens
+    stored, position = distill.target_side == "stored", stored_position_bytes(target, distill.stored_top_k)
     stages = [_made_target()] if recipe.target == TINY_CHAT else []
     if recipe.tune.steps:
         stages.append(_tune(recipe, target))
@@ -329,19 +354,21 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     again = head and recipe.drafter.features == THREE
     if head and not again:  # kept while the target writes
         answers = replace(answers, disk=answers.disk + states * answers.tokens)
+    elif stored and not head and how.source == "file":  # its distributions too
+        answers = replace(answers, disk=answers.disk + position * positions)
     stages.append(answers)
     if again:
-        stages.append(_read(recipe, target, STATES, answers.tokens, states * answers.tokens))
+        kept = states * answers.tokens
+        stages.append(_read(in_torch(recipe), target, STATES, answers.tokens, kept))
     if head and distill.fixed_fraction:
         tokens = read_tokens(distill)
-        stages.append(_read(recipe, target, READ, tokens, states * tokens))
+        stages.append(_read(in_torch(recipe), target, READ, tokens, states * tokens))
     if distill.against:
-        # the exporter holds the weights once, and the folder has them once more
-        weights = costs.weight_bytes(target)
-        stages.append(StageCost(ROUNDED, 0, 0.0, weights, weights))
-    if distill.target_side == "stored" and not head:
-        positions = recipe.generate.prompts * recipe.generate.max_new_tokens
-        kept = positions * stored_position_bytes(target, distill.stored_top_k)
+        # the file is made, and the folder has the weights once more
+        memory = costs.building_bytes(target, {distill.against}.intersection(PRECISIONS["onnx"]))
+        stages.append(StageCost(ROUNDED, 0, 0.0, memory, costs.weight_bytes(target)))
+    if stored and not head:
+        kept = position * positions
         stages.append(_read(recipe, target, "store", answers.tokens, kept, logits=positions))
     if distill.select_fraction < 1 and recipe.reference.steps:
         options = reference_options(recipe)
@@ -356,7 +383,8 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
     return [
         *stages,
         _evaluate(recipe, target, drafter),
-        StageCost("export", 0, 0.0, costs.weight_bytes(target), files),
+        StageCost("export", 0, 0.0, costs.building_bytes(target, recipe.export.onnx), files),
+        _verify(recipe.export, target),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]
 

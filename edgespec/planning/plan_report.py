@@ -10,11 +10,11 @@ from edgespec.core.shapes import ModelShape
 from edgespec.core.table import count, duration, table
 from edgespec.planning.devices_fit import Fit
 from edgespec.planning.estimate import PROMPT_TOKENS, size
-from edgespec.planning.hardware import Hardware
+from edgespec.planning.hardware import THIS_MACHINE, Hardware
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
-from edgespec.recipe.drafter import DrafterShape, cost_ratios, describe
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
+from edgespec.recipe.schema import DrafterOptions, Recipe
 
 LENGTHS = (1, 2, 3, 4, 5, 7)
 QUIET = 0.85
@@ -191,12 +191,19 @@ def verdict(plan: Plan) -> list[str]:
     else:
         lines.append(f"Speculation pays from α = {least[0]:.2f} on (γ = {least[1]}).")
     if not plan.measured:
-        again = "" if plan.device == "this machine" else " on the device"
-        lines.append(
-            f"That is a budget and no measurement: run `edgespec bench --synthetic {plan.recipe.target}`{again} before you pay "
-            "for the training, and then this plan again, which uses what was measured."
-        )
+        lines.append(f"That is a budget and no measurement{_how_to_measure(plan)}.")
     return [*_room(plan), *lines, *_cost_of_building(plan)]
+
+
+def _how_to_measure(plan: Plan) -> str:
+    """What to run before this plan, so that it is measured; nothing where the synthetic pair has another drafter."""
+    if plan.drafter != derive(plan.target, DrafterOptions()):
+        return ""
+    there, again = ("", "") if plan.device == THIS_MACHINE else (" on the device", " there, without --device")
+    return (
+        f": run `edgespec bench --synthetic {plan.recipe.target}`{there} before you pay for the training, and then this plan "
+        f"again{again}, which uses what was measured"
+    )
 
 
 def _room(plan: Plan) -> list[str]:

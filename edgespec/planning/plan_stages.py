@@ -17,8 +17,9 @@ from edgespec.planning.estimate import (
     EVALUATED,
     PROMPT_TOKENS,
     StageCost,
+    bytes_a_weight,
     estimate,
-    inference_bytes,
+    in_torch,
     writings,
 )
 from edgespec.planning.hardware import Hardware
@@ -37,7 +38,7 @@ from edgespec.recipe.schema import (
 TRAININGS = ("tune", "pretrain", "reference", "distill")
 TOGETHER = (*TRAININGS, SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate", STATES, READ, "store")
 """Stages that all processes work on; the others are one process's."""
-ON_HOST = (ROUNDED, "export", "pack")
+ON_HOST = (ROUNDED, "export", "verify", "pack")
 """Stages that take the machine's memory and not an accelerator's."""
 DISK_RATE = 0.5e9
 """Assumed bytes a second of reading weights and writing files, for stages that do little else."""
@@ -112,15 +113,18 @@ def _bytes_in_turn(
     stage: str, recipe: Recipe, target: ModelShape, drafter: ModelShape, devices: int
 ) -> float:
     """Bytes that one device reads token by token: the weights at every step, and the cache as far as it is filled by then."""
-    each = inference_bytes(recipe.inference, target) / target.parameters
+    how = recipe.inference
     for writing in writings(recipe):
         if stage == writing.stage:
+            if how.source == "server":
+                return 0.0
             rows = recipe.generate.batch_size
             batches = math.ceil(writing.texts / (rows * devices))
-            return batches * _decoding_bytes(target, each, rows, writing.new)
+            return batches * _decoding_bytes(target, bytes_a_weight(how, target), rows, writing.new)
     if stage == "evaluate":
         options = recipe.evaluate
         batches, new = math.ceil(options.prompts / options.batch_size), options.max_new_tokens
+        each = bytes_a_weight(in_torch(recipe).inference, target)
         plain = _decoding_bytes(target, each, options.batch_size, new)
         speculative = sum(
             plain + (gamma + 1) * _decoding_bytes(drafter, costs.FLOAT, options.batch_size, new)

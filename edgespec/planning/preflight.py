@@ -1,6 +1,6 @@
 """Before a build starts: does what it will need fit on this disk and in this memory? Compares the estimate with what is free.
 
-Only stages that are still to be done count, since a build that goes on has its files already. The estimate is "at most" for text
+Only what is still to be written counts, since a build that goes on has its files already. The estimate is "at most" for text
 and tokens, so `--force` goes on all the same. Arithmetic, and questions to the system.
 """
 
@@ -8,34 +8,48 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import shares_blocks
-from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.shapes import ModelShape
 from edgespec.planning import costs
 from edgespec.planning.estimate import StageCost, estimate, size
-from edgespec.planning.plan_stages import ON_HOST, PUBLISHED_BYTES, TOGETHER, for_processes, trainings, usable
+from edgespec.planning.plan_stages import (
+    ON_HOST,
+    PUBLISHED_BYTES,
+    TOGETHER,
+    TRAININGS,
+    for_processes,
+    trainings,
+    usable,
+)
 from edgespec.recipe.drafter import derive
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, gguf_of, is_hub_id
-from edgespec.stages.own_gguf import MODEL, own_file
+from edgespec.shell.environment import HOME
+from edgespec.stages.own_gguf import expanded
 
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
+WRITING = (SELF_PROMPTS, SELF_TEXT, SELF_INSTRUCTIONS, "generate")
+"""Stages in which the target writes."""
+WITHOUT_WRITER = ("target", "tune", "pretrain", *ON_HOST)
+"""Stages that do not run the target as the recipe's `inference` says."""
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """One thing there is too little of. `what`: 'disk' or 'memory'; bytes."""
+    """One thing there is too little of. `what`: 'disk' or 'memory'; bytes. `cures`: what makes room for it."""
 
     what: str
     stage: str
     needed: int
     free: int
     where: str
+    cures: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.stage} needs {size(self.needed)} of {self.what} and {size(self.free)} are free {self.where}"
@@ -69,7 +83,8 @@ def shortages(stages: Sequence[StageCost], room: Room, place: Path) -> list[Shor
         largest = max(stages, key=lambda stage: stage.disk)
         whole = f"the build (of it {largest.folder} {size(largest.disk)})"
         name = whole if len(stages) > 1 else largest.folder
-        found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}"))
+        cures = ("--out on another disk", "fewer --pretrain.steps", "fewer precisions")
+        found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}", cures))
     if room.memory is not None:
         where = "on the GPU" if room.on_gpu else "on this machine"
         for stage in stages:
@@ -79,8 +94,21 @@ def shortages(stages: Sequence[StageCost], room: Room, place: Path) -> list[Shor
             memory = sharing * (stage.memory + RUNNING)
             if memory > room.memory:
                 name = stage.folder + (f" in {sharing} processes" if sharing > 1 else "")
-                found.append(Shortage("memory", name, memory, room.memory, where))
+                lighter = _memory_cures(stage.folder)
+                found.append(Shortage("memory", name, memory, room.memory, where, lighter))
     return found
+
+
+def _memory_cures(stage: str) -> tuple[str, ...]:
+    """What makes a stage take less memory, and what always helps."""
+    batches = {
+        "evaluate": "evaluate.batch-size",
+        **dict.fromkeys(WRITING, "generate.batch-size"),
+        **{name: f"{name}.micro-batch-size" for name in TRAININGS},
+    }
+    smaller = [f"a smaller --{batches[stage]}"] if stage in batches else []
+    narrower = [] if stage in WITHOUT_WRITER else ["--inference.dtype bfloat16"]
+    return (*smaller, *narrower, "a larger machine")
 
 
 def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
@@ -114,9 +142,13 @@ def _known_shape(recipe: Recipe) -> ModelShape | None:
 
 
 def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list[StageCost]:
-    """The stages that are not done."""
+    """The stages that are not done, each with what it still writes."""
     stages = estimate(for_processes(recipe, processes), target, derive(target, recipe.drafter), processes)
-    return [stage for stage in stages if not (out / stage.folder / "stage.json").exists()]
+    return [
+        replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
+        for stage in stages
+        if not ((folder := out / stage.folder) / "stage.json").exists()
+    ]
 
 
 def check_processes(recipe: Recipe, processes: int) -> None:
@@ -153,36 +185,25 @@ def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
         return []
     if (file := gguf_of(name)) is not None:
         what, needed, place = f"the expanded weights of {name}", costs.weight_bytes(target), cache_folder()
+        home = HOME
     elif repo is not None:
         what, needed = f"the download of {repo}", PUBLISHED_BYTES * target.parameters
-        place = Path(constants.HF_HUB_CACHE)
+        place, home = Path(constants.HF_HUB_CACHE), "HF_HOME"
         if any((place / f"models--{repo.replace('/', '--')}").glob("snapshots/*/*.safetensors")):
             return []  # there, or under way: what is left of it cannot be told without the hub
     else:
         return []
     free = free_disk(place)
-    if needed <= free or (file is not None and _is_expanded(file)):
+    if needed <= free or (file is not None and expanded(file)):
         return []
-    return [Shortage("disk", what, needed, free, f"in {place}")]
-
-
-def _is_expanded(file: Path) -> bool:
-    """Whether a GGUF file's weights lie in edgespec's cache already. Only a file of the same size as theirs is read."""
-    made = (cache_folder() / "targets").glob(f"gguf-*/{MODEL}/config.json")
-    own = filter(None, (own_file(config.parent) for config in made))
-    return any(one.bytes == file.stat().st_size and one.is_in(file) for one in own)
+    return [Shortage("disk", what, needed, free, f"in {place}", (f"{home} on another disk",))]
 
 
 def refuse(found: Sequence[Shortage]) -> None:
     """Raises InputError with every shortage and what to do about it; nothing where there is none."""
     if not found:
         return
-    cures = {
-        "disk": "--out (and HF_HOME, for a download) on another disk, fewer --pretrain.steps, fewer precisions",
-        "memory": "a smaller --distill.micro-batch-size or --generate.batch-size, --inference.dtype bfloat16, a larger machine",
-    }
-    kinds = dict.fromkeys(shortage.what for shortage in found)
+    cures = dict.fromkeys(cure for shortage in found for cure in shortage.cures)
     raise InputError(
-        f"{'; '.join(map(str, found))}. Try {'; or '.join(cures[kind] for kind in kinds)}; `edgespec plan` shows every stage; "
-        "--force starts all the same"
+        f"{'; '.join(map(str, found))}. Try {', '.join(cures)}; `edgespec plan` shows every stage; --force starts all the same"
     )

@@ -290,7 +290,7 @@ def names(values: dict[str, Any]) -> list[str]:
 
 
 def test_stages_are_there_when_they_are_on() -> None:
-    assert names({}) == ["pretrain", "generate", "distill", "evaluate", "export", "pack"]
+    assert names({}) == ["pretrain", "generate", "distill", "evaluate", "export", "verify", "pack"]
     assert names({"tune": {"steps": 1, "conversations": "a"}})[0] == "tune"
     assert names({"distill": {"target_side": "stored"}})[2] == "store"
     assert names({"distill": {"select_fraction": 0.5}})[2] == "reference"
@@ -299,6 +299,7 @@ def test_stages_are_there_when_they_are_on() -> None:
         "generate",
         "evaluate",
         "export",
+        "verify",
         "pack",
     ]
 

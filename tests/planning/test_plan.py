@@ -74,6 +74,21 @@ def test_verdicts_follow_the_figures(tmp_path: Path) -> None:
     assert any("Memory does not suffice for pretrain, generate" in line for line in tight["verdict"])
 
 
+def test_a_budget_says_how_to_measure_what_can_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    """`bench --synthetic` has a drafter of the usual shape, and a plan with a device uses no measurement of this machine."""
+    tiny = ("plan", "--target", "tinyllama-1.1b-chat", "--gpus", "1xH100")
+    bench = "no measurement: run `edgespec bench --synthetic tinyllama-1.1b-chat`"
+    there = planned(capsys, *tiny, "--device", "raspberry-pi")
+    assert f"{bench} on the device before" in there
+    assert "this plan again there, without --device, which uses" in there
+    here = planned(capsys, *tiny)
+    assert f"{bench} before" in here
+    assert "this plan again, which uses" in here
+    other = planned(capsys, *tiny, "--drafter.layers", "1")
+    assert "That is a budget and no measurement.\n" in other
+    assert "--synthetic" not in other
+
+
 def test_devices_that_cannot_share_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     out = planned(capsys, *PAPER[:-1], "12xH100", "--device", "laptop-cpu-x86")
     assert "12 were given and 8 can share the work" in out
@@ -142,6 +157,7 @@ def test_the_other_answers_take_their_own_options_alone(capsys: pytest.CaptureFi
         (("--target", "tiny-chat", "--rehearse", "--alphas", "0.5"), "--alphas says nothing to --rehearse"),
         (("--target", "tiny-chat", "--rehearse", "--devices"), "--rehearse says nothing to --devices"),
         (("--devices", "--gpus", "H100"), "--gpus says nothing to --devices"),
+        (("--devices", "--export.npu-length", "64"), "--export.npu-length says nothing to --devices"),
     ):
         assert main(["plan", *words]) == 2
         assert error in capsys.readouterr().err
@@ -176,10 +192,10 @@ def test_the_docs_show_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> N
     printed = out[out.index("On 8 x") :]
     assert [line for line in printed.splitlines() if line][: len(table)] == table
     for words, figures in {
-        ("--gpus", "8xH100"): ("39h 15m",),
+        ("--gpus", "8xH100"): ("39h 17m",),
         ("--gpus", "1xH100"): ("13.1 days",),
         ("--gpus", "1xA100-80GB", "--pretrain.steps", "5906", "--inference.dtype", "bfloat16"): (
-            "52h 47m",
+            "52h 49m",
             "44.1 GiB",
         ),
     }.items():

@@ -26,7 +26,9 @@ from edgespec.planning.plan_device import (
 )
 from edgespec.planning.plan_report import LENGTHS
 from edgespec.recipe.devices import profiles
-from edgespec.recipe.targets import cache_folder
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.schema import DrafterOptions
+from edgespec.recipe.targets import cache_folder, shape_of_target
 
 
 def test_a_budget_without_arithmetic_is_mbsu() -> None:
@@ -39,6 +41,13 @@ def test_a_budget_without_arithmetic_is_mbsu() -> None:
     weights = costs.exported_bytes(TARGET, "q8_0", streamed=True)
     cache = 2 * CONTEXT * costs.cache_values(TARGET)
     assert way.plain_rate == pytest.approx(1e11 / (weights + cache), rel=1e-6)
+
+
+def test_a_head_is_counted_in_int8_whatever_its_target_is_in() -> None:
+    target = shape_of_target("smollm2-135m-instruct")
+    head = derive(target, DrafterOptions(kind="head", layers=1, vocabulary=8192))
+    way = budget(target, head, "onnxruntime", "int4", DeviceRates(1e11, float("inf"), ""))
+    assert way.byte_ratio == pytest.approx(1.125 * head.parameters / (0.625 * target.parameters), rel=1e-3)
 
 
 def test_a_budget_without_bandwidth_never_pays() -> None:

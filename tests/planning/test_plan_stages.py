@@ -52,6 +52,17 @@ def test_generation_waits_for_the_weights() -> None:
     less = timed({"generate": values, "inference": {"dtype": "bfloat16"}}, fast)["generate"]
     assert 0.5 * found.seconds < less.seconds < 0.6 * found.seconds
     assert found.memory - less.memory == 2 * TARGET.parameters
+    spread = timed({"generate": values, "inference": {"max_memory": "auto"}}, fast)["generate"]
+    assert spread.memory < less.memory
+    assert spread.seconds == found.seconds  # every weight is read all the same
+
+
+def test_a_server_generates_in_its_own_time() -> None:
+    values = {"inference": {"source": "server", "url": "http://127.0.0.1:8000"}}
+    stored = {"distill": {"target_side": "stored", "text_fraction": 0.0}}
+    there, here = timed({**stored, **values}), timed(stored)
+    assert [there[name].seconds for name in ("generate", "store")] == [0.0, 0.0]
+    assert there["evaluate"].seconds == here["evaluate"].seconds
 
 
 def test_each_process_holds_its_share_of_a_batch() -> None:

@@ -31,6 +31,7 @@ from edgespec.recipe.read import resolve
 GIB = 2**30
 STAGES = [StageCost("pretrain", 1, 1.0, 2 * GIB, 3 * GIB), StageCost("evaluate", 1, 1.0, GIB, GIB)]
 HERE = Path("/")
+BF16, LARGER = "--inference.dtype bfloat16", "a larger machine"
 
 
 def said(room: Room, done: tuple[str, ...] = ()) -> list[str]:
@@ -73,8 +74,31 @@ def test_refusal_names_every_shortage_and_the_way_on() -> None:
         refuse(shortages(STAGES, Room(GIB, GIB), HERE))
     text = str(seen.value)
     assert text.count("needs") == 3
-    for words in ("of disk", "of memory", "--out", "--generate.batch-size", "edgespec plan", "--force"):
+    for words in ("of disk", "of memory", "edgespec plan", "--force"):
         assert words in text
+    cures = "--out on another disk, fewer --pretrain.steps, fewer precisions, a smaller --pretrain.micro-batch-size"
+    assert (
+        f"Try {cures}, a larger machine, a smaller --evaluate.batch-size, --inference.dtype bfloat16;" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "cures"),
+    [
+        *((name, (f"a smaller --{name}.micro-batch-size", LARGER)) for name in ("tune", "pretrain")),
+        *(
+            (name, (f"a smaller --{name}.micro-batch-size", BF16, LARGER))
+            for name in ("reference", "distill")
+        ),
+        *((name, ("a smaller --generate.batch-size", BF16, LARGER)) for name in ("generate", "self-text")),
+        ("evaluate", ("a smaller --evaluate.batch-size", BF16, LARGER)),
+        *((name, (BF16, LARGER)) for name in ("store", "states", "read")),
+        *((name, (LARGER,)) for name in ("target tiny-chat, once", "rounded-target", "export")),
+    ],
+)
+def test_a_stage_without_memory_names_its_own_cures(stage: str, cures: tuple[str, ...]) -> None:
+    [one] = shortages([StageCost(stage, 1, 1.0, GIB, 0)], Room(GIB, GIB), HERE)
+    assert one.cures == cures
 
 
 def test_what_the_system_says() -> None:
@@ -148,7 +172,10 @@ def test_a_build_that_goes_on_counts_what_is_left(
     [short] = check(recipe, tmp_path, room)
     assert short.what == "disk"
     (tmp_path / "pretrain").mkdir()
-    (tmp_path / "pretrain" / "stage.json").write_text("{}")
+    with open(tmp_path / "pretrain" / "half", "wb") as half:
+        half.truncate(stages["pretrain"].disk)
+    assert check(recipe, tmp_path, room) == []  # all of it is written, although it is not done
+    (tmp_path / "pretrain" / "half").rename(tmp_path / "pretrain" / "stage.json")
     assert check(recipe, tmp_path, room) == []
 
 
@@ -179,6 +206,7 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert str(short).startswith(
         "the download of meta-llama/Llama-2-7b-chat-hf needs 12.6 GiB of disk and 10 GiB"
     )
+    assert short.cures == ("HF_HOME on another disk",)
     snapshot = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-chat-hf" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "model-00001-of-00002.safetensors").touch()
@@ -200,6 +228,7 @@ def test_weights_that_were_expanded_before_need_no_room(
     [short] = check(recipe, tmp_path / "out", Room(2**50, None))
     assert short.what == "disk"
     assert "the expanded weights of" in short.stage
+    assert short.cures == ("EDGESPEC_HOME on another disk",)
     folder_of(file)
     assert check(recipe, tmp_path / "out", Room(2**50, None)) == []
 

@@ -22,6 +22,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import TOKENIZER_FILES, copy_tokenizer
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus
+from edgespec.planning.costs import BUILDER, WHOLE
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.folder import DATA, written
 from edgespec_export.onnx.repeat import TEMPLATE_LAYERS, append_data, layer_of, lengthen, moved
@@ -31,9 +32,6 @@ PRECISION = "int4"
 FEW_TOKENS = 97  # rows of a slice's tables: a prime, so no matrix of a layer has as many
 # in place of biases that are zero: the builder leaves those out, and all slices need one graph
 NEXT_TO_ZERO = np.float32(1e-37)
-BUILDER = 9  # bytes of memory that the builder was seen to take for a parameter
-# Bytes of memory up to which the builder gets a model whole: every slice starts it again (SmolLM2: 12 s in slices, 4 s whole).
-WHOLE = 4 * 2**30
 
 
 def export_int4(

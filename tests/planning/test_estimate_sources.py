@@ -1,0 +1,76 @@
+"""What the estimate takes for the target's run, where the target is in torch, in a file or on a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from paper_plan import DRAFTER, TARGET
+
+from edgespec.planning import costs
+from edgespec.planning.estimate import StageCost, estimate, stored_position_bytes
+from edgespec.recipe.drafter import derive
+from edgespec.recipe.read import resolve
+from edgespec.recipe.schema import ROUNDED
+from edgespec.recipe.shipped import load_recipe, recipe_file
+from edgespec.recipe.targets import shape_of_target
+
+STORED = {"distill": {"target_side": "stored", "text_fraction": 0.0}}
+SOURCES: dict[str, dict[str, str]] = {
+    "torch": {},
+    "file": {"file": "target-q4_0.gguf"},
+    "server": {"url": "http://127.0.0.1:8000"},
+}
+
+
+def stages(values: dict[str, Any]) -> dict[str, StageCost]:
+    recipe = resolve({"target": "x", **values}, {})
+    return {cost.stage: cost for cost in estimate(recipe, TARGET, DRAFTER)}
+
+
+def test_where_the_target_runs() -> None:
+    found = {
+        name: stages({**STORED, "inference": {"source": name, **given}}) for name, given in SOURCES.items()
+    }
+    for name in ("generate", "store"):
+        torch, file, server = (found[source][name] for source in SOURCES)
+        assert (server.flops, server.memory, server.tokens) == (0.0, 0, torch.tokens)
+        assert file.flops == torch.flops
+        assert 0 < file.memory < torch.memory - 3 * TARGET.parameters
+    evaluated = {each["evaluate"].memory for each in found.values()}
+    assert len(evaluated) == 1  # always in torch
+    assert evaluated.pop() > costs.weight_bytes(TARGET)
+
+
+def test_a_file_keeps_its_distributions_while_it_writes() -> None:
+    file = {"inference": {"source": "file", **SOURCES["file"]}}
+    found, torch = stages({**STORED, **file}), stages(STORED)
+    assert found["store"].disk == torch["store"].disk
+    assert found["generate"].disk == torch["generate"].disk + found["store"].disk
+    recipe = resolve({"target": "x"}, {})
+    positions = recipe.generate.prompts * recipe.generate.max_new_tokens
+    assert found["store"].disk == positions * stored_position_bytes(TARGET, recipe.distill.stored_top_k)
+
+
+def test_a_finished_text_is_read_again_in_torch() -> None:
+    recipe = resolve(
+        load_recipe(recipe_file("smollm2-head")),
+        {"export": {"gguf": [], "onnx": ["int8"]}, "drafter": {"features": "three"}},
+    )
+    assert recipe.inference.source == "file"
+    target = shape_of_target(recipe.target)
+    found = {cost.stage: cost for cost in estimate(recipe, target, derive(target, recipe.drafter))}
+    logits = costs.FLOAT * target.vocab_size * 4096
+    passing = costs.passing_activation_bytes(target, 4096, recipe.distill.context)
+    assert found["states"].memory == costs.weight_bytes(target) + logits + passing
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "each"), [("onnx", "int4", 4), ("onnx", "int8", 9), ("gguf", "q8_0", 4)]
+)
+def test_writing_and_checking_the_files(kind: str, name: str, each: int) -> None:
+    files = {"onnx": [], "gguf": [], kind: [name]}
+    found = stages({"export": files, "distill": {"against": name}})
+    assert found["export"].memory == found[ROUNDED].memory == each * TARGET.parameters
+    logits = 3 * 4 * TARGET.vocab_size * 8 * 128
+    assert found["verify"].memory == 8 * TARGET.parameters + logits
