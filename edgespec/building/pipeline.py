@@ -24,6 +24,7 @@ from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import gguf_of
 from edgespec.stages import sources as sources
+from edgespec.stages.own_gguf import own_file
 from edgespec.stages.record import DONE, Reads
 from edgespec.stages.sources import data_of
 from edgespec.stages.stage import Body
@@ -76,8 +77,9 @@ class Build(ExportStages):
             reads = self._model(stage, folder)
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
         config = Path(found["folder"]) / "config.json"
-        if file and not config.is_file():
-            gguf_target(name)  # the cache was emptied: the file's folder is made again
+        own = own_file(config.parent)
+        if file and not (config.is_file() and own is not None and own.path == file.resolve()):
+            gguf_target(name)  # the cache was emptied, or another build has read a copy of the file
         if not config.is_file():
             raise InputError(
                 f"the {stage}'s folder {found['folder']} is gone; remove {self.out / stage} and run the same command again"

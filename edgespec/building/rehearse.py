@@ -8,7 +8,6 @@ Run the same command again after an interruption: what is done is not done again
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from edgespec.building.measured import run_measured
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import read_json, read_object, write_json
 from edgespec.core.folder_lock import held, refuse_other
-from edgespec.core.free_space import free_disk, free_memory
+from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
 from edgespec.core.output import give, step
 from edgespec.core.shapes import ModelShape
@@ -121,7 +120,6 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
     if why := settle(out / "weights", given):
         step(f"! weights: {why}: running again")
-        shutil.rmtree(out / "export", ignore_errors=True)  # stages write there beside their own folders
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
         for name, what in STAGES:
@@ -138,8 +136,7 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
 
 def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> dict[str, Any]:
     """Say what is needed and what is there, and return it: bytes of disk and memory. Raises InputError where it is not enough."""
-    there = sum(file.stat().st_size for file in out.rglob("*") if file.is_file()) if out.is_dir() else 0
-    disk, memory = max(0, needed_disk(shape) - there), needed_memory(shape, options.run_context)
+    disk, memory = max(0, needed_disk(shape) - bytes_in(out)), needed_memory(shape, options.run_context)
     free, available = free_disk(out), free_memory()
     print(
         f"needs about {size(disk)} on the disk ({size(free)} free) and {size(memory)} of memory "
@@ -174,7 +171,7 @@ def _claim(out: Path, target: str, options: RehearsalOptions, shape: ModelShape)
                 "--rehearsal.out, or remove that folder"
             )
         return
-    refuse_other(out, PLAN)
+    refuse_other(out, PLAN, "--rehearsal.out")
     write_json(out / PLAN, plan)
 
 

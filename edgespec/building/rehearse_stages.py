@@ -6,6 +6,7 @@ the table; "broken": bounds that do not hold). Each goes on where it was cut.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -81,6 +82,7 @@ def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     from edgespec_export.synthetic.checkpoint import write_checkpoint
     from edgespec_recipes.offline_target.rehearsal_data import write_data, write_tokenizer
 
+    shutil.rmtree(rehearsal.export, ignore_errors=True)  # what is there is of other weights
     source = Path(rehearsal.options.tokenizer).expanduser() if rehearsal.options.tokenizer else None
     tokens = (rehearsal.options.pretrain_steps + 1) * rehearsal.context
     total = write_checkpoint(rehearsal.shape, rehearsal.target)

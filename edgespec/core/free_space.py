@@ -56,6 +56,11 @@ def folder_at(place: Path) -> Path:
     return place
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder; 0 for one that is not there."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def free_disk(place: Path) -> int:
     """Bytes that can still be written where `place` is or will be."""
     return shutil.disk_usage(folder_at(place)).free

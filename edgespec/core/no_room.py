@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.core.errors import EdgespecError, InputError, NoRoom
+from edgespec.core.errors import EdgespecError, InputError, MetByOne, NoRoom
 from edgespec.core.free_space import folder_at, free_disk
 
 _FULL = {
@@ -28,11 +28,12 @@ _FORBIDDEN = {
     errno.ENAMETOOLONG: "the name is too long",
 }
 _DENIED = {errno.EACCES: "permission denied", errno.EPERM: "operation not permitted"}
-_IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch
+_IN_WORDS = (  # of Rust (safetensors, tokenizers), of NumPy, of torch, of llama.cpp
     re.compile(r"\(os error (?P<number>\d+)\)"),
     re.compile(r"Not enough free space to write (?P<bytes>\d+) bytes"),
     re.compile(r"^\d+ requested and \d+ written"),
     re.compile(r"inline_container.*unexpected pos|PytorchStreamWriter failed writing"),
+    re.compile(r"iostream error"),
 )
 
 
@@ -46,10 +47,10 @@ def write_error(path: Path | str, error: BaseException) -> InputError | None:
         return NoRoom(_message(path, reason, wanted))
     number = (error.errno or 0) if isinstance(error, OSError) else 0
     if number in _DENIED:  # libraries read, too, where something is written
-        return InputError(
+        return MetByOne(
             f"cannot use {path}: {_DENIED[number]}; allow it or choose another place, then run the same command again"
         )
-    return InputError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
+    return MetByOne(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
 
 
 def place_of(error: BaseException, otherwise: Path | str) -> Path | str:

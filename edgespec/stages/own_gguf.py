@@ -10,6 +10,7 @@ from pathlib import Path
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, read_json, write_json
+from edgespec.shell.environment import cache_folder
 from edgespec.stages.record import sha256_of
 
 ABOUT = "from_gguf.json"  # beside the folder and not in it: where the file lies is nothing that a stage reads
@@ -36,8 +37,8 @@ class OwnFile:
         if not self.path.is_file() or (seen := sha256_of([self.path])[self.path]) != self.sha256:
             now = "is gone" if not self.path.is_file() else f"has the sha256 {seen[:12]}"
             raise InputError(
-                f"the target's file {self.path} {now}, and the one with {self.sha256[:12]} is wanted; give it with --target "
-                "FILE.gguf again"
+                f"the target's file {self.path} {now}, and the one with {self.sha256[:12]} is wanted; put it back, or: "
+                "edgespec export --target FILE.gguf --drafter BUILD/distill/model"
             )
         copy_file(self.path, out)
 
@@ -54,3 +55,12 @@ def own_file(folder: Path) -> OwnFile | None:
         return None
     found = read_json(about)
     return OwnFile(Path(found["path"]), found["sha256"], found["bytes"], found["precision"])
+
+
+def expanded(file: Path) -> Path | None:
+    """The model folder in edgespec's cache that has a GGUF file's weights. Only a file of the same size as theirs is read."""
+    for config in (cache_folder() / "targets").glob(f"gguf-*/{MODEL}/config.json"):
+        own = own_file(config.parent)
+        if own is not None and own.bytes == file.stat().st_size and own.is_in(file):
+            return config.parent
+    return None

@@ -5,6 +5,7 @@ Knows nothing of what a stage does.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from typing import Any
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json, writing
 
+CHECKPOINTS = "checkpoints"
+"""What a stage resumes from; it goes when the stage is done, and not before."""
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
 
 Body = Callable[[Path], dict[str, Any]]
@@ -51,10 +54,10 @@ def run_stage(
 ) -> dict[str, Any]:
     """Run `body(folder)` unless it has completed before; return the counts it returned.
 
-    `body` leaves everything it needs to resume inside `folder`. `stage.json` records the options, the counts, the package
-    versions and the seconds spent (summed over interrupted runs as far as they were recorded). Of several processes all run the
-    body where they work `together`, else the first one alone; all return the same counts. Raises NoRoom where the disk is full,
-    whichever library met that.
+    `body` leaves everything it needs to resume inside `folder`, and in its CHECKPOINTS what nothing else needs. `stage.json`
+    records the options, the counts, the package versions and the seconds spent (summed over interrupted runs as far as they were
+    recorded). Of several processes all run the body where they work `together`, else the first one alone; all return the same
+    counts. Raises NoRoom where the disk is full, whichever library met that.
     """
     processes = processes or Processes()
     marker = folder / "stage.json"
@@ -68,6 +71,8 @@ def run_stage(
             with writing(folder, within=True):
                 body(folder)
         processes.wait()
+    if not processes.rank:  # a run that was killed behind its marker has left them, too
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     counts: dict[str, Any] = read_json(marker)["counts"]
     return counts
 

@@ -34,3 +34,7 @@ def test_a_context_that_the_target_does_not_hold_stops_a_build_at_its_plan(
     error = capfd.readouterr().err.splitlines()[-1]
     assert error == "edgespec: distill.context is 257; the target's context is 256 tokens: give at most that"
     assert not (out / "pretrain").exists()
+    # another value in the same folder is read, and not taken for another build's
+    given = ["--pretrain.context", "300", "--distill.context", "256"]
+    assert main(["build-drafter", "--target", str(target), "--out", str(out), *given]) == 2
+    assert "edgespec: pretrain.context is 300" in capfd.readouterr().err

@@ -15,11 +15,14 @@ from tiny_bundle import disturbed
 from tiny_models import make_model_folder
 
 from edgespec.building.pair import find_target
+from edgespec.building.pipeline import Build
 from edgespec.cli import main
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, sha256_file
+from edgespec.core.files import copy_file, read_json, sha256_file
 from edgespec.core.manifest import open_manifest
+from edgespec.recipe.schema import Recipe
 from edgespec.recipe.targets import TARGETS, PipFile, file_in, find_shape, gguf_of
+from edgespec.stages.own_gguf import own_file
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
@@ -69,8 +72,14 @@ def test_a_package_is_found_without_its_code(
         find_target(SMOL)
     install(tmp_path, made / "tiny.gguf", "0.1.2")
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert gguf_of(SMOL) == tmp_path / PACKAGE.file
+    file = tmp_path / PACKAGE.file
+    assert gguf_of(SMOL) == file
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    assert main(["targets", "path", SMOL]) == 0
+    assert capsys.readouterr().out == f"{file}\n"  # not expanded yet
     found = find_target(SMOL)
+    assert main(["targets", "path", SMOL]) == 0
+    assert capsys.readouterr().out == f"{found.folder}\n"
     assert (found.name, found.source) == (SMOL, "pip edgespec-tests-model==0.1.2")
     assert found.folder == find_target(str(made / "tiny.gguf")).folder
     assert main(["targets", "show", SMOL, "--json"]) == 0
@@ -158,6 +167,22 @@ def test_a_pair_has_the_name_of_the_targets_type(made: Path, tmp_path: Path) -> 
     assert manifest.pairs() == [("llama.cpp", "q4_0")]
     assert manifest.drafter.files["llama.cpp"] == {"q4_0": "drafter/gguf/drafter-f16.gguf"}
     assert (manifest.default["engine"], manifest.default["precision"]) == ("llama.cpp", "q4_0")
+
+
+def test_a_builds_own_file_is_found_behind_another_builds_copy(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    name, copy = str(made / "tiny.gguf"), tmp_path / "copy.gguf"
+    build = Build(Recipe(target=name), tmp_path / "out")
+    folder = Path(build._find("target", name)["folder"])
+    copy_file(made / "tiny.gguf", copy)
+    assert find_target(str(copy)).folder == folder
+    copy.unlink()
+    build._find("target", name)
+    own = own_file(folder)
+    assert own is not None
+    own.copy(copy)
 
 
 def test_a_whole_build(made: Path, tmp_path: Path) -> None:

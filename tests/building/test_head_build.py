@@ -39,8 +39,11 @@ from edgespec.core.metrics import RawCounts
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import LAST, THREE, check_start, keep_in_bytes
 from edgespec.recipe.schema import Recipe
+from edgespec.stages.own_gguf import own_file
 from edgespec.stages.training_facts import TRAINING, training_of
 from edgespec.verbs import ready
+from edgespec.verbs.export import Options as ExportOptions
+from edgespec.verbs.export import find_source
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.training]
 
@@ -298,10 +301,21 @@ def test_a_ready_pair_is_made_once(
     monkeypatch.setattr(ready, "gguf_of", lambda name: file)
     monkeypatch.setattr(ready, "gguf_target", lambda name: gguf_target(str(file)))
     words = ["generate", "tiny", "Say a thing", "--max-new-tokens", "8", "--threads", "1"]
+    with monkeypatch.context() as patch:
+        patch.setattr("edgespec.verbs.export.free_disk", lambda _: 0)
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert "make room, or set EDGESPEC_HOME to a folder on another disk" in error
+        assert "--precisions" not in error
+    older, another = (tmp_path / "cache" / "ready" / f"{pair}-0123456789ab" for pair in ("tiny", "tiny-2"))
+    (older / "bundle").mkdir(parents=True)
+    another.mkdir()
     assert main(words) == 0
+    assert (older.exists(), another.exists()) == (False, True)
     first = capsys.readouterr()
     assert "making the ready pair tiny" in first.err
     bundle = Path(ready.bundle_of("tiny"))
+    assert not {"export", "verify"} & {folder.name for folder in bundle.parent.iterdir()}
     manifest = open_manifest(bundle)
     assert manifest.drafter.kind == HEAD
     assert manifest.metrics["settings"]
@@ -312,6 +326,24 @@ def test_a_ready_pair_is_made_once(
     assert "making" not in again.err
     assert again.out == first.out  # how it was made is a note, no answer
     assert ready.bundle_of("tinny") == "tinny"  # a folder's name: the verb says what is wrong
+
+
+def test_a_targets_file_that_was_moved_is_given_to_export(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    file, moved = tmp_path / "old.gguf", tmp_path / "new.gguf"
+    copy_file(built.parent / "tiny.gguf", file)
+    found = gguf_target(str(file))
+    assert found is not None
+    own = own_file(found.folder)
+    assert own is not None
+    file.rename(moved)
+    cure = "put it back, or: edgespec export --target FILE.gguf --drafter BUILD/distill/model"
+    with pytest.raises(InputError, match=f"old.gguf is gone, .* is wanted; {cure}$"):
+        own.copy(tmp_path / "copy.gguf")
+    source = find_source(ExportOptions(target=str(moved), drafter=str(built / "distill" / "model")))
+    assert own_file(source.target) == replace(own, path=moved)
 
 
 def test_a_head_of_another_target_is_refused(

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgespec_runtime.text.tokenizer import ChatTokenizer
 from edgespec.building import rehearse
 from edgespec.building.measured import run_measured
 from edgespec.building.rehearse import ENGINES, STAGES, TALKS, TINY, RehearsalOptions, needed_disk
+from edgespec.building.rehearse_stages import read_rehearsal, weights
 from edgespec.core.errors import CheckFailed, EdgespecError, InputError
 from edgespec.core.files import read_json
 
@@ -89,6 +91,17 @@ def test_what_is_done_is_not_done_again(
         rehearsed(out, context=64)
 
 
+def test_new_weights_have_no_files_of_old_ones(tmp_path: Path) -> None:
+    (tmp_path / rehearse.PLAN).write_text(
+        json.dumps({"options": {"target": "t", **SMALL}, "shape": asdict(TINY)})
+    )
+    rehearsal = read_rehearsal(tmp_path)
+    rehearsal.gguf("target").parent.mkdir(parents=True)  # a kill came behind the removal of the weights
+    rehearsal.gguf("target").touch()
+    weights(rehearsal, tmp_path / "weights")
+    assert not rehearsal.export.exists()
+
+
 def test_a_broken_bound_is_the_last_word(finished: Path, tmp_path: Path) -> None:
     out = shutil.copytree(finished, tmp_path / "out")
     stage = read_json(out / "check-gguf" / "stage.json")
@@ -135,7 +148,7 @@ def test_too_little_room_is_said_before_anything_is_made(
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(InputError, match=r"holds other files and no rehearsal.json"):
+    with pytest.raises(InputError, match=r"other files and no rehearsal.json; .* with --rehearsal.out$"):
         rehearsed(tmp_path)
 
 

@@ -10,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from edgespec_export.gguf.quantize import PRECISIONS, quantize_file
+from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.generating.http_json import JsonServer
+from edgespec_runtime.batched.sequences import float_copy
 from repository import REPOSITORY
 from small_build import command
+from small_files import files_of_at_most
+from tiny_models import make_model_folder
 
 from edgespec.cli import main
 from edgespec.core.errors import InputError, MetByOne, NoRoom
@@ -100,6 +105,18 @@ def test_a_full_disk_and_what_is_none() -> None:
         assert write_error("/tmp/x", other) is None
 
 
+@pytest.mark.llamacpp
+def test_llama_cpp_says_it_in_words_of_its_own(tmp_path: Path) -> None:
+    source = tmp_path / "source.gguf"
+    export_gguf(make_model_folder(tmp_path / "model"), source, "f16")
+    for place, write in (
+        (tmp_path / "out.gguf", lambda out: quantize_file(source, out, PRECISIONS["q4_k_m"])),
+        (tmp_path / "copies", lambda folder: float_copy(source, folder, 1)),
+    ):
+        with files_of_at_most(10_000), pytest.raises(NoRoom, match=f"cannot write {place}.*MiB free in"):
+            write(place)
+
+
 def test_the_message_is_any_processes(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,9 +124,17 @@ def test_the_message_is_any_processes(
     from edgespec.verbs import targets as targets_verb
 
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv(
+        "EDGESPEC_TARGETS_JSON", "out.json"
+    )  # where an option was set is said behind a message that names it
     with pytest.raises(MetByOne, match="did not answer in 1 tries") as gone:
         JsonServer("http://127.0.0.1:9", 1.0, 0).ask("/v1/models")
-    for error, lines in ((InputError("met by all"), 0), (NoRoom("full"), 1), (gone.value, 1)):
+    for error, lines in (
+        (InputError("met by all"), 0),
+        (NoRoom("full"), 1),
+        (NoRoom("json: full"), 1),
+        (gone.value, 1),
+    ):
 
         def fail(_: object, error: Exception = error) -> int:
             raise error

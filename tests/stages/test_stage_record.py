@@ -12,7 +12,7 @@ from edgespec.core.files import read_json, write_json, write_text
 from edgespec.stages import record as stage_record
 from edgespec.stages import sources as stage_sources
 from edgespec.stages.record import BEFORE_RECORDS, RECORD, Reads, Source, made, settle
-from edgespec.stages.stage import run_stage
+from edgespec.stages.stage import CHECKPOINTS, run_stage
 
 OLD, NEW = "a row\n", "another row\n"
 
@@ -60,6 +60,22 @@ def test_an_edited_file_is_told_by_its_content(tmp_path: Path, file: Path) -> No
     write_text(file, NEW.upper())  # as long as before
     assert ran(stage, of(file)) == "rows.jsonl changed (12 -> 12 bytes)"
     assert ran(stage, of(file)) == ""
+
+
+def test_checkpoints_stay_until_a_stage_is_done(tmp_path: Path) -> None:
+    checkpoint = tmp_path / CHECKPOINTS / "checkpoint-1" / "weights"
+
+    def body(counts: dict[str, object]) -> Callable[[Path], dict[str, object]]:
+        return lambda place: write_text(checkpoint, "") or counts  # type: ignore[func-returns-value]
+
+    with pytest.raises(TypeError):  # the body has ended, and its marker cannot be written
+        run_stage(tmp_path, {}, body({"odd": object()}))
+    assert checkpoint.exists()
+    run_stage(tmp_path, {}, body({}))
+    assert not checkpoint.exists()
+    write_text(checkpoint, "")  # what a kill behind the marker leaves
+    run_stage(tmp_path, {}, body({}))
+    assert not (tmp_path / CHECKPOINTS).exists()
 
 
 def test_half_of_a_stage_is_not_mixed_with_another_half(tmp_path: Path, file: Path) -> None:

@@ -20,6 +20,7 @@ from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from gguf.constants import GGMLQuantizationType as Kind
 
 from edgespec.core.errors import EdgespecError
+from edgespec.core.no_room import write_error
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     """Write `out` from the F16 or F32 file `source` with llama.cpp; return notes.
 
     llama.cpp maps `source` and holds at most BUFFER bytes of rows beside it. Raises MissingExtra without llama-cpp-python,
-    EdgespecError where llama.cpp fails.
+    NoRoom where the disk is full, EdgespecError where llama.cpp fails otherwise.
     """
-    from edgespec_runtime.engines.llamacpp import load_library
+    from edgespec_runtime.engines.llamacpp import load_library, reason
 
     library = load_library()
     params = library.llama_model_quantize_default_params()
@@ -91,8 +92,8 @@ def quantize_file(source: Path, out: Path, precision: Precision) -> list[str]:
     params.max_buf_size = BUFFER  # llama.cpp's own is 8 GiB
     status = library.llama_model_quantize(os.fsencode(source), os.fsencode(out), params)
     if status != 0:
-        raise EdgespecError(
-            f"llama.cpp cannot quantise {source} to {precision.file_type.name} (status {status}); choose q8_0 or q4_0"
+        raise write_error(out, OSError(reason())) or EdgespecError(
+            f"llama.cpp cannot quantise {source} to {precision.file_type.name}: {reason()}; choose q8_0 or q4_0"
         )
     # shape[0] is a row's length here: GGUF counts dimensions from the inside
     matrices = [tensor for tensor in GGUFReader(out).tensors if len(tensor.shape) > 1]

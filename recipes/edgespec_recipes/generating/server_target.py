@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import InputError, MetByOne
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -35,6 +35,11 @@ COMPLETIONS = "/v1/completions"
 ENDS = ("stop", "length")
 TOKEN_ID = "token_id:"
 UNFIT = frozenset({500})  # what llama-cpp-python's server answers to a prompt that is no text
+ELSE = (
+    "use a server that sends them under token ids (vLLM, edgespec serve), or --inference.source file or torch for the whole "
+    "build, or learn the written tokens: --distill.labels hard --distill.target-side live"
+)
+"""What to do where distributions are wanted of a server that has none to give."""
 UNCLEAR = 2  # further tries for an answer that ends without a reason
 
 
@@ -86,7 +91,7 @@ class ServerTarget:
         try:
             return self.server.ask(path, body)
         except Refusal as error:
-            raise InputError(f"{self.server.url}{path} refuses the request: {error}") from error
+            raise MetByOne(f"{self.server.url}{path} refuses the request: {error}") from error
 
     def _check_vocabulary(self) -> bool:
         """Whether the server puts a BOS before a text. Raises InputError where its tokens are not the target's.
@@ -164,7 +169,7 @@ class ServerTarget:
                 seen = choices[0].get("finish_reason")
                 if seen in ENDS:
                     return choices[0], answer.get("usage") or {}
-        raise InputError(
+        raise MetByOne(
             f"{self.where} breaks its answers off (finish_reason {seen!r}; stop or length is wanted); look at "
             "the server's log and run the same command again: whole shards are kept"
         )
@@ -200,8 +205,7 @@ class ServerTarget:
     def _check_ids(self) -> None:
         if not self.sends_ids:
             raise InputError(
-                f"{self.where} takes prompts as text alone, which cannot be held against token ids; store the distributions with "
-                "--inference.source file or torch"
+                f"{self.where} takes prompts as text alone, so its log-probabilities cannot be held against token ids; {ELSE}"
             )
 
     def _document(self, row: dict[str, np.ndarray], places: np.ndarray, top_k: int) -> np.ndarray:
@@ -215,10 +219,7 @@ class ServerTarget:
         choice, _ = self.choice({**body, "return_tokens_as_token_ids": True})
         top = (choice.get("logprobs") or {}).get("top_logprobs")
         if not isinstance(top, list) or len(top) < len(ids) + 1:
-            raise InputError(
-                f"{self.where} sends no log-probabilities of a prompt's tokens; generate with it, and store the "
-                "distributions with --inference.source file or torch"
-            )
+            raise MetByOne(f"{self.where} sends no log-probabilities of a prompt's tokens; {ELSE}")
         for record, place in zip(records, wanted, strict=True):
             tokens, log_p = self._most_probable(top[place + 1], top_k)
             record["ids"], record["log_p"] = tokens, log_p
@@ -231,13 +232,13 @@ class ServerTarget:
         for name, value in (entry if isinstance(entry, dict) else {}).items():
             number = name.removeprefix(TOKEN_ID)
             if number == name or not number.isdecimal() or int(number) >= self.vocab_size:
-                raise InputError(
+                raise MetByOne(
                     f"{self.where} names a token {name[:40]!r} where {TOKEN_ID}NUMBER is wanted; use a server that "
                     "knows return_tokens_as_token_ids (vLLM, edgespec serve)"
                 )
             pairs.append((float(value), int(number)))
         if len(pairs) < top_k:
-            raise InputError(
+            raise MetByOne(
                 f"{self.where} sends {len(pairs)} log-probabilities for a token and {top_k} are to be stored; "
                 f"start it with more (vLLM: --max-logprobs {top_k}) or give --distill.stored-top-k {max(1, len(pairs))}"
             )
@@ -278,7 +279,7 @@ class ServerWriter(Writer):
             return ids if ids and ids[-1] in self.stops else [*ids, self._stop()]
         written = usage.get("completion_tokens", len(ids))
         if not ids or written < self.options.max_new_tokens:
-            raise InputError(
+            raise MetByOne(
                 f"{self.target.where} cut an answer off after {written} of "
                 f"{self.options.max_new_tokens} tokens; start it with a longer context, or lower generate.max_new_tokens"
             )
@@ -303,14 +304,14 @@ class ServerWriter(Writer):
         if isinstance(given, list):
             for token in given:
                 if type(token) is not int or not 0 <= token < self.target.vocab_size:
-                    raise InputError(
+                    raise MetByOne(
                         f"{self.target.where} sends the token {str(token)[:40]!r}; the target has ids "
                         f"from 0 to {self.target.vocab_size - 1}: serve the same model"
                     )
             return given
         text = choice.get("text")
         if not isinstance(text, str):
-            raise InputError(
+            raise MetByOne(
                 f"{self.target.server.url}{COMPLETIONS} sends a choice without a text; is it such a server?"
             )
         return self.target.split(text)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from edgespec.core.errors import InputError, did_you_mean
+from edgespec.core.errors import DONE, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import MORE_TEMPLATES
 from edgespec.model_folder.check import refuse_quantised
@@ -58,11 +58,27 @@ def resolve_target(name: str) -> FoundTarget:
 
 
 def _make_alone() -> None:
-    """Train tiny-chat in a process that knows nothing of torchrun: its batch of one cannot be shared."""
+    """Train tiny-chat in a process that knows nothing of torchrun: its batch of one cannot be shared.
+
+    Raises EdgespecError where that process fails; it has said why.
+    """
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
-    program = "from edgespec_recipes.offline_target.tiny_chat import build_tiny_chat; build_tiny_chat()"
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    program = (
+        "from edgespec_recipes.offline_target.resolve import make_or_say; raise SystemExit(make_or_say())"
+    )
+    if subprocess.run([sys.executable, "-c", program], env=environment).returncode:
+        raise EdgespecError(f"{TINY_CHAT} could not be made; what stands above says why")
+
+
+def make_or_say() -> int:
+    """Make tiny-chat; the exit code, behind one line for an error that is no defect."""
+    try:
+        build_tiny_chat()
+    except EdgespecError as error:
+        print(f"edgespec: {error}", file=sys.stderr)
+        return error.exit_code
+    return DONE
 
 
 def _from_hub(name: str, repo: str, licence: str) -> FoundTarget:

@@ -41,7 +41,7 @@ from edgespec.core.table import duration
 from edgespec.recipe.data_sources import BuildData
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
-from edgespec.recipe.schema import Recipe
+from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
 from edgespec.stages import sources as sources
 from edgespec.stages.record import Reads, settle
@@ -89,13 +89,16 @@ class Runs:
         body: Callable[[Path], dict[str, Any]],
         recipe: Recipe,
         reads: Reads,
+        knobs: type[Any] | None = None,
     ) -> dict[str, Any]:
         """Run a stage unless it has been and what it `reads` is as it was.
 
+        knobs: the section that `options` holds; a folder that is older than one of them has its default.
         Raises InputError where the folder was begun with other options.
         """
         file, wanted = folder / "options.json", json.loads(json.dumps(options))
-        if file.exists() and (seen := read_json(file)) != wanted:
+        usual = to_mapping(knobs()) if knobs else {}
+        if file.exists() and (seen := {**usual, **read_json(file)}) != wanted:
             name = next((key for key in [*wanted, *seen] if wanted.get(key) != seen.get(key)), "options")
             raise InputError(
                 f"{folder} was made with other options ({name} is {seen.get(name)!r} there and {wanted.get(name)!r} here); "
@@ -151,6 +154,7 @@ class Runs:
             lambda place: sample_texts(place, self.target, tasks, samplings, options, base.seed),
             base,
             self._model(self.target) | sources.everything(BuildData(prompts=held_out)),
+            EvaluateOptions,
         )
         step("▸ the target's responses to the seed instructions")
         answered = [task.instructions for task in tasks.values() if task.domain == "in"]
@@ -166,6 +170,7 @@ class Runs:
             answer,
             base,
             self._model(self.target) | sources.everything(BuildData(prompts=asked)),
+            GenerateOptions,
         )
 
     def shape(self, arm: Arm) -> DrafterShape:
@@ -259,6 +264,7 @@ class Runs:
             lambda place: distill(place, inputs, arm.recipe.distill, seed),
             replace(arm.recipe, seed=seed),
             self._read_by(arm.recipe, inputs),
+            DistillOptions,
         )
         self.trained[folder] = float(read_json(folder / "stage.json")["seconds"])
         return folder

@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, whole_folder, write_json
+from edgespec.stages.stage import CHECKPOINTS
+from edgespec_recipes.parallel.sharding import sharded
 
-CHECKPOINTS = "checkpoints"
 COMPLETE = "complete.json"
 DIVERGED = "diverged"
+SHARDED = "pytorch_model_fsdp"  # what accelerate calls the weights of a model that was in parts
 
 
 def mark_complete(folder: Path) -> None:
@@ -39,7 +42,10 @@ def _is_complete(folder: Path) -> bool:
 
 
 def latest_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of a run; what a killed run left half-written, and what is older, is deleted."""
+    """The newest whole checkpoint of a run; what a killed run left half-written, and what is older, is deleted.
+
+    Raises InputError where its processes shared the training in another way than these.
+    """
     found = {}
     for folder in (out / CHECKPOINTS).glob("checkpoint-*"):
         number = folder.name.removeprefix("checkpoint-")
@@ -53,12 +59,14 @@ def latest_checkpoint(out: Path) -> Path | None:
     for step, folder in found.items():
         if step != newest:
             shutil.rmtree(folder, ignore_errors=True)
+    kinds = {True: "fsdp", False: "ddp"}
+    seen, here = kinds[any(found[newest].glob(f"{SHARDED}*"))], kinds[sharded()]
+    if seen != here:
+        raise InputError(
+            f"{found[newest]} was made with --parallel {seen} and cannot be read with {here}; go on with --parallel "
+            f"{seen} and as many processes as before, or remove that folder to begin anew"
+        )
     return found[newest]
-
-
-def discard_checkpoints(out: Path) -> None:
-    """Call when the trained model is safely on disk."""
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
 
 
 def keep_diverged(

@@ -44,16 +44,16 @@ class Curves:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
+        self.folder = folder / FOLDER
         self.writer: Any = None
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
         except ImportError:
             return
-        with writing(folder / FOLDER):
-            (folder / FOLDER).mkdir(parents=True, exist_ok=True)
-            place = folder / FOLDER / "events"
-            self.writer = EventsWriter(str(place), filename_suffix=f".{time.time_ns()}")
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.writer = EventsWriter(str(self.folder / "events"), filename_suffix=f".{time.time_ns()}")
             log = SessionLog(status=SessionLog.START)
             self.writer.write_event(Event(wall_time=time.time(), step=step + 1, session_log=log))
             self.writer.flush()
@@ -67,7 +67,7 @@ class Curves:
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row).items()]
         event = Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values))
-        with writing(FOLDER):
+        with writing(self.folder):
             self.writer.write_event(event)
             self.writer.flush()
 

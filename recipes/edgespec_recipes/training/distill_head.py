@@ -28,7 +28,6 @@ from edgespec_recipes.models.start_head import start_head, with_vocabulary
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
-from edgespec_recipes.training.checkpoints import discard_checkpoints
 from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, train
 
@@ -166,7 +165,6 @@ def distill_head(
     }
     if not processes.rank():
         save_head(whole(model).head, out / "model", about)
-        discard_checkpoints(out)
         _warn_of_harm(before, counts, options, len(learnt))
     processes.wait()
     covered = rows.counts[head.vocabulary.ids].sum() / rows.counts.sum()

@@ -26,6 +26,7 @@ from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import writing
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import TrainingOptions
+from edgespec.stages.stage import CHECKPOINTS
 from edgespec_recipes.data.token_rows import Shuffled
 from edgespec_recipes.models.loading import quiet, save_model
 from edgespec_recipes.parallel import processes
@@ -33,9 +34,7 @@ from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.parallel.precision import Precision, choose_precision
 from edgespec_recipes.parallel.sharding import shard_on_cpu, to_train, trainer_settings, whole, whole_values
 from edgespec_recipes.training.checkpoints import (
-    CHECKPOINTS,
     DIVERGED,
-    discard_checkpoints,
     keep_diverged,
     latest_checkpoint,
     mark_complete,
@@ -255,9 +254,9 @@ def train(
     into the log. Every `watch_steps` steps `watch(model)` is measured, every `keep_steps` steps `keep(step, model)` is
     called, both in every process. AdamW (betas 0.9, 0.98; no decay on norms and biases).
 
-    The caller ends with `finish`, which saves the model; until then the last checkpoint stays, so a kill in between costs
-    nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and the rows, and model, optimizer and
-    batch lie in `out`/diverged.
+    The caller ends with `finish`, which saves the model; the last checkpoint stays until `run_stage` has marked the stage as
+    done, so a kill in between costs nothing. Raises TrainingDiverged where the loss is NaN or infinite: it names the step and
+    the rows, and model, optimizer and batch lie in `out`/diverged.
     """
     steps, batch_size = options.steps, options.batch_size
     if not steps:
@@ -321,7 +320,5 @@ def save_whole(model: Any, tokenizer_folder: Path, out: Path) -> None:
 
 
 def finish(model: Any, tokenizer_folder: Path, out: Path) -> None:
-    """Save the trained model as `out`/model and drop the checkpoints."""
+    """Save the trained model as `out`/model. The checkpoints stay until the stage is marked as done."""
     save_whole(model, tokenizer_folder, out / "model")
-    if not processes.rank():
-        discard_checkpoints(out)

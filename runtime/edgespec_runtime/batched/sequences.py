@@ -25,6 +25,7 @@ import numpy as np
 from edgespec.core.errors import BundleError, EdgespecError, InputError
 from edgespec.core.files import sha256_file, whole_file
 from edgespec.core.folder_lock import held
+from edgespec.core.no_room import write_error
 from edgespec_runtime.engines.engine import Logits, default_threads
 from edgespec_runtime.engines.llamacpp import (
     CONTEXT_STEP,
@@ -220,4 +221,6 @@ def _write(file: Path, copy: Path, threads: int) -> None:
     with whole_file(copy) as temporary:
         status = lib.llama_model_quantize(os.fsencode(file), os.fsencode(temporary), ctypes.byref(params))
         if status != 0:
-            raise BundleError(f"llama.cpp cannot make a float16 copy of {file}: {reason()}; export it again")
+            raise write_error(copy, OSError(reason())) or BundleError(
+                f"llama.cpp cannot make a float16 copy of {file}: {reason()}; export it again"
+            )

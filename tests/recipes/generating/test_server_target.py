@@ -212,7 +212,10 @@ def test_prompts_go_as_text_where_ids_are_not_taken(
     words = r"inference.prompts is 'ids' and .* does not take token ids"
     with spoiling(url, texts) as server, pytest.raises(InputError, match=words):
         target_at(server.url, root, prompts="ids")
-    with spoiling(url, texts) as server, pytest.raises(InputError, match="takes prompts as text alone"):
+    with (
+        spoiling(url, texts) as server,
+        pytest.raises(InputError, match=r"takes prompts as text alone.*--distill.target-side live"),
+    ):
         store_targets(
             tmp_path, root / "target", response_rows([([5], [6, 2])], 8), 4, inference=at(server.url)
         )
@@ -290,7 +293,10 @@ def test_other_models_and_vocabularies_are_refused(root: Path, url: str, tmp_pat
 @pytest.mark.parametrize(
     ("top", "words"),
     [
-        (None, "sends no log-probabilities of a prompt's tokens"),
+        (
+            None,
+            "sends no log-probabilities of a prompt's tokens; .*--distill.labels hard --distill.target-side live",
+        ),
         (
             [{"token_id:5": -1.0}] * 9,
             "sends 1 log-probabilities for a token and 4 are to be stored; .*--max-logprobs 4",
@@ -315,7 +321,7 @@ def test_before_a_build_a_server_is_asked_for_distributions(root: Path, url: str
     check_source(target, how, TOP_K)
     with pytest.raises(InputError, match="400"):
         check_source(target, how, 400)  # more than it gives
-    with pytest.raises(InputError, match="takes prompts as text alone"):
+    with pytest.raises(InputError, match=r"takes prompts as text alone.*--distill.target-side live"):
         check_source(target, replace(how, prompts="text"), TOP_K)
     check_source(target, replace(how, prompts="text"))  # that is enough to write responses
 

@@ -15,7 +15,7 @@ from edgespec_recipes.models import loading
 from edgespec_recipes.offline_target import resolve, tiny_chat
 from edgespec_recipes.offline_target.tiny_chat import TinyChatOptions
 
-from edgespec.core.errors import InputError
+from edgespec.core.errors import EdgespecError, InputError
 from edgespec.core.files import read_jsonl
 from edgespec.core.options import from_mapping
 from edgespec.recipe.schema import MOST_SEED
@@ -55,6 +55,18 @@ def test_model_is_a_target_and_is_made_once(built: Path, monkeypatch: pytest.Mon
     assert tiny_chat.build_tiny_chat(SMALL) == built
     monkeypatch.setattr(tiny_chat, "tiny_chat_options", lambda: SMALL)
     assert resolve.resolve_target("tiny-chat").folder == built
+
+
+def test_what_stops_its_making_under_torchrun_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EdgespecError, match="tiny-chat could not be made; what stands above says why"):
+        resolve.resolve_target("tiny-chat")
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"edgespec: cannot write {tmp_path / 'file'}")
 
 
 def test_another_recipe_is_another_folder(built: Path) -> None:

@@ -17,7 +17,7 @@ from study_values import changed, values
 from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
-from edgespec.core.files import read_json, write_jsonl
+from edgespec.core.files import read_json, write_json, write_jsonl
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.sampling import Sampling
 from edgespec.recipe.shipped import load_recipe
@@ -320,6 +320,16 @@ def test_a_folder_of_other_options_is_refused(finished: Path, place: Path, tmp_p
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(other))
     with pytest.raises(InputError, match=r"divergence is 'fkl' there and 'rkl' here"):
         study_verb.run(given(place, study=str(tmp_path / "study.yaml"), results=str(tmp_path / "r.md")))
+
+
+def test_a_folder_older_than_a_knob_goes_on(finished: Path, place: Path) -> None:
+    """It counts as made with the knob's default."""
+    for folder, knob in (("held-out", "prompts_file"), ("responses", "min_p"), ("arms/fkl/seed-1", "mean")):
+        file = finished / folder / "options.json"
+        older = read_json(file)
+        del older[knob]
+        write_json(file, older)
+    assert study_verb.run(given(place)) == 0
 
 
 def test_what_the_verb_refuses(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

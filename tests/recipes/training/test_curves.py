@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_recipes.training.curves import DPI, PANEL, Curves, plot_curves
+from small_files import files_of_at_most
+
+from edgespec.core.errors import NoRoom
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -95,6 +98,13 @@ def test_steps_after_a_kill_do_not_show_twice(tmp_path: Path) -> None:
     again = [row(step, loss=float(step + 25)) for step in (30, 35, 40, 50)]
     assert len(event_files(tmp_path)) == 3
     assert shown(tmp_path) == expected(kept + again, NAMES)
+
+
+def test_a_full_disk_is_named_with_the_whole_path(tmp_path: Path) -> None:
+    curves = Curves(tmp_path, 0)
+    with files_of_at_most(1), pytest.raises(NoRoom, match=f"cannot write {tmp_path / 'tensorboard'}: "):
+        curves.add(row(10))
+    curves.close()
 
 
 def test_training_goes_on_without_the_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import DistillOptions, Recipe, ReferenceOptions
+from edgespec.stages.stage import run_stage
 
 pytestmark = pytest.mark.training
 
@@ -103,7 +104,7 @@ def test_it_learns(pair: dict[str, Path], tmp_path: Path, mix: str) -> None:
         more["store"] = tmp_path / "store"
         found = store_responses(tmp_path / "store", inputs(tmp_path, pair), options)
         assert 0 < found["error"][options.divergence]["relative_error"] < 1
-    counts = run(tmp_path, pair, options, **more)
+    counts = run_stage(tmp_path, {}, lambda place: run(place, pair, options, **more))
     assert counts["loss_last"] < 0.9 * counts["loss_first"]
     assert counts["steps"] == 40
     assert sum(counts["shares"].values()) == pytest.approx(1)

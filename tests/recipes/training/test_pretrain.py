@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tiny_models import make_model_folder
 from edgespec.core.errors import InputError
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.schema import DrafterOptions, PretrainOptions
+from edgespec.stages.stage import run_stage
 
 pytestmark = pytest.mark.training
 
@@ -48,7 +50,18 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> PretrainOptions:
 
 
 def test_drafter_is_trained_and_saved(target: Path, options: PretrainOptions, tmp_path: Path) -> None:
-    counts = pretrain.pretrain(tmp_path, target, SHAPE, DrafterOptions(), options, seed=1)
+    def body(place: Path) -> dict[str, Any]:
+        return pretrain.pretrain(place, target, SHAPE, DrafterOptions(), options, seed=1)
+
+    def killed(place: Path) -> dict[str, Any]:
+        body(place)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # behind the end of the training
+        run_stage(tmp_path, {}, killed)
+    log = (tmp_path / "log.jsonl").read_bytes()
+    counts = run_stage(tmp_path, {}, body)
+    assert (tmp_path / "log.jsonl").read_bytes() == log  # with its seconds: nothing was trained again
     assert counts["parameters"] == SHAPE.parameters
     assert counts["loss_last"] < counts["loss_first"]
     assert counts["tokens"] == 12 * 4 * 32

@@ -216,8 +216,27 @@ def test_finished_run_is_not_trained_again(
     )  # killed after the last step, before the caller saved: the last checkpoint has it all
     assert again == counts
     assert same_weights(uninterrupted[0], tmp_path)
-    checkpoints.discard_checkpoints(tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("here", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("seen", "weights"), [("ddp", "model.safetensors"), ("fsdp", "pytorch_model_fsdp.bin")]
+)
+def test_a_checkpoint_of_another_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, weights: str, here: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("EDGESPEC_PARALLEL", here)
+    folder = tmp_path / "checkpoints" / "checkpoint-5"
+    folder.mkdir(parents=True)
+    (folder / weights).touch()
+    checkpoints.mark_complete(folder)
+    if seen == here:
+        assert checkpoints.latest_checkpoint(tmp_path) == folder
+        return
+    with pytest.raises(InputError, match=f"made with --parallel {seen} .* read with {here}; go on with"):
+        checkpoints.latest_checkpoint(tmp_path)
+    assert folder.is_dir()
 
 
 def test_diverging_loss_stops_and_leaves_what_shows_why(tmp_path: Path) -> None:

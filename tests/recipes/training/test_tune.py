@@ -19,6 +19,7 @@ from tiny_models import make_model_folder
 
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import TuneOptions
+from edgespec.stages.stage import run_stage
 
 pytestmark = pytest.mark.training
 
@@ -48,7 +49,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> TuneOptions:
 
 def test_the_target_learns_the_responses(target: Path, options: TuneOptions, tmp_path: Path) -> None:
     before = load_model(target).state_dict()
-    counts = tune_target(tmp_path, target, None, options, seed=0)
+    counts = run_stage(tmp_path, {}, lambda place: tune_target(place, target, None, options, seed=0))
     assert counts["loss_last"] < 0.7 * counts["loss_first"]
     assert (counts["loss"], counts["conversations"], counts["too_long"]) == ("nll", 12, 0)
     check_model_folder(tmp_path / "model")
