@@ -229,7 +229,7 @@ def _run(arguments: list[str]) -> int:
             code: int = module.run(_with_bundle(chosen.values))
         except InputError as error:
             if where := chosen.blamed(str(error)):
-                raise InputError(f"{error}{where}") from error
+                raise type(error)(f"{error}{where}") from error
             raise
     return code
 

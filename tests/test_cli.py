@@ -57,6 +57,7 @@ def no_build(capsys: pytest.CaptureFixture[str], target: object, *more: object) 
 def test_unknown_verb_and_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean 'bench'" in refused(capsys, "bnch")
     assert "did you mean '--json'" in refused(capsys, "targets", "--jsn")
+    assert "did you mean '--rehearsal.out'?" in refused(capsys, "plan", "--rehearse", "--out", "x")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_out_folder_of_another_recipe(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, target: Path
 ) -> None:
     out = tmp_path / "out"
-    out.mkdir()
+    (out / "pretrain").mkdir(parents=True)
     (out / RECIPE_FILE).write_text(yaml.safe_dump(to_mapping(Recipe(target=str(target), seed=1))))
     assert "seed is 1 there and 0 here" in no_build(capsys, target, "--out", out)
     (tmp_path / "full").mkdir()

@@ -64,13 +64,13 @@ class MissingExtra(EdgespecError):
 
 
 def did_you_mean(seen: str, known: Iterable[str]) -> str:
-    """'; did you mean X?' for the closest known names, or the only one that ends so ('lin' of 'lenient-lin'); else the list of
-    known names, or that there are none."""
+    """'; did you mean X?' for the closest known names, or the only one that ends so ('lin' of 'lenient-lin', '--out' of
+    '--rehearsal.out'); else the list of known names, or that there are none."""
     import difflib  # only now: --help does not wait for it
 
-    names = sorted(known)
-    ending = [name for name in names if name.endswith(f"-{seen}")]
-    near = {name: difflib.SequenceMatcher(None, name, seen).ratio() for name in names}
+    names, bare = sorted(known), seen.lstrip("-")  # the dashes of flags make none alike
+    ending = [name for name in names if name.endswith((f"-{bare}", f".{bare}"))]
+    near = {name: difflib.SequenceMatcher(None, name.lstrip("-"), bare).ratio() for name in names}
     best = max(near.values(), default=0.0)
     close = [name for name in names if near[name] == best >= 0.6] or (ending if len(ending) == 1 else [])
     return (

@@ -30,10 +30,13 @@ def is_empty(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def refuse_other(out: Path, own: str) -> None:
-    """Raises InputError for a folder that holds files, and not the one called `own`, which would make it ours."""
+def refuse_other(out: Path, own: str, flag: str = "--out") -> None:
+    """Raises InputError for a folder that holds files, and not the one called `own`, which would make it ours.
+
+    flag: the one that names the folder.
+    """
     if not is_empty(out) and not (out / own).exists():
-        raise InputError(f"{out} holds other files and no {own}; give an empty or new folder with --out")
+        raise InputError(f"{out} holds other files and no {own}; give an empty or new folder with {flag}")
 
 
 @contextmanager

@@ -54,8 +54,7 @@ def _with_device(file_values: dict[str, Any], flags: dict[str, Any]) -> dict[str
     name = flags.get("device", file_values.get("device"))
     if not name or not isinstance(name, str):
         return merge(file_values, flags)
-    given = flags if "device" in flags else merge(file_values, flags)
-    export = given.get("export")
+    export = merge(file_values, flags).get("export")
     files = {"export": profile(name).export(export.get("context") if isinstance(export, Mapping) else None)}
     if "device" in flags:
         return merge(merge(file_values, files), flags)
@@ -81,11 +80,6 @@ def _check_together(recipe: Recipe) -> None:
     if distill.labels == "hard" and distill.select_fraction < 1:
         raise InputError(
             "distill.labels is 'hard' and select_fraction below 1; token selection compares distributions: give soft"
-        )
-    if distill.labels == "hard" and distill.finish:
-        raise InputError(
-            f"distill.labels is 'hard' and finish is {distill.finish!r}; a divergence compares distributions: give soft, or no "
-            "finish"
         )
     export = recipe.export
     if not (export.onnx or export.gguf or export.npu):

@@ -72,17 +72,28 @@ def check_packages(recipe: Recipe) -> None:
         raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head beside GGUF files alone")
 
 
+LOOKS = ("data", "target", "plan")
+"""The first stages: they look at what is there, and what they find or make that took long lies in other folders."""
+
+
 def claim(out: Path, recipe: Recipe) -> None:
-    """Make `out` this recipe's folder, or refuse it where it is another's."""
+    """Make `out` this recipe's folder, or refuse it where another recipe has made something there.
+
+    One that was refused at its plan has made nothing: its cure is another recipe, which takes the folder over.
+    """
     file = out / RECIPE_FILE
+    refuse_other(out, RECIPE_FILE)
     if file.exists():
         seen, wanted = _filled(load_recipe(file), recipe), to_mapping(recipe)
-        if seen != wanted:
+        if seen == wanted:
+            return
+        begun = [folder for folder in out.iterdir() if folder.is_dir()]
+        if any(folder.name not in LOOKS for folder in begun):
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
             )
-        return
-    refuse_other(out, RECIPE_FILE)
+        for folder in begun:
+            shutil.rmtree(folder)
     write_text(file, dump_recipe(recipe))
 
 

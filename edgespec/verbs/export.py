@@ -16,7 +16,7 @@ from edgespec.building.pipeline_export import ExportStages
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, read_object, shares_blocks, write_text
 from edgespec.core.folder_lock import held
-from edgespec.core.free_space import free_disk
+from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import give, json_knob
 from edgespec.core.shapes import ModelShape
@@ -85,6 +85,7 @@ class Export(ExportStages):
 
     source: Source = field(kw_only=True)
     fit_flags = ("--context", "--precisions")
+    disk_cure: str = "choose fewer --precisions"
 
     def run(self) -> Path:
         """Export, verify, pack; returns the bundle's folder."""
@@ -98,7 +99,8 @@ class Export(ExportStages):
         check_same_tokenizer(source.target, source.drafter)
         if not (self.out / "export" / "stage.json").exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
-            check_disk(self.out, self.recipe.export, (target, drafter), checkpoint=checkpoint)
+            shapes = (target, drafter)
+            check_disk(self.out, self.recipe.export, shapes, self.disk_cure, checkpoint=checkpoint)
         self._exported(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
         return self._packed(source.target, source.drafter, found)
@@ -119,19 +121,20 @@ class Export(ExportStages):
 
 
 def check_disk(
-    out: Path, options: ExportOptions, shapes: Sequence[ModelShape], *, checkpoint: int = 0
+    out: Path, options: ExportOptions, shapes: Sequence[ModelShape], cure: str, *, checkpoint: int = 0
 ) -> None:
-    """Refuse an export for which the disk has no room. Raises InputError with both numbers.
+    """Refuse an export in `out`, new or half done, for which the disk has no room. Raises InputError with both numbers.
 
-    checkpoint: bytes of the drafter's own weights that go into the bundle.
+    cure: what to do where no room can be made. checkpoint: bytes of the drafter's own weights that go into the bundle.
     """
     files = files_bytes(options, shapes)
     copies = 0 if shares_blocks(out) else files + checkpoint
-    needed, free = files + copies, free_disk(out)
+    needed = files + copies - min(files, bytes_in(out / "export"))
+    free = free_disk(out)
     if needed > free:
         raise InputError(
             f"the files and the bundle's copies of them take {size(needed)} on the disk and {out} has {size(free)} free; make "
-            "room, or choose fewer --precisions"
+            f"room, or {cure}"
         )
 
 

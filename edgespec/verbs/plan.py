@@ -15,12 +15,12 @@ from typing import Any
 from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
-from edgespec.core.options import command_line, from_mapping, help_of, knob, section, with_default
+from edgespec.core.options import as_flags, command_line, from_mapping, help_of, knob, section, with_default
 from edgespec.core.output import give
 from edgespec.planning.devices_fit import overview, shown, usual_fit
 from edgespec.planning.plan import PlanOptions, make, read_options
 from edgespec.planning.plan_report import as_json, text
-from edgespec.recipe.devices import profile, profiles
+from edgespec.recipe.devices import FORMAT_OF, Profile, profile, profiles
 from edgespec.recipe.schema import Recipe
 
 
@@ -49,8 +49,8 @@ def run(given: dict[str, Any]) -> int:
     if options.devices:
         return _devices(**{name: str(value) for name, value in rest.items()})
     if "rehearsal" in rest and not options.rehearse:
-        name = next(iter(rest["rehearsal"])).replace("_", "-")
-        raise InputError(f"--rehearsal.{name} belongs to --rehearse; give both or neither")
+        flag = as_flags({"rehearsal": rest["rehearsal"]})[0]
+        raise InputError(f"{flag} belongs to --rehearse; give both or neither")
     if not rest.get("target"):
         raise InputError(f"target is missing: {help_of(Recipe.__dataclass_fields__['target'])}")
     if options.rehearse:
@@ -65,17 +65,24 @@ def run(given: dict[str, Any]) -> int:
 
 def _check_alone(modes: list[str], rest: dict[str, Any]) -> None:
     """Raises InputError where an option is given that says nothing to the question."""
-    strange = [*modes[1:], *(name for name in rest if name not in MODES[modes[0]])]
+    strange = [f"--{mode}" for mode in modes[1:]]
+    strange += as_flags({name: value for name, value in rest.items() if name not in MODES[modes[0]]})
     if strange:
-        raise InputError(
-            f"--{strange[0].replace('_', '-')} says nothing to --{modes[0]}; leave one of them out"
-        )
+        raise InputError(f"{strange[0]} says nothing to --{modes[0]}; leave one of them out")
 
 
 def _devices(target: str = "", device: str = "", json: str = "") -> int:
     chosen = [profile(device)] if device else list(profiles().values())
     print(shown(chosen[0]) if device else overview(target))
     if device and target:
-        print(f"\n{usual_fit(chosen[0], target).text()}")
+        print(f"\n{usual_fit(chosen[0], target).text(_flags_of(chosen[0]))}")
     give(json, [asdict(one) for one in chosen])
     return 0
+
+
+def _flags_of(one: Profile) -> tuple[str, str]:
+    """What changes the context and the precision: --devices takes neither, other verbs do."""
+    return (
+        "build-drafter's --export.context or export's --context",
+        f"build-drafter's --export.{FORMAT_OF[one.engine]} or export's --precisions",
+    )

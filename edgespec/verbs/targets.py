@@ -14,6 +14,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import give, json_knob
 from edgespec.core.table import table
 from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape, gguf_of
+from edgespec.stages.own_gguf import expanded
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,12 @@ def _lines(known: dict[str, Any]) -> str:
 
 
 def _path(name: str) -> Path:
-    """The cache folder of made targets, or the newest model folder of one of them."""
+    """The cache folder of made targets, or the newest model folder of one of them; a GGUF file that has none yet is its own."""
     folder = cache_folder() / "targets"
     if not name:
         return folder
+    if (file := gguf_of(name)) is not None and file.is_file():
+        return expanded(file) or file
     if name not in TARGETS:
         raise InputError(f"unknown target {name!r}{did_you_mean(name, TARGETS)}")
     if TARGETS[name].repo is not None:

@@ -146,7 +146,6 @@ def test_check_names_every_problem(capsys: pytest.CaptureFixture[str], tmp_path:
         ({"evaluate": {"draft_lengths": []}}, "evaluate.draft_lengths is empty"),
         ({"seed": 10**23}, "seed is 100000000000000000000000; it must be at most"),
         ({"seed": 2**32}, "seed is 4294967296; it must be at most 4294967295"),
-        ({"distill": {"labels": "hard", "finish": "tvd"}}, "labels is 'hard' and finish is 'tvd'"),
         (
             {"target": "tiny-chat", "distill": {"target_side": "stored", "stored_top_k": 10**6}},
             "distill.stored_top_k is 1000000; the target's vocabulary has",

@@ -10,6 +10,7 @@ from tiny_models import make_model_folder
 from torchrun import torchrun
 
 from edgespec.core.errors import InputError
+from edgespec.recipe.read import RECIPE_FILE
 from edgespec.recipe.schema import InferenceOptions, Recipe
 from edgespec.recipe.targets import TARGETS
 from edgespec.verbs.build import _room, claim
@@ -71,6 +72,25 @@ def test_a_build_goes_on_in_another_environment(tmp_path: Path) -> None:
         claim(tmp_path, Recipe(target=SMOL, inference=InferenceOptions(source="file", file=file)))
 
     begun(f"/old/site-packages/{package.file}")
+    (tmp_path / "generate").mkdir()
     begun(f"/new/site-packages/{package.file}")
     with pytest.raises(InputError, match=r"inference.file is '/old/.*' there and '/new/mine.gguf' here"):
         begun("/new/mine.gguf")
+
+
+def test_a_folder_in_which_nothing_was_made_takes_another_recipe(tmp_path: Path) -> None:
+    """A recipe that was refused at its plan has looked at the target and the data, no more."""
+    first, second = Recipe(target="tiny-chat", seed=1), Recipe(target="tiny-chat", seed=2)
+    claim(tmp_path, first)
+    for stage in ("target", "data", "plan"):
+        (tmp_path / stage).mkdir()
+        (tmp_path / stage / "stage.json").write_text("{}")
+    claim(tmp_path, first)
+    assert (tmp_path / "target" / "stage.json").exists()
+    claim(tmp_path, second)  # whose target and data may be others
+    assert [path.name for path in tmp_path.iterdir()] == [RECIPE_FILE]
+    (tmp_path / "pretrain").mkdir()  # begun, its plan stale
+    claim(tmp_path, second)
+    with pytest.raises(InputError, match="seed is 2 there and 1 here"):
+        claim(tmp_path, first)
+    assert (tmp_path / "pretrain").is_dir()

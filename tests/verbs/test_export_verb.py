@@ -143,6 +143,9 @@ def test_what_cannot_fit_is_refused_before_anything_is_written(
             assert "KV cache" in error
             assert "would fit: give --context " in error
             assert not (out / "export").exists()
+            more = ("--device", "raspberry-pi", "--precisions", "q8_0")  # another recipe in the same folder
+            assert main(command(models, prompts, out, *more)) == 2
+            assert "does not fit on raspberry-pi" in capsys.readouterr().err
 
 
 def test_too_little_room_on_the_disk(
@@ -155,10 +158,13 @@ def test_too_little_room_on_the_disk(
         monkeypatch.setattr(export_verb, "shares_blocks", lambda place, shared=shared: shared)
         enough = needed + copies
         monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough)
-        export_verb.check_disk(tmp_path, options, [shape, shape], checkpoint=1000)
+        export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
         monkeypatch.setattr(export_verb, "free_disk", lambda place, enough=enough: enough - 1)
-        with pytest.raises(InputError, match="make room"):
-            export_verb.check_disk(tmp_path, options, [shape, shape], checkpoint=1000)
+        with pytest.raises(InputError, match=r"make room, or do this$"):
+            export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
+    (tmp_path / "export").mkdir()  # a byte that an interrupted one has written
+    (tmp_path / "export" / "half").write_bytes(b"x")
+    export_verb.check_disk(tmp_path, options, [shape, shape], "do this", checkpoint=1000)
 
 
 def chosen(**given: object) -> dict[str, list[str]]:

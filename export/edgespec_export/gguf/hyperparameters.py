@@ -19,6 +19,7 @@ from gguf.constants import RopeScalingType
 from edgespec.core.errors import InputError
 from edgespec.core.families import LONGROPE, Family
 from edgespec.core.shapes import ModelShape, rope_of
+from edgespec_export.gguf.leave_out import leave_out
 
 Vector = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -50,8 +51,7 @@ def write_hyperparameters(
 def _check(family: Family, shape: ModelShape, config: Mapping[str, Any]) -> None:
     def refuse(what: str, wanted: str) -> None:
         raise InputError(
-            f"the model has {what}, and llama.cpp's {family.gguf!r} needs {wanted}; "
-            "leave GGUF out with --export.gguf ''"
+            f"the model has {what}, and llama.cpp's {family.gguf!r} needs {wanted}; {leave_out('gguf')}"
         )
 
     activation, wanted_activation = family.activation(config), family.hidden_activation or "silu"
@@ -106,7 +106,7 @@ def _write_window(
         if shape.rope_border is not None:
             raise InputError(
                 f"the model has a sliding window of {window} and RoPE factors that change at {shape.rope_border} tokens; "
-                f"llama.cpp's {family.gguf!r} attends in full: leave GGUF out with --export.gguf ''"
+                f"llama.cpp's {family.gguf!r} attends in full: {leave_out('gguf')}"
             )
         notes.append(
             f"the context is cut from {shape.context_length} to the sliding window of {window}: llama.cpp attends in full"
@@ -116,7 +116,7 @@ def _write_window(
     if not window or not period:
         raise InputError(
             f"llama.cpp's {family.gguf!r} needs a sliding window in all layers but every n-th; the model has "
-            f"sliding_window {window} and layer_types {config.get('layer_types')}; leave GGUF out with --export.gguf ''"
+            f"sliding_window {window} and layer_types {config.get('layer_types')}; {leave_out('gguf')}"
         )
     writer.add_sliding_window(int(window))
     if period != family.window_period:
@@ -217,7 +217,7 @@ def _write_longrope(
     if original % CONTEXT_STEP:
         raise InputError(
             f"the model changes its RoPE factors at {original} tokens, and llama.cpp makes contexts of multiples of "
-            f"{CONTEXT_STEP}, so it would give short texts the long factors: leave GGUF out with --export.gguf ''"
+            f"{CONTEXT_STEP}, so it would give short texts the long factors: {leave_out('gguf')}"
         )
     factor = float(rope.get("factor") or shape.context_length / original)
     scale = rope.get("attention_factor")

@@ -26,6 +26,7 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.weights_files import is_surplus, read_tensors
 from edgespec_export.gguf.hyperparameters import write_hyperparameters
 from edgespec_export.gguf.kernels import packed
+from edgespec_export.gguf.leave_out import leave_out
 from edgespec_export.gguf.quantize import (
     MIXED,
     PRECISIONS,
@@ -253,8 +254,8 @@ def _plan(
         part, _, kind_of_tensor = name.removeprefix("blk.").partition(".")[2].rpartition(".")
         if kind_of_tensor == "bias" and part not in family.gguf_biases:
             raise InputError(
-                f"{folder} has the bias {source}, and llama.cpp's {family.gguf!r} has no place for it; leave GGUF out with "
-                "--export.gguf ''"
+                f"{folder} has the bias {source}, and llama.cpp's {family.gguf!r} has no place for it; "
+                f"{leave_out('gguf')}"
             )
         size = checkpoint.shape(source)
         kind = kind_of(size, precision, head=name == head)

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.model_folder.chat_template import chat_template_of
+from edgespec_export.gguf.leave_out import leave_out
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -131,7 +132,7 @@ def _whole_vocabulary(model_folder: Path, config: dict[str, Any], vocab_size: in
     else:
         raise InputError(
             f"{path} is a {spec['model'].get('type')} tokenizer; GGUF export knows byte-level BPE and SentencePiece BPE with "
-            "byte fallback: leave GGUF out with --export.gguf ''"
+            f"byte fallback: {leave_out('gguf')}"
         )
     _add_roles(vocabulary, model_folder, settings, config)
     encoded = Tokenizer.from_file(str(path)).encode("a").ids
@@ -174,7 +175,7 @@ def _byte_level(spec: dict[str, Any], path: Path, vocab_size: int) -> Vocabulary
     if pre is None:
         raise InputError(
             f"{path}: the pre-tokenizer ({', then '.join(steps)}) is none of those matched to llama.cpp "
-            f"({', '.join(PRE_TOKENIZERS.values())}); leave GGUF out with --export.gguf ''"
+            f"({', '.join(PRE_TOKENIZERS.values())}); {leave_out('gguf')}"
         )
     normalizers = {step["type"] for step in _steps(spec.get("normalizer"))}
     if normalizers - {"NFC"}:  # llama.cpp never normalises; text is NFC nearly always
@@ -246,8 +247,8 @@ def _read_model(model_file: Path) -> Any:
         raise InputError(f"{model_file} is no SentencePiece model ({error}); fetch it again") from error
     if model.trainer_spec.model_type != _BPE:
         raise InputError(
-            f"{model_file} is not a BPE model; llama.cpp splits text as SentencePiece's BPE does: leave GGUF out with "
-            "--export.gguf ''"
+            f"{model_file} is not a BPE model; llama.cpp splits text as SentencePiece's BPE does: "
+            f"{leave_out('gguf')}"
         )
     return model
 

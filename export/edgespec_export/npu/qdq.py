@@ -107,7 +107,7 @@ def calibrate(folder: Path, rows: Sequence[Sequence[int]]) -> Calibration:
         wanted = sum(engine.settings.blocks.values())
         raise InputError(
             f"the text for the ranges is shorter than the {wanted} tokens that fill each graph once; "
-            "give more of it, or a shorter --export.npu-prefill"
+            "give more of it, or to a build a shorter --export.npu-prefill"
         )
     ranges: Ranges = {}
     for graph in observed.values():

@@ -22,6 +22,7 @@ from edgespec.core.families import FULL, LONGROPE, SLIDING, Family, family_for
 from edgespec.core.shapes import ModelShape, rope_of
 from edgespec.model_folder.config import corrected_ids
 from edgespec_export.gguf.hyperparameters import rotated_layers
+from edgespec_export.gguf.leave_out import leave_out
 
 Array = np.ndarray[Any, Any]
 
@@ -46,8 +47,8 @@ def check_settings(config: Mapping[str, Any], where: Path | str) -> Family:
 
     def refuse(what: str, wanted: str) -> None:
         raise InputError(
-            f"{where} has {what}, and the ONNX graph of a {config['model_type']!r} model has {wanted}; leave ONNX out with "
-            "--export.onnx ''"
+            f"{where} has {what}, and the ONNX graph of a {config['model_type']!r} model has {wanted}; "
+            f"{leave_out('onnx')}"
         )
 
     known = (*ROPE_TYPES, *(LONGROPE if family.onnx_longrope else ()))

@@ -30,6 +30,7 @@ from edgespec.core.files import read_json, whole_file, whole_folder
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.chat_template import copy_tokenizer
 from edgespec.model_folder.config import corrected_folder, read_config
+from edgespec_export.gguf.leave_out import leave_out
 from edgespec_export.onnx.families import check_settings, finish, prepare
 from edgespec_export.onnx.folder import written
 from edgespec_export.onnx.one_more_row import attend_one_more_row
@@ -180,7 +181,7 @@ def check_config(config: dict[str, Any], model_folder: Path) -> Family:
     if rotated % HEAD_STEP:
         raise InputError(
             f"{model_folder} rotates {rotated} of {shape.head_dim} values of a head; ONNX Runtime's GroupQueryAttention needs a "
-            f"multiple of {HEAD_STEP}: leave ONNX out with --export.onnx ''"
+            f"multiple of {HEAD_STEP}: {leave_out('onnx')}"
         )
     return family
 
@@ -190,7 +191,7 @@ def check_shape(shape: ModelShape, name: str) -> None:
     if shape.head_dim % HEAD_STEP:
         raise InputError(
             f"{name} has heads of {shape.head_dim}; ONNX Runtime's GroupQueryAttention needs a multiple of {HEAD_STEP}: "
-            "leave ONNX out with --export.onnx '' or choose a model with other heads"
+            f"{leave_out('onnx')}; or choose a model with other heads"
         )
     check_widths(shape, name)
 

@@ -34,7 +34,7 @@ from edgespec_export.other_engines.engines import (
     until_stop,
 )
 from edgespec_export.other_engines.llamacpp import SERVER, LlamaServer, LlamaSpeculativeSimple, program_of
-from edgespec_export.other_engines.other_engines import DRAFT_LENGTH, GENAI_SETTINGS
+from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH, GENAI_SETTINGS
 
 GENAI, PYTHON, TRANSFORMERS, BINARY = GenAi.name, LlamaCppPython.name, Transformers.name, "llama.cpp"
 
@@ -86,6 +86,7 @@ class Compared:
     files: str
     rule: str
     drawn: bool
+    max_new_tokens: int
     answers: list[Answer]
     ours: list[Ours]
 
@@ -98,7 +99,11 @@ class Compared:
         """Tokens per pass and acceptance of both; for equal texts the engine's passes are taken over edgespec's tokens."""
         counts = [one.counts for one in self.ours]
         emitted = sum(one.emitted for one in counts)
-        theirs = sum(len(answer.tokens) + 1 if answer.tokens is not None else 0 for answer in self.answers)
+        # with the stop token, which a reply that was cut does not have
+        theirs = sum(
+            min(len(answer.tokens) + 1, self.max_new_tokens) if answer.tokens is not None else 0
+            for answer in self.answers
+        )
         accepted, drafted, tested = (
             sum(value for answer in self.answers if (value := getattr(answer, name)) is not None)
             for name in ("accepted", "drafted", "tested")
@@ -151,15 +156,21 @@ def run(given: dict[str, Any]) -> int:
 
 def chosen(options: Options, manifest: Manifest) -> list[str]:
     """The engines to run, in the order of the table. Raises InputError where one asked for lacks a file or a flag."""
-    genai = "" if GENAI_SETTINGS in manifest.files else f"the bundle has no {GENAI_SETTINGS}; build it again"
+    onnx = "" if GENAI_SETTINGS in manifest.files else f"the bundle has no ONNX pair with a {GENAI_SETTINGS}"
     gguf = "" if gguf_precision(manifest) else "the bundle has no pair of GGUF files"
+    checkpoint = (
+        ""
+        if manifest.lists(CHECKPOINT)
+        else f"the bundle has no {CHECKPOINT}; a device's bundle goes without it: export without --device"
+    )
     wanting = {
-        GENAI: genai,
+        GENAI: onnx,
         PYTHON: gguf,
         BINARY: gguf if options.llama_binary else "give --llama-binary PATH",
-        TRANSFORMERS: "" if options.target else "give --target FOLDER, the target's own weights",
+        TRANSFORMERS: checkpoint
+        or ("" if options.target else "give --target FOLDER, the target's own weights"),
     }
-    for name in options.engines:
+    for name in options.engines or [TRANSFORMERS] * bool(options.target):
         if wanting[name]:
             raise InputError(f"{name} cannot run here: {wanting[name]}")
     if options.llama_binary:
@@ -204,7 +215,8 @@ def compare(name: str, bundle: Path, manifest: Manifest, options: Options) -> Co
             draw = Draw(options.temperature, seed)
             answers.append(other.answer(prompt.ids, prompt.rendered, options.max_new_tokens, draw))
             bar.update(1)
-        return Compared(other.name, f"{engine} {precision}", rule, options.temperature > 0, answers, ours)
+        files, drawn, limit = f"{engine} {precision}", options.temperature > 0, options.max_new_tokens
+        return Compared(other.name, files, rule, drawn, limit, answers, ours)
 
 
 def open_other(

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from edgespec.core.errors import InputError, MissingExtra
+from edgespec.core.errors import MissingExtra
 from edgespec.core.files import read_json
 from edgespec_export.other_engines.other_engines import CHECKPOINT, DRAFT_LENGTH, GENAI_SETTINGS
 
@@ -76,8 +76,6 @@ class GenAi(OtherEngine):
             import onnxruntime_genai
         except ImportError as error:
             raise MissingExtra("onnxruntime-genai", "export", "Running the pair in it") from error
-        if not (bundle / GENAI_SETTINGS).is_file():
-            raise InputError(f"{bundle} has no {GENAI_SETTINGS} for the pair; build the bundle again")
         self._package: Any = onnxruntime_genai
         self._model: Any = onnxruntime_genai.Model(str(bundle))
         self._stops = stops
@@ -128,8 +126,6 @@ class Transformers(OtherEngine):
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        if not (bundle / CHECKPOINT).is_dir():
-            raise InputError(f"{bundle} has no {CHECKPOINT}; build the bundle again")
         how = {
             "dtype": torch.float32,
             "trust_remote_code": False,

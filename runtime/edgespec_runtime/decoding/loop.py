@@ -136,7 +136,7 @@ def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
     if not _has_law(draft, rule):
         raise InputError(
             "this rule mixes the drafter's probabilities into the output, and those of a head depend on where a block "
-            "began; choose --rule lossless, block or reproducible, or a drafter that is a model"
+            "began; choose the rule lossless, block or reproducible, or a drafter that is a model"
         )
 
 

@@ -67,10 +67,10 @@ class ReplyOptions(Warp):
                 f"without one; choose the drafter {MODEL!r} or the rule 'lossless'"
             )
         if isinstance(rule, LoopRule) and (self.p_min > 0 or self.when_full == SHIFT):
-            given = f"--p-min {self.p_min}" if self.p_min > 0 else f"--when-full {SHIFT}"
+            name = "p_min" if self.p_min > 0 else "when_full"
             raise InputError(
-                f"rule {rule.name!r} has a decoding loop of its own, which ends drafts by its own threshold and stops where the "
-                f"context is full; leave out {given}"
+                f"{name} is {getattr(self, name)}, and rule {rule.name!r} has a decoding loop of its own, which ends drafts by "
+                f"its own threshold and stops where the context is full; leave {name} at its default"
             )
 
     @property
@@ -126,8 +126,8 @@ class DecodingOptions(ReplyOptions):
         super().__post_init__()
         if self.draft_length is not None and isinstance(self.acceptance_rule(), LoopRule):
             raise InputError(
-                f"rule {self.rule_name!r} has a decoding loop of its own, which ends drafts by its own threshold; leave out "
-                f"--draft-length {self.draft_length}"
+                f"draft_length is {self.draft_length}, and rule {self.rule_name!r} ends drafts by a threshold of its own; leave "
+                "draft_length at its default (/gamma auto in a chat)"
             )
 
 

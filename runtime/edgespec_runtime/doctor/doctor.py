@@ -144,7 +144,7 @@ def _variant(pair: Pair, costs: Costs, prompts: Sequence[Sequence[int]], seconds
     affordable = int(seconds / (PASSES * costs.verify(1, costs.contexts[0])))
     positions = min(max(affordable, POSITIONS[0]), POSITIONS[1])
     difference = block_difference(pair.target, prompts, positions)
-    return Variant(pair.engine, pair.precision, pair.flash_attention, costs, difference, pair.fast_graph)
+    return Variant(pair.backend, pair.precision, pair.flash_attention, costs, difference, pair.fast_graph)
 
 
 def _others(
@@ -154,7 +154,7 @@ def _others(
     ways: list[LoadOptions] = []
     for engine, precision in pair.manifest.pairs():
         way = LoadOptions(engine, precision, options.context, options.threads)
-        if (engine, precision) != (pair.engine, pair.precision):
+        if (engine, precision) != (pair.backend, pair.precision):
             ways.append(way)
         if engine == LLAMACPP:
             ways += [replace(way, flash_attention=on) for on in (False, True)]

@@ -50,7 +50,7 @@ def check_room(engine: Cache, count: int) -> None:
     if engine.n_past + count > engine.context_length:
         raise InputError(
             f"{engine.name}: {engine.n_past} tokens + {count} more exceed the context of {engine.context_length}; "
-            "shorten the prompt or load the bundle with a longer --context"
+            "shorten the prompt"
         )
 
 

@@ -148,7 +148,7 @@ class _Answers:
         try:
             self._line.check()
         except Full as error:
-            raise self._busy("too many requests are waiting") from error
+            raise self._busy(str(error)) from error
 
     def _busy(self, words: str) -> Refused:
         """A place is free after about one reply."""

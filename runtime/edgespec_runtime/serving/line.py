@@ -27,7 +27,7 @@ class Closed(Exception):
 
 
 class Full(Exception):
-    """As many jobs wait as may."""
+    """As many jobs wait as may, or the line is closed."""
 
 
 class Job(Generic[T]):
@@ -111,9 +111,11 @@ class Line:
         return len(self._jobs)
 
     def check(self) -> None:
-        """Raise Full where `submit` would."""
-        if self._closed or len(self._jobs) > self._waiting:
-            raise Full
+        """Raise Full, with the reason, where `submit` would."""
+        if self._closed:
+            raise Full("the server is being stopped")
+        if len(self._jobs) > self._waiting:
+            raise Full("too many requests are waiting")
 
     def submit(self, work: Callable[[Watch], Iterable[T]], *, at_once: bool = False) -> Job[T]:
         """Stand in line, from the event loop that will read the job's items. Raises Full.

@@ -143,9 +143,12 @@ class Answers:
         encoded = [self._pair.tokenizer.encode_chat(prompt.messages) for prompt in prompts]
         for number, ids in enumerate(encoded, 1):
             if len(ids) >= self._limit:
+                longer = " or load the bundle with a longer --context" * (
+                    self._options.context == self._limit
+                )
                 raise InputError(
                     f"prompt {number} has {len(ids)} tokens and the shorter context of both models holds {self._limit}; "
-                    "leave it out or load the bundle with a longer --context"
+                    f"leave it out{longer}"
                 )
         return encoded
 
@@ -273,11 +276,9 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     if bool(options.bundle) == bool(options.render):
         raise InputError("give either a BUNDLE to measure, or --render FILE.json,... to report again")
-    strange = sorted(set(given) - {"bundle", "render", "plot", "markdown"})
-    if options.render and strange:
+    if options.render and (options.json or options.title):
         raise InputError(
-            f"--{strange[0].replace('_', '-')} says nothing to --render, which reads what was measured; "
-            "leave one of them out"
+            "--json and --title belong to what is measured, and --render reads what was; leave one of them out"
         )
     if options.plot:
         require_matplotlib()

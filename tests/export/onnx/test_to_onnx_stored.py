@@ -17,6 +17,8 @@ from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 from safetensors.torch import load_file, save_file
 
 from edgespec.core.errors import EdgespecError
+from edgespec.planning.costs import file_bytes
+from edgespec.recipe.targets import shape_of_target
 
 PROMPTS = [np.random.default_rng(seed).integers(4, 512, 40).tolist() for seed in range(2)]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # tied, untied, tied with biases, untied with head norms
@@ -57,11 +59,15 @@ def test_rounding_is_that_of_the_weights_alone(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_files_are_a_half_and_a_quarter(stored: dict[tuple[str, str], Path], family: str) -> None:
+def test_files_are_a_half_and_a_quarter(
+    families: dict[str, Path], stored: dict[tuple[str, str], Path], family: str
+) -> None:
     size = {one: (stored[family, one] / "model.onnx.data").stat().st_size for one in ("fp32", "fp16", "int8")}
     assert size["fp16"] < 0.56 * size["fp32"]  # RoPE tables stay
     # an untied embedding stays in floats
     assert size["int8"] < (0.35 if family == "llama" else 0.5) * size["fp32"]
+    counted = file_bytes(shape_of_target(str(families[family])), "onnxruntime", "int8")
+    assert counted == pytest.approx(size["int8"], rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "int8"])

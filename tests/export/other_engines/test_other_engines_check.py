@@ -16,6 +16,7 @@ from edgespec_export.other_engines.check import (
     BINARY,
     HEADERS,
     TRANSFORMERS,
+    Compared,
     Options,
     Ours,
     compare,
@@ -29,6 +30,7 @@ from edgespec_export.other_engines.llamacpp import (
     pair_arguments,
     program_of,
 )
+from edgespec_export.other_engines.other_engines import CHECKPOINT
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
@@ -98,11 +100,16 @@ def test_what_cannot_run(both: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert message in capsys.readouterr().err
     bare = shutil.copytree(both, tmp_path / "bare")
     (bare / "genai_config.json").unlink()
+    shutil.rmtree(bare / CHECKPOINT)
     manifest = open_manifest(both)
     files = describe_files(bare)
     write_manifest(bare, type(manifest)(**{**manifest.__dict__, "files": files, "folder": None}))
     assert main(["other-engines", str(bare), "--engines", "onnxruntime-genai"]) == 2
-    assert "the bundle has no genai_config.json" in capsys.readouterr().err
+    assert "the bundle has no ONNX pair with a genai_config.json" in capsys.readouterr().err
+    assert (
+        main(["other-engines", str(bare), "--target", str(both.parent / "target")]) == 2
+    )  # runs none before
+    assert "no drafter/checkpoint; a device's bundle goes without it" in capsys.readouterr().err
 
 
 @pytest.mark.llamacpp
@@ -243,3 +250,11 @@ def test_equal_texts() -> None:
     assert len(HEADERS) == 10
     with pytest.raises(InputError, match="neither"):
         program_of(Path(__file__))
+
+
+@pytest.mark.parametrize(("length", "emitted"), [(7, 8), (8, 8)])  # then the stop token, or none: it was cut
+def test_tokens_per_pass_of_a_drawn_reply(length: int, emitted: int) -> None:
+    counts = RawCounts(blocks=4, drafted=12, emitted=8, tested=[4], accepted=[2])
+    answer = Answer(tuple(range(length)), None, 4)
+    found = Compared("other", "onnxruntime fp32", "lossless", True, 8, [answer], [Ours((), "", counts)])
+    assert found.row()[4] == f"{emitted / 4:.2f}"
