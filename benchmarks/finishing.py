@@ -15,6 +15,7 @@ other options want another `--out`.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from edgespec_recipes.training.distill_head import distill_head
 from edgespec.core.files import read_jsonl
 from edgespec.core.table import table
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
+from edgespec.stages.stage import CHECKPOINTS
 
 ALONE = "fkl alone"
 RESULT = "finishing.json"
@@ -69,6 +71,7 @@ def of_a_head(out: Path, given: argparse.Namespace, arm: str, seed: int) -> dict
     drafter = DrafterOptions(kind="head", vocabulary=given.vocabulary)
     reference = folder(given, ALONE, seed) / "model" if selects else None
     distill_head(out, given.target, given.written, drafter, options, seed, reference)
+    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
     last = [row for row in read_jsonl(out / "log.jsonl") if "alpha" in row][-1]
     return {"alpha": last["alpha"], "alpha_2": last["alpha_2"]}
 
