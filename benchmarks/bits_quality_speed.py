@@ -44,8 +44,8 @@ from edgespec_export.bits.texts import Text
 from edgespec_export.formats.export import ExportedFile
 from edgespec_export.verify.file_check import fast_opener, opener
 from edgespec_runtime.bench.suite import BUILT_IN, read_suite
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 from ort_quantizers import KINDS
 

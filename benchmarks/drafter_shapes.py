@@ -24,8 +24,8 @@ from acceptance_curve import RESULT, SHAPES, Run, part_of
 from common import command_line, kept, same_options, words
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, export_onnx
 from edgespec_recipes.models.loading import save_model
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.session import CachedEngine
 
 from edgespec.core.table import table
 from edgespec.model_folder.config import read_config

@@ -29,7 +29,7 @@ from common import command_line, words
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode, rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.table import rule_of

@@ -20,9 +20,9 @@ from common import command_line
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.onnx import to_onnx
 from edgespec_export.onnx.smoothing import smoothed
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.session import CachedEngine
 
 from edgespec.building.pair import gguf_target
 from edgespec.core.files import read_json

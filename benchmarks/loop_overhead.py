@@ -19,7 +19,7 @@ import numpy as np
 from common import command_line
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from numpy.typing import NDArray
 
 from edgespec.core.files import write_json

@@ -7,7 +7,7 @@ and backward pass, all positions compared:
 
     body     the drafter alone, with a loss on its hidden states that costs nothing
     plain    whole logits of both, the divergence on them, autograd
-    chunked  head_loss, the target's logits a chunk at a time too
+    chunked  output_loss, the target's logits a chunk at a time too
 
 "step" is the peak of resident memory over what was there before the pass, "loss" is what of it the body does not need (the
 gradient of the drafter's output layer among it). Bar: the chunked loss takes at most a quarter of the plain one's. glibc is told
@@ -28,8 +28,14 @@ from typing import Any
 import torch
 from common import command_line, in_own_process, random_llama, words
 from edgespec_recipes.generating.decoding import logits_at
-from edgespec_recipes.losses.head_loss import CHUNK, head_loss, head_values, in_head, live_rows
 from edgespec_recipes.losses.losses import divergence, rewarded
+from edgespec_recipes.losses.output_loss import (
+    CHUNK,
+    in_output_layer,
+    output_loss,
+    output_rows,
+    output_values,
+)
 
 from edgespec.core.files import write_json
 from edgespec.core.table import table
@@ -68,13 +74,13 @@ def measure(
                 if variant == "body":
                     return hidden.float().square().mean()
                 weights = torch.full((len(hidden),), 1.0 / len(hidden))
-                rows, given = live_rows(states, head), {}
+                rows, given = output_rows(states, head), {}
                 if loss_of.takes:  # as a distillation's first look does
-                    counts = head_values([rewarded], hidden, its_head, rows, chunk)[0]
+                    counts = output_values([rewarded], hidden, its_head, rows, chunk)[0]
                     given["reward_mean"] = (counts.mean() / vocabulary).expand(len(hidden))
-                return head_loss(loss_of, hidden, its_head, rows, weights, chunk, given)
+                return output_loss(loss_of, hidden, its_head, rows, weights, chunk, given)
 
-            loss = in_head(model, keep, {"input_ids": tokens}, inside)
+            loss = in_output_layer(model, keep, {"input_ids": tokens}, inside)
     loss.backward()
     seconds = time.monotonic() - start
     gradient = model.lm_head.weight.grad

@@ -27,7 +27,7 @@ from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.doctor.block_difference import block_difference
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, StaticEngine
 from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer

@@ -27,9 +27,9 @@ from edgespec_export.npu.qdq import BITS, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import FLOAT_PRECISION, export_npu
 from edgespec_export.onnx.to_onnx import FAST_GRAPH, PRECISIONS, export_onnx
 from edgespec_runtime.doctor.block_difference import block_difference
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
 from edgespec_runtime.engines.static_program import has_openvino
 

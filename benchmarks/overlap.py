@@ -25,8 +25,8 @@ from time import perf_counter
 from common import command_line, sizes_of
 from edgespec_export.synthetic.pair import build
 from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 
 from edgespec.core.files import write_json

@@ -25,9 +25,9 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed
 from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import default_threads
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import ONNXRUNTIME, load_engine
 
 from edgespec.core.files import write_json

@@ -22,8 +22,8 @@ from edgespec.core.errors import (
     INTERRUPTED,
     EdgespecError,
     InputError,
-    MetByOne,
     MissingExtra,
+    OneProcessError,
     did_you_mean,
 )
 from edgespec.core.no_room import place_of, write_error
@@ -218,17 +218,17 @@ def _run(arguments: list[str]) -> int:
         overview.parse_args(arguments)
         overview.print_help()
         return DONE
-    from edgespec.core.output import speaking
+    from edgespec.core.output import verb_output
 
     refuse_old_name(arguments)
     name, *rest = arguments
     module, parser = parser_of(name)
     chosen = settings(name, module, given(parser.parse_intermixed_args(rest)))
-    with speaking(chosen.values.get("json", ""), quiet=chosen.every.quiet):
+    with verb_output(chosen.values.get("json", ""), quiet=chosen.every.quiet):
         try:
             code: int = module.run(_with_bundle(chosen.values))
         except InputError as error:
-            if where := chosen.blamed(str(error)):
+            if where := chosen.origins_named_in(str(error)):
                 raise type(error)(f"{error}{where}") from error
             raise
     return code
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except EdgespecError as error:
-        met_by_all = isinstance(error, InputError) and not isinstance(error, MetByOne)
+        met_by_all = isinstance(error, InputError) and not isinstance(error, OneProcessError)
         if not (met_by_all and os.environ.get("RANK", "0") != "0"):
             print(f"edgespec: {error}", file=sys.stderr)
         return error.exit_code

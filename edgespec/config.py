@@ -13,7 +13,7 @@ from typing import Any
 from edgespec.cli import VERBS, parser_of, settings
 from edgespec.core.errors import did_you_mean
 from edgespec.core.options import from_mapping, knob, words_of
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.table import table
 from edgespec.shell.environment import HIDDEN, OPTION, VARIABLES, config_file, shown
 from edgespec.shell.settings import EVERY, read_config, variable_of
@@ -54,7 +54,7 @@ def run(given: dict[str, Any]) -> int:
             note(
                 f"the variable {name} is set, and edgespec reads none of that name{did_you_mean(name, VARIABLES)}"
             )
-    give(options.json, about)
+    write_result(options.json, about)
     return 0
 
 

@@ -23,11 +23,11 @@ from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import ROUNDED, SELF, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
 from edgespec.recipe.targets import gguf_of
-from edgespec.stages import sources as sources
+from edgespec.stages import sources
 from edgespec.stages.own_gguf import own_file
-from edgespec.stages.record import DONE, Reads
+from edgespec.stages.record import Reads
 from edgespec.stages.sources import data_of
-from edgespec.stages.stage import Body
+from edgespec.stages.stage import STAGE_FILE, Body
 
 
 def _with_own(names: Iterable[str], file: str) -> tuple[str, ...]:
@@ -46,21 +46,21 @@ class Build(ExportStages):
 
     def run(self) -> Path:
         """All stages; returns the bundle's folder."""
-        self._readable(data_of(self.recipe, self.out))
+        self._check_data(data_of(self.recipe, self.out))
         found = self._find("target", self.recipe.target)
         folder = Path(found["folder"])
-        shape = self._planned(folder)  # before tuning, which keeps the target's shape and tokenizer
-        folder = self._tuned(folder)
-        self._own_prompts(folder)
-        drafter = self._made(folder, shape)
-        return self._packed(folder, drafter, found)
+        shape = self._plan(folder)  # before tuning, which keeps the target's shape and tokenizer
+        folder = self._tune(folder)
+        self._write_own_prompts(folder)
+        drafter = self._train_and_export(folder, shape)
+        return self._pack(folder, drafter, found)
 
-    def _made(self, target: Path, planned: DrafterShape) -> Path:
+    def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
         """The drafter, trained, evaluated, exported and verified."""
-        pretrained, drafter = self._trained(target, planned)
+        pretrained, drafter = self._train(target, planned)
         made = shape_in(drafter / "config.json")  # its text may have asked for fewer tokens
-        self._evaluated(target, pretrained, drafter, cost_ratio(target, made))
-        self._exported(target, drafter)
+        self._evaluate_in_torch(target, pretrained, drafter, cost_ratio(target, made))
+        self._export(target, drafter)
         return drafter
 
     def _find(self, stage: str, name: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Build(ExportStages):
         if file:
             reads = sources.one_file(stage, file)
         elif (folder := Path(name).expanduser()).is_dir():
-            reads = self._model(stage, folder)
+            reads = self._model_reads(stage, folder)
         found = self.stage(stage, f"find or make {name}", {"target": name}, find, reads=reads)
         config = Path(found["folder"]) / "config.json"
         own = own_file(config.parent)
@@ -86,13 +86,13 @@ class Build(ExportStages):
             )
         return found
 
-    def _writer(self, target: Path) -> Reads:
+    def _writer_reads(self, target: Path) -> Reads:
         """What stages read in which the target writes."""
-        return self._model("target", target) | sources.exported(self.recipe.inference)
+        return self._model_reads("target", target) | sources.exported(self.recipe.inference)
 
     def _check_source(self, target: Path) -> None:
         """Before pretraining takes hours: whether the target can write, and give distributions where they are stored."""
-        if self.processes.rank or (self.out / "pretrain" / DONE).exists():
+        if self.processes.rank or (self.out / "pretrain" / STAGE_FILE).exists():
             return
         from edgespec_recipes.generating.datagen import check_source
 
@@ -100,7 +100,7 @@ class Build(ExportStages):
         stored_later = distill.target_side == "stored"
         check_source(target, self.recipe.inference, distill.stored_top_k if stored_later else 0)
 
-    def _tuned(self, target: Path) -> Path:
+    def _tune(self, target: Path) -> Path:
         """The target's folder, after tuning where the recipe asks for it."""
         tune = self.recipe.tune
         if not tune.steps:
@@ -109,7 +109,9 @@ class Build(ExportStages):
         from edgespec_recipes.training.tune import tune_target
 
         teacher = Path(self._find("teacher", tune.teacher)["folder"]) if tune.teacher else None
-        models = self._model("target", target) | (self._model("teacher", teacher) if teacher else Reads())
+        models = self._model_reads("target", target) | (
+            self._model_reads("teacher", teacher) if teacher else Reads()
+        )
         self.stage(
             "tune",
             f"the target learns from {tune.teacher or tune.conversations}",
@@ -120,7 +122,7 @@ class Build(ExportStages):
         )
         return self.out / "tune" / "model"
 
-    def _planned(self, target: Path) -> DrafterShape:
+    def _plan(self, target: Path) -> DrafterShape:
         options = self.recipe.drafter
         target_shape = shape_in(target / "config.json")
         if options.init == "checkpoint" and options.kind == "model":
@@ -130,11 +132,11 @@ class Build(ExportStages):
         else:
             shape = derive(target_shape, options)
         print(describe(target_shape, shape), flush=True)
-        self._fitted(target_shape, shape, self.recipe.target)
+        self._drop_files_too_large(target_shape, shape, self.recipe.target)
 
         def plan(place: Path) -> dict[str, Any]:
             # what cannot be exported is said now, and not after hours of pretraining
-            self._possible(target, self._drafter(target, shape))
+            self._check_pair(target, self._initial_drafter(target, shape))
             if problems := context_problems(self.recipe, target_shape):
                 raise InputError("; ".join(problems))
             found = {
@@ -145,16 +147,16 @@ class Build(ExportStages):
             write_json(place / "drafter.json", found)
             return found
 
-        reads = self._model("target", target) | self._checkpoint()
+        reads = self._model_reads("target", target) | self._checkpoint_reads()
         self.stage("plan", "the drafter's shape", options, plan, reads=reads)
         return shape
 
-    def _checkpoint(self) -> Reads:
+    def _checkpoint_reads(self) -> Reads:
         """The model that training starts from, where it is one of the user's."""
         checkpoint = self.recipe.drafter.checkpoint
-        return self._model("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
+        return self._model_reads("drafter.checkpoint", Path(checkpoint)) if checkpoint else Reads()
 
-    def _drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
+    def _initial_drafter(self, target: Path, shape: DrafterShape) -> DrafterShape | Path | None:
         """The checkpoint the drafter starts from, held against the target's tokens, or the planned shape; None for a head.
 
         A head's graph has no limits of its own.
@@ -172,54 +174,58 @@ class Build(ExportStages):
         check_same_vocabulary(target, checkpoint, "the target and drafter.checkpoint")
         return checkpoint
 
-    def _trained(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
+    def _train(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
         from edgespec_recipes.generating import stored
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.training.pretrain import pretrain
 
         out, seed = self.out, self.recipe.seed
-        writer = self._writer(target)
+        writer = self._writer_reads(target)
         self._check_source(target)
-        recipe, own = self._self_written(target)
+        filled, own = self._write_own_data(
+            target
+        )  # stages run with these files, and record the recipe as it was given
         self.stage(
             "pretrain",
-            f"next-token training on plain text, first weights: {recipe.drafter.init}",
+            f"next-token training on plain text, first weights: {filled.drafter.init}",
             self.recipe.pretrain,
-            lambda place: pretrain(place, target, shape, recipe.drafter, recipe.pretrain, seed),
-            reads=self._model("target", target, weights=recipe.drafter.init in ("subclone", "components"))
-            | self._checkpoint()
+            lambda place: pretrain(place, target, shape, filled.drafter, filled.pretrain, seed),
+            reads=self._model_reads(
+                "target", target, weights=filled.drafter.init in ("subclone", "components")
+            )
+            | self._checkpoint_reads()
             | sources.text("pretrain.text", self.recipe.pretrain.text)
             | sources.stages(out, *own & {SELF_TEXT}),
             together=True,
         )
-        self._written(target, recipe, own)
-        teacher, rounding = self._teacher(target)
+        self._write_responses(target, filled, own)
+        teacher, rounding = self._round_target(target)
         inputs = DistillInputs(
             target=teacher,
             drafter=out / "pretrain" / "model",
             responses=out / "generate",
-            text=recipe.pretrain.text,
+            text=filled.pretrain.text,
             text_cache=out / "pretrain" / "text",
-            store=out / "store" if recipe.distill.target_side == "stored" else None,
-            reference=out / "reference" / "model" if recipe.distill.select_fraction < 1 else None,
-            inference=recipe.inference,
+            store=out / "store" if filled.distill.target_side == "stored" else None,
+            reference=out / "reference" / "model" if filled.distill.select_fraction < 1 else None,
+            inference=filled.inference,
         )
         if inputs.store:
             self.stage(
                 "store",
-                f"the target's {recipe.distill.stored_top_k} most probable tokens at every position",
-                {"stored_top_k": recipe.distill.stored_top_k, "context": recipe.distill.context},
-                lambda place: store_responses(place, inputs, recipe.distill),
+                f"the target's {filled.distill.stored_top_k} most probable tokens at every position",
+                {"stored_top_k": filled.distill.stored_top_k, "context": filled.distill.context},
+                lambda place: store_responses(place, inputs, filled.distill),
                 reads=writer | sources.stages(out, "generate", *rounding),
                 together=True,
                 damaged=stored.damaged_shards,
             )
-        fixed = recipe.distill.fixed if recipe.distill.fixed_fraction else ""
+        fixed = filled.distill.fixed if filled.distill.fixed_fraction else ""
         made = ("pretrain", "generate", *rounding, *(["store"] if inputs.store else []))
         reads = writer | sources.stages(out, *made) | sources.conversations("distill.fixed", fixed)
         if inputs.reference:
-            options = reference_options(recipe)
+            options = reference_options(filled)
             self.stage(
                 "reference",
                 "AdaSPEC's reference: the drafter distilled with forward KL",
@@ -231,15 +237,15 @@ class Build(ExportStages):
             reads |= sources.stages(out, "reference")
         self.stage(
             "distill",
-            f"white-box distillation, {recipe.distill.losses}",
-            recipe.distill,
-            lambda place: distill(place, inputs, recipe.distill, seed),
+            f"white-box distillation, {filled.distill.losses}",
+            filled.distill,
+            lambda place: distill(place, inputs, filled.distill, seed),
             reads=reads,
             together=True,
         )
         return inputs.drafter, out / "distill" / "model"
 
-    def _teacher(self, target: Path) -> tuple[Path, list[str]]:
+    def _round_target(self, target: Path) -> tuple[Path, list[str]]:
         """The model that the drafter is distilled against, and the stage that made it, where one did."""
         precision = self.recipe.distill.against
         if not precision:
@@ -251,19 +257,21 @@ class Build(ExportStages):
             f"the target as its {precision} file rounds it",
             {"precision": precision},
             lambda place: write_rounded(target, place / "model", precision),
-            reads=self._model("target", target),
+            reads=self._model_reads("target", target),
         )
         return self.out / ROUNDED / "model", [ROUNDED]
 
-    def _own_prompts(self, target: Path) -> None:
+    def _write_own_prompts(self, target: Path) -> None:
         """Held-out prompts that the target writes, with a seed of their own; from here on the recipe names their file."""
         recipe = self.recipe
         if recipe.evaluate.prompts_file != SELF:
             return
-        file = self._instructions(SELF_PROMPTS, target, own_prompts(recipe), "held-out prompts", SELF_PROMPTS)
+        file = self._write_instructions(
+            SELF_PROMPTS, target, own_prompts(recipe), "held-out prompts", SELF_PROMPTS
+        )
         self.recipe = replace(recipe, evaluate=replace(recipe.evaluate, prompts_file=file))
 
-    def _instructions(
+    def _write_instructions(
         self, stage: str, target: Path, count: int, what: str = "instructions", purpose: str = "instructions"
     ) -> str:
         """The file of instructions that the target writes in a stage of its own; `what` they are, in words."""
@@ -276,31 +284,31 @@ class Build(ExportStages):
             f"the target writes {count:,} {what}",
             {"instructions": count, **openings},
             lambda place: write_instructions(place, target, count, options, seed, inference, purpose),
-            reads=self._writer(target),
+            reads=self._writer_reads(target),
             together=True,
         )
         return str(self.out / stage / INSTRUCTIONS)
 
-    def _written(self, target: Path, recipe: Recipe, own: set[str]) -> None:
+    def _write_responses(self, target: Path, filled: Recipe, own: set[str]) -> None:
         """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
         from edgespec_recipes.generating import datagen
 
-        kept = recipe.distill.stored_top_k if recipe.distill.target_side == "stored" else 0
+        kept = filled.distill.stored_top_k if filled.distill.target_side == "stored" else 0
         self.stage(
             "generate",
             "the target writes responses",
             self.recipe.generate,
             lambda place: datagen.generate(
-                place, target, recipe.generate, recipe.seed, recipe.inference, kept
+                place, target, filled.generate, filled.seed, filled.inference, kept
             ),
-            reads=self._writer(target)
+            reads=self._writer_reads(target)
             | sources.conversations("generate.instructions", self.recipe.generate.instructions)
             | sources.stages(self.out, *own & {SELF_INSTRUCTIONS}),
             together=True,
             damaged=datagen.damaged_shards,
         )
 
-    def _self_written(self, target: Path) -> tuple[Recipe, set[str]]:
+    def _write_own_data(self, target: Path) -> tuple[Recipe, set[str]]:
         """The recipe with what the target writes itself as files, and the stages that wrote these."""
         from edgespec_recipes.generating.self_written import TEXT, write_text
 
@@ -313,7 +321,7 @@ class Build(ExportStages):
                 f"the target writes {wanted:,} tokens of running text",
                 {"tokens": wanted},
                 lambda place: write_text(place, target, wanted, generate, recipe.seed, recipe.inference),
-                reads=self._writer(target),
+                reads=self._writer_reads(target),
                 together=True,
             )
             text = _with_own(pretrain.text, str(self.out / SELF_TEXT / TEXT))
@@ -322,19 +330,19 @@ class Build(ExportStages):
         asked = generate.instructions
         if SELF in asked:
             count = generate.self_instructions or -(-generate.prompts // len(asked))
-            file = self._instructions(SELF_INSTRUCTIONS, target, count)
+            file = self._write_instructions(SELF_INSTRUCTIONS, target, count)
             generate = replace(generate, instructions=_with_own(asked, file))
             written.add(SELF_INSTRUCTIONS)
         return replace(recipe, pretrain=pretrain, generate=generate), written
 
-    def _evaluated(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
+    def _evaluate_in_torch(self, target: Path, pretrained: Path, drafter: Path, c: float) -> None:
         from edgespec_recipes.evaluation.evaluation import evaluate
 
         recipe, models = self.recipe, {"pretrained": pretrained, "distilled": drafter}
         self._evaluate(
             "in torch",
             lambda place: evaluate(place, target, models, recipe.evaluate, recipe.seed, c, recipe.inference),
-            self._model("target", target) | sources.stages(self.out, "pretrain", "distill"),
+            self._model_reads("target", target) | sources.stages(self.out, "pretrain", "distill"),
         )
 
     def _evaluate(self, where: str, body: Body, reads: Reads) -> None:
@@ -342,5 +350,5 @@ class Build(ExportStages):
         from edgespec_recipes.evaluation.report import evaluation_table
 
         what = f"acceptance and block efficiency {where}, held-out prompts"
-        self.stage("evaluate", what, self.recipe.evaluate, body, reads=reads | self._prompts())
+        self.stage("evaluate", what, self.recipe.evaluate, body, reads=reads | self._prompt_reads())
         print(evaluation_table(self.out / "evaluate" / "evaluation.json"), flush=True)

@@ -27,9 +27,9 @@ from edgespec.recipe.devices import device_of
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe
 from edgespec.recipe.schema import ExportOptions, GenerateOptions, Recipe
-from edgespec.stages import sources as sources
-from edgespec.stages.record import DONE, Reads, settle
-from edgespec.stages.stage import Body, Processes, run_stage
+from edgespec.stages import sources
+from edgespec.stages.record import Reads, clear_if_inputs_changed
+from edgespec.stages.stage import STAGE_FILE, Body, Processes, run_stage
 from edgespec.stages.training_facts import training_of
 
 # Replies that a target writes where its build has none: some 4,000 tokens, of which half are held out.
@@ -80,20 +80,20 @@ class ExportStages:
         One with `damaged` files that are still to be read is opened again for them.
         """
         folder = self.out / name
-        if not self.processes.rank and (why := settle(folder, reads)):
+        if not self.processes.rank and (why := clear_if_inputs_changed(folder, reads)):
             step(f"! {name}: {why}: running again")
-        still_read = not self.processes.rank and not (self.out / "distill" / DONE).exists()
+        still_read = not self.processes.rank and not (self.out / "distill" / STAGE_FILE).exists()
         files = damaged(folder) if damaged and still_read else []
         if files:
             step(f"! {name}: damaged: {', '.join(files)}; only that is made again")
-            (folder / DONE).unlink(missing_ok=True)
-        done = (folder / DONE).exists()
+            (folder / STAGE_FILE).unlink(missing_ok=True)
+        done = (folder / STAGE_FILE).exists()
         step(f"{'✓' if done else '▸'} {name}: {what}{' (done before)' if done else ''}")
         mapping = options if isinstance(options, dict) else to_mapping(options)
         counts = run_stage(folder, mapping, body, self.processes, together=together)
         if not self.processes.rank and not (folder / RECIPE_FILE).exists():
             write_text(folder / RECIPE_FILE, dump_recipe(self.recipe))
-        self.times.append((name, float(read_json(folder / DONE)["seconds"])))
+        self.times.append((name, float(read_json(folder / STAGE_FILE)["seconds"])))
         return counts
 
     def summary(self) -> dict[str, Any]:
@@ -105,13 +105,13 @@ class ExportStages:
             "verification": read_json(self.out / "verify" / "verify.json"),
         }
 
-    def _model(self, purpose: str, folder: Path, *, weights: bool = True) -> Reads:
+    def _model_reads(self, purpose: str, folder: Path, *, weights: bool = True) -> Reads:
         return sources.model(purpose, folder, self.out, weights=weights)
 
-    def _prompts(self) -> Reads:
+    def _prompt_reads(self) -> Reads:
         return sources.conversations("evaluate.prompts_file", self.recipe.evaluate.prompts_file)
 
-    def _readable(self, data: BuildData) -> None:
+    def _check_data(self, data: BuildData) -> None:
         """Data that cannot be read stop a build before its first training step: InputError naming file and row, MissingExtra."""
         from edgespec_recipes.data.data_check import check_data
 
@@ -124,12 +124,12 @@ class ExportStages:
                 reads=sources.everything(data),
             )
 
-    def _possible(self, target: Path, drafter: ModelShape | Path | None) -> None:
+    def _check_pair(self, target: Path, drafter: ModelShape | Path | None) -> None:
         """What a later stage would refuse, said before anything is written; notes on the files. Raises as `check_pair` does."""
         for text in check_pair(target, drafter, self.recipe.export):
             step(f"Note: {text}")
 
-    def _fitted(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
+    def _drop_files_too_large(self, target: ModelShape, drafter: ModelShape, name: str) -> None:
         """Where the files are for a device: show the memory they take there, and leave out those that it has no room for.
 
         Raises InputError where what is to run takes too much.
@@ -145,14 +145,14 @@ class ExportStages:
         if left := [one for one in _precisions(before) if one not in kept]:
             print(f"Note: {device.name} has no memory for {', '.join(left)}; not written", flush=True)
 
-    def _exported(self, target: Path, drafter: Path) -> None:
+    def _export(self, target: Path, drafter: Path) -> None:
         from edgespec_export.answers.replies import questions_of
         from edgespec_export.formats.export import export_pair
         from edgespec_export.verify.pair import verify_pair
         from edgespec_export.verify.report import verification_table
 
         options, out = self.recipe.export, self.out
-        models = self._model("target", target) | self._model("drafter", drafter)
+        models = self._model_reads("target", target) | self._model_reads("drafter", drafter)
         self.stage(
             "export",
             "the files of each format",
@@ -165,7 +165,7 @@ class ExportStages:
                 lambda: self._calibration_rows(target),
                 lambda: self._calibration_texts(target),
             ),
-            reads=models | self._calibrated(),
+            reads=models | self._calibration_reads(),
         )
         self.stage(
             "verify",
@@ -181,11 +181,11 @@ class ExportStages:
                 trials=self._trials(target, options.acceptance_prompts),
                 questions=questions_of(target, self._held_out(options.answer_replies), seed=self.recipe.seed),
             ),
-            reads=models | sources.stages(out, "export") | self._prompts(),
+            reads=models | sources.stages(out, "export") | self._prompt_reads(),
         )
         print(verification_table(out / "verify" / "verify.json", colour=draws(sys.stdout)), flush=True)
 
-    def _packed(self, target: Path, drafter: Path, found: dict[str, Any]) -> Path:
+    def _pack(self, target: Path, drafter: Path, found: dict[str, Any]) -> Path:
         """The bundle's folder, after a table of how long each stage took."""
         from edgespec_export.bundle.default_choice import default_report
         from edgespec_export.bundle.write import write_bundle
@@ -218,13 +218,13 @@ class ExportStages:
                 },
             )
 
-        if not self.processes.rank and (out / "pack" / DONE).exists():
+        if not self.processes.rank and (out / "pack" / STAGE_FILE).exists():
             try:
                 open_manifest(out / "bundle", hashes=False)
             except BundleError as error:
                 step(f"! pack: {error}: running again")
-                (out / "pack" / DONE).unlink(missing_ok=True)
-        reads = sources.stages(out, "export", "verify") | self._measured() | self._prompts()
+                (out / "pack" / STAGE_FILE).unlink(missing_ok=True)
+        reads = sources.stages(out, "export", "verify") | self._evaluation_reads() | self._prompt_reads()
         self.stage("pack", "manifest, checksums, model card", {}, pack, reads=reads)
         print(default_report(read_manifest(out / "bundle"), colour=draws(sys.stdout)), flush=True)
         print(table(("stage", "time"), [(name, duration(seconds)) for name, seconds in self.times]))
@@ -240,7 +240,7 @@ class ExportStages:
         """What the drafter was trained on, as far as it is known."""
         return training_of(self.out, self.recipe)
 
-    def _measured(self) -> Reads:
+    def _evaluation_reads(self) -> Reads:
         """Where `_evaluation` is read from."""
         return sources.stages(self.out, "evaluate")
 
@@ -270,15 +270,15 @@ class ExportStages:
             prompts=CALIBRATION_REPLIES, max_new_tokens=min(CALIBRATION_TOKENS, longest), batch_size=16
         )
         folder = self.out / "calibration"
-        settle(folder, self._model("target", target))
+        clear_if_inputs_changed(folder, self._model_reads("target", target))
         generate(folder, target, some, self.recipe.seed, self.recipe.inference)
         return written_texts(folder)
 
-    def _calibrated(self) -> Reads:
+    def _calibration_reads(self) -> Reads:
         """What the calibration reads, where static graphs have integers or a file's tensors get bits of their own."""
         files = self.recipe.export
         if files.npu or {*MIXED.values()} & {*files.onnx, *files.gguf}:
-            return sources.responses(self._responses(), self.out) | self._prompts()
+            return sources.responses(self._responses(), self.out) | self._prompt_reads()
         return Reads()
 
     def _responses(self) -> Path:

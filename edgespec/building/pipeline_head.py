@@ -17,10 +17,10 @@ from edgespec.planning.estimate import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe
-from edgespec.stages import sources as sources
+from edgespec.stages import sources
 
 
-def _writing(recipe: Recipe) -> Recipe:
+def _generate_recipe(recipe: Recipe) -> Recipe:
     """The recipe of the generate stage: it keeps nothing where the target reads its responses afterwards."""
     if recipe.drafter.features == LAST:
         return recipe
@@ -32,35 +32,35 @@ def _writing(recipe: Recipe) -> Recipe:
 class HeadBuild(Build):
     """From a target that gives its hidden states to a bundle with a head."""
 
-    def _made(self, target: Path, planned: DrafterShape) -> Path:
-        drafter = self._distilled(target)
-        self._exported(target, drafter)
-        self._measured_files(target, drafter, cost_ratio(target, planned))
+    def _train_and_export(self, target: Path, planned: DrafterShape) -> Path:
+        drafter = self._distill(target)
+        self._export(target, drafter)
+        self._evaluate_files(target, drafter, cost_ratio(target, planned))
         return drafter
 
-    def _distilled(self, target: Path) -> Path:
+    def _distill(self, target: Path) -> Path:
         """The head's folder."""
         from edgespec_recipes.training.distill_head import distill_head
 
         out, seed = self.out, self.recipe.seed
         self._check_target(target)  # before the target writes for hours
-        read = self._read(target)
-        recipe, own = self._self_written(target)
-        self._written(target, _writing(recipe), own)
-        written, options = self._kept(target), recipe.distill
+        read = self._read_fixed(target)
+        filled, own = self._write_own_data(target)
+        self._write_responses(target, _generate_recipe(filled), own)
+        written, options = self._read_again(target), filled.distill
         reads = (
-            self._writer(target)
-            | self._checkpoint()
+            self._writer_reads(target)
+            | self._checkpoint_reads()
             | sources.stages(out, written.name, *([READ] if read else []))
         )
         reference = None
         if options.select_fraction < 1:
-            taught = reference_options(recipe)
+            taught = reference_options(filled)
             self.stage(
                 "reference",
                 "AdaSPEC's reference: the head distilled with forward KL",
                 taught,
-                lambda place: distill_head(place, target, written, recipe.drafter, taught, seed, read=read),
+                lambda place: distill_head(place, target, written, filled.drafter, taught, seed, read=read),
                 reads=reads,
                 together=True,
             )
@@ -71,7 +71,7 @@ class HeadBuild(Build):
             f"a head learns from the target's hidden states, {options.losses}",
             options,
             lambda place: distill_head(
-                place, target, written, recipe.drafter, options, seed, reference, read
+                place, target, written, filled.drafter, options, seed, reference, read
             ),
             reads=reads,
             together=True,
@@ -94,7 +94,7 @@ class HeadBuild(Build):
         else:
             check_gives_states(self.recipe.inference)
 
-    def _kept(self, target: Path) -> Path:
+    def _read_again(self, target: Path) -> Path:
         """The folder of what the head learns from: the responses as they were written, or read again for three layers' states."""
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_again
@@ -108,13 +108,13 @@ class HeadBuild(Build):
             "the target reads its responses, for the states of three layers",
             {"features": recipe.drafter.features, "stored_top_k": top_k, "shard_size": shard_size},
             lambda place: read_again(place, target, written, shard_size, recipe.inference, top_k),
-            reads=self._writer(target) | sources.stages(self.out, "generate"),
+            reads=self._writer_reads(target) | sources.stages(self.out, "generate"),
             together=True,
             damaged=damaged_shards,
         )
         return self.out / STATES
 
-    def _read(self, target: Path) -> Path | None:
+    def _read_fixed(self, target: Path) -> Path | None:
         """The folder of what the target read of the fixed data; None where a head learns from the target's own text alone."""
         from edgespec_recipes.generating.datagen import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
@@ -145,13 +145,13 @@ class HeadBuild(Build):
                 options.context,
                 features,
             ),
-            reads=self._writer(target) | sources.conversations("distill.fixed", options.fixed),
+            reads=self._writer_reads(target) | sources.conversations("distill.fixed", options.fixed),
             together=True,
             damaged=damaged_shards,
         )
         return self.out / READ
 
-    def _measured_files(self, target: Path, drafter: Path, c: float) -> None:
+    def _evaluate_files(self, target: Path, drafter: Path, c: float) -> None:
         """Acceptance and block efficiency of the exported pair, in the form of the evaluation in torch."""
         from edgespec_export.verify.exported_pair import open_first_pair
         from edgespec_recipes.evaluation.file_pair import evaluate_files
@@ -167,5 +167,5 @@ class HeadBuild(Build):
                 recipe.seed,
                 c,
             ),
-            self._model("target", target) | sources.stages(self.out, "export"),
+            self._model_reads("target", target) | sources.stages(self.out, "export"),
         )

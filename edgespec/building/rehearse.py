@@ -20,16 +20,16 @@ from edgespec.core.files import read_json, read_object, write_json
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
-from edgespec.core.output import give, step
+from edgespec.core.output import step, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import duration, table
 from edgespec.planning.estimate import size
 from edgespec.recipe.drafter import derive, describe
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import shape_of_target
-from edgespec.stages.record import Reads, settle
+from edgespec.stages.record import Reads, clear_if_inputs_changed
 from edgespec.stages.sources import model, stages
-from edgespec.stages.stage import run_stage
+from edgespec.stages.stage import STAGE_FILE, run_stage
 
 PLAN = "rehearsal.json"
 GIB = 2**30
@@ -105,12 +105,12 @@ def run(target: str, options: RehearsalOptions, command: str, json: str = "") ->
     print(describe(shape, derive(shape, DrafterOptions())), end="\n\n")
     needed = _preflight(out, shape, options)
     if options.check_only:
-        give(json, needed)
+        write_result(json, needed)
         return 0
     with held(out, command):
         _claim(out, target, options, shape)
         rows = _rehearse(out, options)
-        give(json, [{"stage": name, **row} for name, row in rows])
+        write_result(json, [{"stage": name, **row} for name, row in rows])
         return _judge(rows, options)
 
 
@@ -118,7 +118,7 @@ def _rehearse(out: Path, options: RehearsalOptions) -> list[tuple[str, dict[str,
     """Run all stages; a line of the table for each, which is shown as far as it goes where one fails."""
     tokenizer = Path(options.tokenizer).expanduser()
     given = model("tokenizer", tokenizer, out, weights=False) if options.tokenizer else Reads()
-    if why := settle(out / "weights", given):
+    if why := clear_if_inputs_changed(out / "weights", given):
         step(f"! weights: {why}: running again")
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
@@ -181,7 +181,7 @@ def _stage(
     """Run one stage unless it is done; its line of the table."""
     folder = out / name
     if name != "weights":  # all follow from the weights, by the seed
-        settle(folder, stages(out, "weights"))
+        clear_if_inputs_changed(folder, stages(out, "weights"))
     step(f"{'✓' if (folder / 'stage.json').exists() else '▸'} {name}: {what}")
 
     def body(place: Path) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _stage(
         return {"peak": usage.peak, "own": usage.own, "found": found}
 
     counts = run_stage(folder, {}, body)
-    return name, {**counts, "seconds": float(read_json(folder / "stage.json")["seconds"])}
+    return name, {**counts, "seconds": float(read_json(folder / STAGE_FILE)["seconds"])}
 
 
 def _talk(

@@ -2,7 +2,7 @@
 
     EdgespecError                exit code 2
     ├── InputError               a value the user gave: names the value, what was wanted, the next step
-    │   └── MetByOne             what one of several processes may meet alone: that one says so
+    │   └── OneProcessError      what may happen in one of several processes alone
     │       └── NoRoom           a full disk, a used-up quota, a limit on the size of files
     ├── MissingExtra             an optional package is absent: one sentence with the pip command
     ├── BundleError              a bundle that is incomplete, altered or of another schema
@@ -36,11 +36,11 @@ class InputError(EdgespecError):
     """A value the user gave cannot be used."""
 
 
-class MetByOne(InputError):
-    """Of several processes it may hit any one, and that one says so; any other InputError hits all, and the first one says so."""
+class OneProcessError(InputError):
+    """May happen in one process alone, which then prints it. Any other InputError happens in all; the first prints it."""
 
 
-class NoRoom(MetByOne):
+class NoRoom(OneProcessError):
     """There is no room for a file."""
 
 

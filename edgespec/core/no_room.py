@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.core.errors import EdgespecError, InputError, MetByOne, NoRoom
+from edgespec.core.errors import EdgespecError, InputError, NoRoom, OneProcessError
 from edgespec.core.free_space import folder_at, free_disk
 
 _FULL = {
@@ -47,10 +47,10 @@ def write_error(path: Path | str, error: BaseException) -> InputError | None:
         return NoRoom(_message(path, reason, wanted))
     number = (error.errno or 0) if isinstance(error, OSError) else 0
     if number in _DENIED:  # libraries read, too, where something is written
-        return MetByOne(
+        return OneProcessError(
             f"cannot use {path}: {_DENIED[number]}; allow it or choose another place, then run the same command again"
         )
-    return MetByOne(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
+    return OneProcessError(_message(path, _FORBIDDEN[number], 0)) if number in _FORBIDDEN else None
 
 
 def place_of(error: BaseException, otherwise: Path | str) -> Path | str:

@@ -41,7 +41,7 @@ def json_knob() -> Any:
 
 
 @contextmanager
-def speaking(json: str = "", *, quiet: bool = False) -> Iterator[None]:
+def verb_output(json: str = "", *, quiet: bool = False) -> Iterator[None]:
     """A verb runs in this: what it prints is dropped where JSON takes its place, and notes are where they are not wanted."""
     global _now
     before = _now
@@ -55,7 +55,7 @@ def speaking(json: str = "", *, quiet: bool = False) -> Iterator[None]:
             _now = before
 
 
-def give(json: str, found: Any, text: str = "") -> None:
+def write_result(json: str, found: Any, text: str = "") -> None:
     """The verb's result as JSON, to where `json` says. `text`: its JSON in a form of the verb's own, for a file."""
     if json == STANDARD_OUTPUT:
         out = _now.out or sys.stdout
@@ -69,7 +69,7 @@ def give(json: str, found: Any, text: str = "") -> None:
 
 
 @contextmanager
-def notes_only() -> Iterator[None]:
+def print_as_notes() -> Iterator[None]:
     """What is printed inside is no result of this verb: it goes where notes go."""
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,

@@ -19,7 +19,7 @@ from edgespec.core.folder_lock import held
 from edgespec.core.free_space import free_disk
 from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, open_manifest, read_manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob, step
+from edgespec.core.output import json_knob, step, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
 from edgespec.planning.estimate import size
@@ -42,7 +42,7 @@ def run(given: dict[str, Any]) -> int:
     out = Path(options.out or options.repo.split("/")[1]).expanduser()
     pull(options.repo, out, options.revision, round(min(options.max_gib, GIB) * GIB))
     print(f"bundle: {out}")
-    give(options.json, {"bundle": str(out)})
+    write_result(options.json, {"bundle": str(out)})
     return 0
 
 

@@ -16,7 +16,7 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST, BundleFile, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import MIB, progress
 from edgespec.core.table import table
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
@@ -57,7 +57,7 @@ def run(given: dict[str, Any]) -> int:
         print(f"pushed: {address}")
     else:
         print(f"\nNothing was sent. The same command with --yes pushes this to {endpoint()}/{options.repo}.")
-    give(
+    write_result(
         options.json,
         {
             "repo": options.repo,

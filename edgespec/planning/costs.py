@@ -24,7 +24,7 @@ EXPORTED_BYTES = {
 }
 """Of a weight: int4 has a float32 scale for 32 weights, int8 one for 64, q8_0 and q4_0 a float16 one for 32; the K mixtures as
 llama.cpp counts them; of mixed files the most that they can have."""
-HEAD_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
+OUTPUT_BYTES = dict.fromkeys(("q4_0", "q4_1", "q5_0", "q5_1"), 34 / 32)
 """Of a weight of the output head, where it is kept at another precision."""
 READING_HEAD_BYTES = 36 / 32
 """Of a weight of a drafter that is a head: always int8, with a float32 scale for 32 weights."""
@@ -42,7 +42,7 @@ def body_weights(shape: ModelShape) -> int:
     return shape.joining_parameters + shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
 
 
-def head_flops(shape: ModelShape, positions: float) -> float:
+def output_flops(shape: ModelShape, positions: float) -> float:
     """The output layer at `positions` positions: 2 V H each."""
     return 2.0 * shape.vocab_size * shape.hidden * positions
 
@@ -53,7 +53,7 @@ def forward_flops(shape: ModelShape, tokens: float, keys: float, logits: float |
     """
     attention = 4.0 * shape.layers * shape.heads * shape.head_dim * keys
     body = (2.0 * body_weights(shape) + attention) * tokens
-    return body + head_flops(shape, tokens if logits is None else logits)
+    return body + output_flops(shape, tokens if logits is None else logits)
 
 
 def training_flops(shape: ModelShape, tokens: float, keys: float) -> float:
@@ -122,7 +122,7 @@ def exported_bytes(shape: ModelShape, precision: str, *, streamed: bool = False)
     """Bytes of a model's exported weights, or only of those that one token reads (`streamed`)."""
     each = EXPORTED_BYTES[precision]
     weights = shape.streamed_parameters if streamed else shape.parameters
-    return each * weights + (HEAD_BYTES.get(precision, each) - each) * shape.embedding_parameters
+    return each * weights + (OUTPUT_BYTES.get(precision, each) - each) * shape.embedding_parameters
 
 
 def building_bytes(shape: ModelShape, precisions: Iterable[str]) -> int:

@@ -270,12 +270,12 @@ def _distill(
     )
     share = options.batch_size // processes * context  # of one process, a step
     later = max(0, share - at_once) * looks  # tokens of it that are looked at ahead
-    flops = looks * costs.head_flops(drafter, tokens)
+    flops = looks * costs.output_flops(drafter, tokens)
     flops += costs.forward_flops(drafter, options.steps * processes * later, context, logits=0)
     if soft:
         heads = 1 + looks + selects
         flops += live * costs.forward_flops(target, tokens, context, logits=0)
-        flops += live * heads * costs.head_flops(target, tokens)
+        flops += live * heads * costs.output_flops(target, tokens)
     if selects:
         flops += costs.forward_flops(drafter, tokens, context)
     if options.watch_steps:

@@ -31,6 +31,7 @@ from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, R
 from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, gguf_of, is_hub_id
 from edgespec.shell.environment import HOME
 from edgespec.stages.own_gguf import expanded
+from edgespec.stages.stage import STAGE_FILE
 
 RUNNING = 400 * 2**20
 """Bytes of the interpreter with torch and its libraries, measured as resident memory after importing them."""
@@ -147,7 +148,7 @@ def _left(recipe: Recipe, out: Path, target: ModelShape, processes: int) -> list
     return [
         replace(stage, disk=max(0, stage.disk - bytes_in(folder)))
         for stage in stages
-        if not ((folder := out / stage.folder) / "stage.json").exists()
+        if not ((folder := out / stage.folder) / STAGE_FILE).exists()
     ]
 
 
@@ -181,7 +182,7 @@ def _download(name: str, out: Path, target: ModelShape) -> list[Shortage]:
     from huggingface_hub import constants
 
     repo = TARGETS[name].repo if name in TARGETS else name if is_hub_id(name) else None
-    if Path(name).is_dir() or (out / "target" / "stage.json").exists():
+    if Path(name).is_dir() or (out / "target" / STAGE_FILE).exists():
         return []
     if (file := gguf_of(name)) is not None:
         what, needed, place = f"the expanded weights of {name}", costs.weight_bytes(target), cache_folder()

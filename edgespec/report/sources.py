@@ -13,7 +13,7 @@ from edgespec.core.files import MAX_JSON_BYTES, parse_json, read_bounded, sha256
 from edgespec.core.manifest import MANIFEST, Manifest, check_file, read_manifest
 from edgespec.recipe.schema import READ, ROUNDED, SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, STATES
 from edgespec.report.fields import Fields
-from edgespec.stages.record import DONE
+from edgespec.stages.stage import STAGE_FILE
 
 BUNDLE, BUILD = "bundle", "build"
 BENCH, DOCTOR, TRADEOFF = "bench", "doctor", "tradeoff"
@@ -67,7 +67,7 @@ def open_sources(name: str) -> Sources:
     if path.is_dir():
         if (path / MANIFEST).exists():
             return _bundle(path)
-        if stages := [stage for stage in STAGES if (path / stage / DONE).is_file()]:
+        if stages := [stage for stage in STAGES if (path / stage / STAGE_FILE).is_file()]:
             return _build(path, stages)
         raise InputError(f"{path} is a folder without a {MANIFEST} or finished stages of a build; {WANTED}")
     if not path.exists():
@@ -111,7 +111,7 @@ def _bundle(path: Path) -> Sources:
 
 def _build(path: Path, names: list[str]) -> Sources:
     """The finished stages, and the bundle or, before there is one, what was evaluated and verified."""
-    stages = {name: _object(path / name / DONE)[0] for name in names}
+    stages = {name: _object(path / name / STAGE_FILE)[0] for name in names}
     command = path / COMMAND
     words = read_bounded(command, limit=MOST_COMMAND) if command.is_file() else b""
     build = Source(BUILD, path, stages=stages, command=words.decode("utf-8", "replace").strip())

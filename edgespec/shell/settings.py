@@ -47,7 +47,7 @@ class Settings:
     every: EveryVerb
     origins: dict[str, str] = field(default_factory=dict)
 
-    def blamed(self, message: str) -> str:
+    def origins_named_in(self, message: str) -> str:
         """Where the options that a complaint names were set; '' where it names none of them."""
         named = [
             f"{name} comes from {origin}"

@@ -2,7 +2,7 @@
 
 Files are known by content: SHA-256 of all their bytes, computed once and again only where size or time of change differ from the
 record. (A sample of the bytes would be cheaper and would miss one changed tensor or row; every stage reads the whole file anyway,
-at a fraction of the speed of hashing it.) Other stages are known by `made`, a name that a stage gets when it begins from nothing.
+at a fraction of the speed of hashing it.) Other stages are known by their run id, which a stage gets when it begins from nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, sha256_file, write_json
 from edgespec.core.progress import MIB, reading
+from edgespec.stages.stage import STAGE_FILE
 
 RECORD = "inputs.json"
-DONE = "stage.json"
-BEFORE_RECORDS = "before records"  # `made` of a stage that is older than the records
+BEFORE_RECORDS = "before records"  # run id of a stage that is older than the records
 SHOWN = 3  # changes that a message names
 _TOGETHER = 4  # shards hashed at once
 
@@ -63,7 +63,7 @@ class Reads:
         )
 
 
-def settle(result: Path, reads: Reads, record: Path | None = None) -> str:
+def clear_if_inputs_changed(result: Path, reads: Reads, record: Path | None = None) -> str:
     """Bring a record up to date before its stage runs. Returns why the stage must run again, '' where it need not.
 
     `result`: the stage's folder, or a file that is its whole result (then `record` says where the record lies). Where the inputs
@@ -75,7 +75,7 @@ def settle(result: Path, reads: Reads, record: Path | None = None) -> str:
     for stale in result.parent.glob(f".{result.name}.*.stale"):  # left by a killed run
         shutil.rmtree(stale, ignore_errors=True)
     begun = result.is_file() or (result.is_dir() and any(result.iterdir()))
-    finished = result.is_file() or (result / DONE).exists()
+    finished = result.is_file() or (result / STAGE_FILE).exists()
     now = _present(reads, seen or {}, finished)
     if seen is None:
         newer = [stage for stage, its_name in now["stages"].items() if its_name != BEFORE_RECORDS]
@@ -92,8 +92,8 @@ def settle(result: Path, reads: Reads, record: Path | None = None) -> str:
     return reason
 
 
-def made(folder: Path) -> str:
-    """The name of what a stage has made or is making."""
+def run_id(folder: Path) -> str:
+    """The run id of a stage: another one means that the stage began anew."""
     seen = _read(folder / RECORD)
     return BEFORE_RECORDS if seen is None else str(seen["made"])
 
@@ -152,7 +152,7 @@ def _present(reads: Reads, seen: Mapping[str, Any], finished: bool) -> dict[str,
     }
     return {
         "files": files,
-        "stages": {name: made(folder) for name, folder in reads.stages.items()},
+        "stages": {name: run_id(folder) for name, folder in reads.stages.items()},
         "revisions": revisions,
     }
 

@@ -25,7 +25,8 @@ from edgespec.recipe.data_sources import (
     source_files,
 )
 from edgespec.recipe.schema import PYTHON_STDLIB, SELF, InferenceOptions, Recipe
-from edgespec.stages.record import DONE, Reads, Source
+from edgespec.stages.record import Reads, Source
+from edgespec.stages.stage import STAGE_FILE
 
 # config, tokenizer, chat templates
 SETTINGS = ("*.json", "*.model", "*.txt", "*.jinja", f"{MORE_TEMPLATES}/*.jinja")
@@ -147,6 +148,6 @@ def _left(found: Mapping[str, str], recipe: Recipe, out: Path) -> dict[str, str]
         if not (
             is_local(source)
             and not Path(source).expanduser().exists()
-            and (out / readers[name.partition(" ")[0]] / DONE).exists()
+            and (out / readers[name.partition(" ")[0]] / STAGE_FILE).exists()
         )
     }

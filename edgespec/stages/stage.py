@@ -18,6 +18,8 @@ from typing import Any
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import read_json, write_json, writing
 
+STAGE_FILE = "stage.json"
+"""Written last: a stage that has it is complete."""
 CHECKPOINTS = "checkpoints"
 """What a stage resumes from; it goes when the stage is done, and not before."""
 _PACKAGES = ("edgespec", "torch", "transformers", "onnxruntime", "onnxruntime-genai", "gguf", "numpy")
@@ -60,7 +62,7 @@ def run_stage(
     counts. Raises NoRoom where the disk is full, whichever library met that.
     """
     processes = processes or Processes()
-    marker = folder / "stage.json"
+    marker = folder / STAGE_FILE
     processes.wait()
     done = marker.exists()
     processes.wait()  # nobody writes the marker before everybody has looked

@@ -15,7 +15,7 @@ from typing import Any
 
 from edgespec.core.files import read_json, read_object
 from edgespec.recipe.schema import Recipe
-from edgespec.stages.record import DONE
+from edgespec.stages.stage import STAGE_FILE
 
 TRAINING = "training.json"
 WRITING, PRETRAIN, DISTILL = "generate", "pretrain", "distill"
@@ -39,7 +39,7 @@ def training_of(build: Path, recipe: Recipe) -> dict[str, Any]:
 
     The phases of the drafter that it goes on from, where its folder tells them, come first.
     """
-    files = {name: build / name / DONE for name in (WRITING, PRETRAIN, DISTILL)}
+    files = {name: build / name / STAGE_FILE for name in (WRITING, PRETRAIN, DISTILL)}
     found = facts_of({name: read_json(file) for name, file in files.items() if file.is_file()}, recipe.seed)
     start = Path(recipe.drafter.checkpoint) if recipe.drafter.init == "checkpoint" else None
     before = read_training(start / TRAINING).get("phases") if start is not None else None

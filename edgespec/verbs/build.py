@@ -21,7 +21,7 @@ from edgespec.core.errors import InputError, MissingExtra, NoRoom
 from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, step
+from edgespec.core.output import json_knob, step, write_result
 from edgespec.planning.estimate import size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
@@ -30,7 +30,7 @@ from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import TARGETS, gguf_of
-from edgespec.stages.stage import Processes
+from edgespec.stages.stage import STAGE_FILE, Processes
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def check_packages(recipe: Recipe) -> None:
         raise MissingExtra("llama_cpp", "llamacpp", "Measuring a head beside GGUF files alone")
 
 
-LOOKS = ("data", "target", "plan")
-"""The first stages: they look at what is there, and what they find or make that took long lies in other folders."""
+CHEAP_STAGES = ("data", "target", "plan")
+"""The first stages. They only look: their folders hold nothing that took long, so they may be removed."""
 
 
 def claim(out: Path, recipe: Recipe) -> None:
@@ -88,7 +88,7 @@ def claim(out: Path, recipe: Recipe) -> None:
         if seen == wanted:
             return
         begun = [folder for folder in out.iterdir() if folder.is_dir()]
-        if any(folder.name not in LOOKS for folder in begun):
+        if any(folder.name not in CHEAP_STAGES for folder in begun):
             raise InputError(
                 f"{out} holds a build of another recipe ({_difference(seen, wanted)}); give another --out, or remove that folder"
             )
@@ -181,7 +181,7 @@ def run(given: dict[str, Any]) -> int:
     with nullcontext() if processes.rank else held(out, command):
         build = _build(recipe, out, processes, command, fresh)
         if not processes.rank:
-            give(options.json, build.summary())
+            write_result(options.json, build.summary())
     return 0
 
 
@@ -203,6 +203,6 @@ def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh:
         more = f"; the build still takes about {size(needed)}" if needed else ""
         raise NoRoom(f"{error}{more}") from error
     except Exception:
-        if fresh and not processes.rank and not (out / "target" / "stage.json").exists():
+        if fresh and not processes.rank and not (out / "target" / STAGE_FILE).exists():
             shutil.rmtree(out, ignore_errors=True)  # a target that cannot be had leaves nothing behind
         raise

@@ -18,7 +18,7 @@ from edgespec.core.files import read_json, read_object, shares_blocks, write_tex
 from edgespec.core.folder_lock import held
 from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
@@ -29,9 +29,10 @@ from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.schema import SELF, SELF_PROMPTS, EvaluateOptions, ExportOptions, Recipe
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import FoundTarget
-from edgespec.stages import sources as sources
+from edgespec.stages import sources
 from edgespec.stages.record import Reads
 from edgespec.stages.sources import held_out_of
+from edgespec.stages.stage import STAGE_FILE
 from edgespec.stages.training_facts import training_of
 from edgespec.verbs.build import check_packages, claim
 
@@ -92,18 +93,18 @@ class Export(ExportStages):
         from edgespec_export.bundle.write import check_same_tokenizer
 
         source = self.source
-        self._readable(held_out_of(self.recipe, self.out))
+        self._check_data(held_out_of(self.recipe, self.out))
         target, drafter = (shape_of_drafter(folder) for folder in (source.target, source.drafter))
-        self._fitted(target, drafter, source.name)
-        self._possible(source.target, source.drafter)
+        self._drop_files_too_large(target, drafter, source.name)
+        self._check_pair(source.target, source.drafter)
         check_same_tokenizer(source.target, source.drafter)
-        if not (self.out / "export" / "stage.json").exists():
+        if not (self.out / "export" / STAGE_FILE).exists():
             checkpoint = 0 if self.recipe.device else costs.weight_bytes(drafter)
             shapes = (target, drafter)
             check_disk(self.out, self.recipe.export, shapes, self.disk_cure, checkpoint=checkpoint)
-        self._exported(source.target, source.drafter)
+        self._export(source.target, source.drafter)
         found = {"name": source.name, "source": source.source, "licence": source.licence}
-        return self._packed(source.target, source.drafter, found)
+        return self._pack(source.target, source.drafter, found)
 
     def _responses(self) -> Path:
         return self.source.responses or super()._responses()
@@ -111,7 +112,7 @@ class Export(ExportStages):
     def _training(self) -> dict[str, Any]:
         return self.source.training
 
-    def _measured(self) -> Reads:
+    def _evaluation_reads(self) -> Reads:
         file = self.source.evaluation
         return sources.one_file("evaluation", file) if file is not None else Reads()
 
@@ -170,11 +171,11 @@ def find_source(options: Options) -> Source:
 def _source_of_build(build: Path) -> Source:
     """What a build has made so far. Raises InputError where its drafter is not done."""
     for stage in ("target", "distill"):
-        if not (build / stage / "stage.json").is_file():
+        if not (build / stage / STAGE_FILE).is_file():
             raise InputError(
                 f"{build} has no finished stage {stage!r}; give the folder of a build that has come so far (build-drafter --out)"
             )
-    found = read_json(build / "target" / "stage.json")["counts"]
+    found = read_json(build / "target" / STAGE_FILE)["counts"]
     recipe = resolve(load_recipe(build / RECIPE_FILE), {})
     if recipe.evaluate.prompts_file == SELF:
         written = str(build / SELF_PROMPTS / "instructions.jsonl")
@@ -258,5 +259,5 @@ def run(given: dict[str, Any]) -> int:
         write_text(out / "command.txt", command + "\n")
         export = Export(recipe, out, source=source)
         export.run()
-        give(options.json, export.summary())
+        write_result(options.json, export.summary())
     return 0

@@ -16,7 +16,7 @@ from edgespec.building.rehearse import RehearsalOptions
 from edgespec.building.rehearse import run as run_rehearsal
 from edgespec.core.errors import InputError
 from edgespec.core.options import as_flags, command_line, from_mapping, help_of, knob, section, with_default
-from edgespec.core.output import give
+from edgespec.core.output import write_result
 from edgespec.planning.devices_fit import overview, shown, usual_fit
 from edgespec.planning.plan import PlanOptions, make, read_options
 from edgespec.planning.plan_report import as_json, text
@@ -59,7 +59,7 @@ def run(given: dict[str, Any]) -> int:
     how, recipe = read_options(rest)
     plan = make(recipe, how)
     print(text(plan))
-    give(str(rest.get("json", "")), as_json(plan))
+    write_result(str(rest.get("json", "")), as_json(plan))
     return 0
 
 
@@ -76,7 +76,7 @@ def _devices(target: str = "", device: str = "", json: str = "") -> int:
     print(shown(chosen[0]) if device else overview(target))
     if device and target:
         print(f"\n{usual_fit(chosen[0], target).text(_flags_of(chosen[0]))}")
-    give(json, [asdict(one) for one in chosen])
+    write_result(json, [asdict(one) for one in chosen])
     return 0
 
 

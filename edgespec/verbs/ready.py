@@ -20,7 +20,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import copy_file, sha256_file, write_json, write_text
 from edgespec.core.folder_lock import held
 from edgespec.core.manifest import MANIFEST, SCHEMA_VERSION
-from edgespec.core.output import note, notes_only
+from edgespec.core.output import note, print_as_notes
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
@@ -73,7 +73,7 @@ def _made(name: str, drafter: Path) -> Path:
     made = out / "bundle" / MANIFEST
     if not made.is_file():
         command = f"edgespec chat {name}"
-        with held(out, command, wait=True), notes_only():
+        with held(out, command, wait=True), print_as_notes():
             if not made.is_file():  # another process may have made it meanwhile
                 note(f"making the ready pair {name} (once; about 2 minutes)")
                 _export(name, drafter, out)

@@ -13,7 +13,7 @@ from typing import Any
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import write_bytes
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.recipe.check import problems
 from edgespec.recipe.shipped import header, launch_files, recipe_file, shipped_recipes
 
@@ -42,12 +42,12 @@ def run(given: dict[str, Any]) -> int:
         _wanted(options, 1, "the NAME of a recipe")
         text = _shipped(names[0]).read_text(encoding="utf-8")
         print(text, end="")
-        give(options.json, {"name": names[0], "text": text})
+        write_result(options.json, {"name": names[0], "text": text})
     elif options.action == "copy":
         _wanted(options, 2, "the NAME of a recipe and where to, DEST")
         copied = _copy(names[0], Path(names[1]).expanduser(), names[1].endswith(("/", os.sep)))
         print(copied)
-        give(options.json, {"name": names[0], "file": str(copied)})
+        write_result(options.json, {"name": names[0], "file": str(copied)})
     else:
         return _check(names, options.json)
     return 0
@@ -74,7 +74,7 @@ def _list(json: str) -> None:
         "\nedgespec recipes show NAME prints one; edgespec build-drafter --target TARGET --recipe NAME runs it."
         f"\nTo launch on several GPUs or nodes (show and copy know these too): {', '.join(launch_files())}."
     )
-    give(json, rows)
+    write_result(json, rows)
 
 
 def _copy(name: str, dest: Path, folder: bool) -> Path:
@@ -98,5 +98,5 @@ def _check(names: tuple[str, ...], json: str) -> int:
         print(f"{'FAIL' if lines else 'ok  '}  {name}")
         for line in lines:
             print(f"      {line}")
-    give(json, found)
+    write_result(json, found)
     return int(any(found.values()))

@@ -17,7 +17,7 @@ from edgespec.core.errors import InputError, MissingExtra
 from edgespec.core.files import compact_json, read_json, read_object, write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.table import interval
 from edgespec.recipe.shipped import file_named, in_recipes, load_recipe
 from edgespec.recipe.study_options import Study, dump_study, read_study
@@ -86,7 +86,7 @@ def run(given: dict[str, Any]) -> int:
     found = write_report(report, out / RESULTS_FILE)
     best = found["best"]
     print(f"best on τ: {best['arm']}, {interval(*best['ranking'][0]['tau'])}; report: {report}", flush=True)
-    give(options.json, found)
+    write_result(options.json, found)
     return 0
 
 

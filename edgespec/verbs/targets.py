@@ -11,7 +11,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.table import table
 from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape, gguf_of
 from edgespec.stages.own_gguf import expanded
@@ -51,7 +51,7 @@ def run(given: dict[str, Any]) -> int:
         print(
             f"\nAny hub id, any local folder in Hugging Face layout and any GGUF file ({families}) works too."
         )
-    give(options.json, found)
+    write_result(options.json, found)
     return 0
 
 

@@ -20,7 +20,7 @@ from small_files import files_of_at_most
 from tiny_models import make_model_folder
 
 from edgespec.cli import main
-from edgespec.core.errors import InputError, MetByOne, NoRoom
+from edgespec.core.errors import InputError, NoRoom, OneProcessError
 from edgespec.core.no_room import write_error
 
 LIMIT = (
@@ -127,7 +127,7 @@ def test_the_message_is_any_processes(
     monkeypatch.setenv(
         "EDGESPEC_TARGETS_JSON", "out.json"
     )  # where an option was set is said behind a message that names it
-    with pytest.raises(MetByOne, match="did not answer in 1 tries") as gone:
+    with pytest.raises(OneProcessError, match="did not answer in 1 tries") as gone:
         JsonServer("http://127.0.0.1:9", 1.0, 0).ask("/v1/models")
     for error, lines in (
         (InputError("met by all"), 0),

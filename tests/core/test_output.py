@@ -14,7 +14,7 @@ import pytest
 from edgespec.cli import VERBS, main, parser_of
 from edgespec.core import progress as progress_module
 from edgespec.core.options import given
-from edgespec.core.output import give, note, speaking, step
+from edgespec.core.output import note, step, verb_output, write_result
 from edgespec.core.progress import progress
 
 NO_TABLE = {"chat", "serve", "completion", "report"}
@@ -63,11 +63,11 @@ def test_json_replaces_the_table_and_a_file_does_not(
 
 def test_what_is_said_where(capsys: pytest.CaptureFixture[str]) -> None:
     def verb(json: str, quiet: bool) -> tuple[str, str]:
-        with speaking(json, quiet=quiet):
+        with verb_output(json, quiet=quiet):
             step("a step")
             print("a table")
             note("a note")
-            give(json, {"a": 1})
+            write_result(json, {"a": 1})
         return tuple(capsys.readouterr())  # type: ignore[return-value]
 
     assert verb("", False) == ("a step\na table\n", "a note\n")
@@ -110,7 +110,7 @@ def test_what_is_short_or_unwanted_says_nothing(
         bar.update(2)
     assert lines(capsys) == []
     monkeypatch.setattr(progress_module, "SHOWN_AFTER", 0.0)
-    with speaking(quiet=True), progress("count", 2) as bar:
+    with verb_output(quiet=True), progress("count", 2) as bar:
         bar.update(2)
     monkeypatch.setenv("RANK", "1")
     with progress("count", 2) as bar:

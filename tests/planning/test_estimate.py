@@ -15,7 +15,7 @@ from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.generating import stored
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
 from edgespec_recipes.kept import top_k
-from edgespec_recipes.losses import head_loss
+from edgespec_recipes.losses import output_loss
 from edgespec_recipes.models.packing import packing_of
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.pretrain import next_token_losses
@@ -278,7 +278,7 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
 
 
 def test_what_the_rooms_use_is_what_is_counted() -> None:
-    assert head_loss.CHUNK == LOGITS
+    assert output_loss.CHUNK == LOGITS
     assert stored.PASS_TOKENS == STORED_AT_ONCE
     for vocabulary in (512, 2**16, 2**16 + 1):
         shape = replace(WIDE, vocab_size=vocabulary)

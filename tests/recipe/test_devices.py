@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench, of_reply
+from edgespec_runtime.pair.device_defaults import (
+    LENGTHS,
+    named_manifest,
+    with_bench_defaults,
+    with_device_defaults,
+)
 
 from edgespec.building.pipeline_export import ExportStages
 from edgespec.cli import main
@@ -110,7 +115,7 @@ def test_static_graphs_that_are_left_out_are_named(
 ) -> None:
     flags = {"target": "tinyllama-1.1b-chat", "device": "intel-npu", "export": {"npu": "qdq8,fp32"}}
     stages = ExportStages(resolve({}, flags), tmp_path)
-    stages._fitted(TINYLLAMA, derive(TINYLLAMA, DrafterOptions()), "tinyllama-1.1b-chat")
+    stages._drop_files_too_large(TINYLLAMA, derive(TINYLLAMA, DrafterOptions()), "tinyllama-1.1b-chat")
     assert stages.recipe.export.npu == ("qdq8",)
     assert "Note: intel-npu has no memory for fp32; not written" in capsys.readouterr().out
 
@@ -208,11 +213,11 @@ def with_device(bundle: Path, folder: Path, **device: object) -> Path:
 
 
 def for_reply(given: dict[str, Any]) -> dict[str, Any]:
-    return of_reply(given, manifest_of(given))
+    return with_device_defaults(given, named_manifest(given))
 
 
 def for_bench(given: dict[str, Any]) -> dict[str, Any]:
-    return of_bench(given, manifest_of(given))
+    return with_bench_defaults(given, named_manifest(given))
 
 
 def test_chat_and_bench_take_the_device_of_the_bundle_as_default(bundle: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from edgespec.core.files import read_json, write_json, write_text
 from edgespec.stages import record as stage_record
 from edgespec.stages import sources as stage_sources
-from edgespec.stages.record import BEFORE_RECORDS, RECORD, Reads, Source, made, settle
+from edgespec.stages.record import BEFORE_RECORDS, RECORD, Reads, Source, clear_if_inputs_changed, run_id
 from edgespec.stages.stage import CHECKPOINTS, run_stage
 
 OLD, NEW = "a row\n", "another row\n"
@@ -29,7 +29,7 @@ def of(*files: Path, root: Path | None = None) -> Reads:
 
 def ran(folder: Path, reads: Reads, text: str = "made") -> str:
     """Settle and run a stage that writes one file; the reason for running again."""
-    why = settle(folder, reads)
+    why = clear_if_inputs_changed(folder, reads)
     run_stage(folder, {}, lambda place: write_text(place / "made.txt", text) or {})  # type: ignore[func-returns-value]
     return why
 
@@ -50,13 +50,13 @@ def test_nothing_is_hashed_or_written_again_where_nothing_changed(
 def test_an_edited_file_is_told_by_its_content(tmp_path: Path, file: Path) -> None:
     stage = tmp_path / "stage"
     ran(stage, of(file))
-    name = made(stage)
+    name = run_id(stage)
     os.utime(file, ns=(1, 1))  # touched, copied, unpacked: the same content
     assert ran(stage, of(file), "again") == ""
     write_text(file, NEW)
     assert ran(stage, of(file), "again") == "rows.jsonl changed (6 -> 12 bytes)"
     assert (stage / "made.txt").read_text() == "again"
-    assert made(stage) != name
+    assert run_id(stage) != name
     write_text(file, NEW.upper())  # as long as before
     assert ran(stage, of(file)) == "rows.jsonl changed (12 -> 12 bytes)"
     assert ran(stage, of(file)) == ""
@@ -80,12 +80,12 @@ def test_checkpoints_stay_until_a_stage_is_done(tmp_path: Path) -> None:
 
 def test_half_of_a_stage_is_not_mixed_with_another_half(tmp_path: Path, file: Path) -> None:
     stage = tmp_path / "stage"
-    settle(stage, of(file))
+    clear_if_inputs_changed(stage, of(file))
     write_text(stage / "shard-0", "of the old rows")
-    assert settle(stage, of(file)) == ""
+    assert clear_if_inputs_changed(stage, of(file)) == ""
     assert (stage / "shard-0").exists()
     write_text(file, NEW)
-    assert settle(stage, of(file)) == "rows.jsonl changed (6 -> 12 bytes)"
+    assert clear_if_inputs_changed(stage, of(file)) == "rows.jsonl changed (6 -> 12 bytes)"
     assert [path.name for path in stage.iterdir()] == [RECORD]
 
 
@@ -151,7 +151,7 @@ def test_results_of_before_there_were_records_are_kept(tmp_path: Path, file: Pat
         return [ran(tmp_path / "write", of(file)), ran(tmp_path / "distil", after)]
 
     assert build() == ["", ""]
-    assert made(tmp_path / "write") == BEFORE_RECORDS
+    assert run_id(tmp_path / "write") == BEFORE_RECORDS
     write_text(file, NEW)
     assert build() == ["rows.jsonl changed (6 -> 12 bytes)", "write ran again"]
 
@@ -178,25 +178,25 @@ def test_hub_datasets_are_told_by_revision(tmp_path: Path) -> None:
     def reads() -> Reads:
         return Reads(revisions={"hub:o/n": lambda: now[0] or None})
 
-    settle(stage, reads())
-    assert settle(stage, reads()) == ""
+    clear_if_inputs_changed(stage, reads())
+    assert clear_if_inputs_changed(stage, reads()) == ""
     now[0] = ""  # no network
-    assert settle(stage, reads()) == ""
+    assert clear_if_inputs_changed(stage, reads()) == ""
     now[0] = "2" * 40
-    assert settle(stage, reads()) == "hub:o/n changed (revision 11111111 -> 22222222)"
+    assert clear_if_inputs_changed(stage, reads()) == "hub:o/n changed (revision 11111111 -> 22222222)"
     run_stage(stage, {}, lambda place: {})
     now[0] = "3" * 40  # a finished stage keeps what it read
-    assert settle(stage, reads()) == ""
+    assert clear_if_inputs_changed(stage, reads()) == ""
     assert read_json(stage / RECORD)["revisions"] == {"hub:o/n": "2" * 40}
 
 
 def test_a_file_can_be_the_whole_result(tmp_path: Path, file: Path) -> None:
     result, record = tmp_path / "counts.json", tmp_path / "counts.inputs.json"
-    assert settle(result, of(file), record) == ""
+    assert clear_if_inputs_changed(result, of(file), record) == ""
     write_json(result, 1)
-    assert settle(result, of(file), record) == ""
+    assert clear_if_inputs_changed(result, of(file), record) == ""
     write_text(file, NEW)
-    assert settle(result, of(file), record) == "rows.jsonl changed (6 -> 12 bytes)"
+    assert clear_if_inputs_changed(result, of(file), record) == "rows.jsonl changed (6 -> 12 bytes)"
     assert not result.exists()
 
 
@@ -215,5 +215,5 @@ def test_a_model_folder_is_its_config_tokenizer_and_weights(tmp_path: Path) -> N
 
 def test_a_killed_removal_is_finished_by_the_next_run(tmp_path: Path, file: Path) -> None:
     write_text(tmp_path / ".stage.123.stale" / "big", "x")
-    settle(tmp_path / "stage", of(file))
+    clear_if_inputs_changed(tmp_path / "stage", of(file))
     assert not list(tmp_path.glob(".*.stale"))

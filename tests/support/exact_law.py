@@ -48,8 +48,8 @@ class Explorer:
     def random(self) -> Uniform:
         return Uniform(self)
 
-    def sample(self, law: Categorical, position: int) -> int:
-        return law.sample(self)  # type: ignore[arg-type]
+    def sample(self, distribution: Categorical, position: int) -> int:
+        return distribution.sample(self)  # type: ignore[arg-type]
 
     def shift(self, tokens: int) -> None:
         pass

@@ -10,7 +10,7 @@ from typing import Any
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from toy_engine import LogitsOf, ToyEngine
 
 from edgespec.core.metrics import RawCounts

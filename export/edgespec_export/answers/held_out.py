@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from edgespec_runtime.engines.session import CachedEngine, common_length
+from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 
 from edgespec.core.shapes import ModelShape
 from edgespec_export.answers.quality import Answers, Counts, Gaps, Sample, answers_of, count

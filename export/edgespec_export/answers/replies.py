@@ -14,7 +14,7 @@ from typing import Any
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
 from edgespec.core.errors import BundleError

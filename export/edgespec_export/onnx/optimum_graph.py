@@ -18,7 +18,7 @@ from edgespec.core.errors import CheckFailed, InputError, MissingExtra
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, whole_folder
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
 from edgespec.model_folder.chat_template import copy_tokenizer
 
@@ -52,7 +52,7 @@ def run(given: dict[str, Any]) -> int:
         f"{options.out}: largest logit difference to torch {checked.largest:.1e}, "
         f"greedy tokens {checked.same_tokens} of {checked.tokens} equal"
     )
-    give(options.json, {"folder": options.out, **asdict(checked)})
+    write_result(options.json, {"folder": options.out, **asdict(checked)})
     return 0
 
 

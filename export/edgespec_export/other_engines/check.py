@@ -20,7 +20,7 @@ from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.manifest import Manifest, open_manifest
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
 from edgespec.core.table import table
 from edgespec.model_folder.check import check_model
@@ -146,7 +146,7 @@ def run(given: dict[str, Any]) -> int:
         )
     found = [compare(name, bundle, manifest, options) for name in chosen(options, manifest)]
     print(table(HEADERS, [one.row() for one in found], left=3), flush=True)
-    give(options.json, [asdict(one) for one in found])
+    write_result(options.json, [asdict(one) for one in found])
     parted = [one for one in found if not one.drawn and one.same < len(one.ours)]
     if parted:
         names = ", ".join(f"{one.name} ({len(one.ours) - one.same} of {len(one.ours)})" for one in parted)

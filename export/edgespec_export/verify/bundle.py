@@ -16,11 +16,12 @@ from edgespec.core.errors import BundleError, CheckFailed, InputError
 from edgespec.core.files import read_json, sha256_file
 from edgespec.core.manifest import HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob, with_default
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.texts import draws, harmless
 from edgespec.model_folder.check import check_model
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.recipe.schema import ExportOptions
+from edgespec.stages.stage import STAGE_FILE
 
 TOKENIZER, VERIFICATION = "tokenizer", "verify.json"
 
@@ -66,7 +67,7 @@ def models_of(options: Options) -> dict[str, Path] | None:
                 check_model(folder, f"the {role}")
         return found
     build = Path(options.bundle).resolve().parent
-    stage, drafter = build / "target" / "stage.json", build / "distill" / "model"
+    stage, drafter = build / "target" / STAGE_FILE, build / "distill" / "model"
     if not stage.is_file():
         return None
     tuned, made = build / "tune" / "model", read_json(stage).get("counts", {})
@@ -255,7 +256,7 @@ def run(given: dict[str, Any]) -> int:
         print(f"\n{found['not_checked']}", flush=True)
     if found["skipped"]:
         print(f"\nNot checked, having no bounds here: {', '.join(found['skipped'])}.", flush=True)
-    give(options.json, found)
+    write_result(options.json, found)
     if found["broken"]:
         raise CheckFailed(f"{len(found['broken'])} bounds are broken: {'; '.join(found['broken'])}")
     return 0

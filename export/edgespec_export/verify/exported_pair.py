@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.llamacpp import is_available
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.heads.feature_head import FeatureHead

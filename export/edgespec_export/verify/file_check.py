@@ -11,9 +11,9 @@ from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.llamacpp import is_available
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 
 from edgespec.core.shapes import ModelShape

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from edgespec_runtime.engines.session import common_length
+from edgespec_runtime.engines.cached_engine import common_length
 
 _COMPOSED = "Ångström café naïve Å Ç"
 _ZALGO = (

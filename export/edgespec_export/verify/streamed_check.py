@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, plain
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 

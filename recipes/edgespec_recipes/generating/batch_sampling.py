@@ -1,6 +1,6 @@
 """Tokens for many rows of logits at once, and the same rows' top-k records. numpy only; nothing sorts a vocabulary.
 
-The law of a row is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding.
+A row's distribution is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding.
 The most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids.
 A row whose nucleus reaches beyond them goes through `warp` itself.
 """
@@ -36,7 +36,7 @@ def draw_rows(
 ) -> tuple[list[int], np.ndarray]:
     """(a token for each of the rows of logits [n, V], their records [n] of `record_type(top_k, V)`; [0] where top_k is 0).
 
-    Row i has temperature i and draws one number from source i, none where one token is all that its law has. Records are of the
+    Row i has temperature i and draws one number from source i, none where one token is all that its distribution has. Records are of the
     distribution at temperature 1 without cuts, whatever the token was drawn from.
     """
     columns = logits.shape[1]
@@ -122,8 +122,8 @@ def _drawn(
         known |= mass[:, -1] >= cuts.top_p
     for place, row in enumerate(warm.tolist()):
         if not known[place]:
-            law = warp(logits[row], Warp(float(heat[row]), top_p=cuts.top_p, min_p=cuts.min_p))
-            tokens[row] = law.sample(sources[row])
+            distribution = warp(logits[row], Warp(float(heat[row]), top_p=cuts.top_p, min_p=cuts.min_p))
+            tokens[row] = distribution.sample(sources[row])
             continue
         mine = np.flatnonzero(kept[place])
         if len(mine) > 1:

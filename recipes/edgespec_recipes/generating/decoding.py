@@ -24,7 +24,7 @@ from edgespec_recipes.models.packing import fitted
 
 
 @contextmanager
-def _head_sees(model: Any, part: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
+def _output_layer_sees(model: Any, part: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
     """The output layer gets a part of the hidden states [B, T, H], which are in what is yielded: nothing without such a layer."""
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
@@ -51,7 +51,7 @@ def logits_at(model: Any, keep: Tensor, **inputs: Any) -> Tensor:
     """
     inner = getattr(model, "module", model)
     given = fitted(inner, inputs)
-    with _head_sees(inner, lambda hidden: hidden[keep]) as seen:
+    with _output_layer_sees(inner, lambda hidden: hidden[keep]) as seen:
         logits: Tensor = model(**given, use_cache=False).logits
     return logits if seen else logits[keep]
 
@@ -66,7 +66,7 @@ def states_at(
     """
     with ExitStack() as hooks, torch.inference_mode():
         below = [hooks.enter_context(_gives(norm)) for norm in _norms(model, early)]
-        seen = hooks.enter_context(_head_sees(model, lambda hidden: hidden[keep]))
+        seen = hooks.enter_context(_output_layer_sees(model, lambda hidden: hidden[keep]))
         logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
     return torch.cat([*(states[0] for states in below), seen[0]], -1), logits
 
@@ -224,7 +224,7 @@ class BatchDecoder:
         # contiguous: of a slice, torch multiplies every row by a copy of the layer's weights that it makes for it
         with (
             torch.inference_mode(),
-            _head_sees(self.model, lambda hidden: hidden[:, -keep:].contiguous()) as seen,
+            _output_layer_sees(self.model, lambda hidden: hidden[:, -keep:].contiguous()) as seen,
         ):
             output = self.model(
                 input_ids=tokens,

@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgespec.core.errors import InputError, MetByOne
+from edgespec.core.errors import InputError, OneProcessError
 from edgespec.core.files import parse_json
 
 KEY = "EDGESPEC_API_KEY"
@@ -63,7 +63,7 @@ class JsonServer:
     ) -> Any:
         """The JSON that the server answers to a GET, or to a POST of `body`. The statuses in `once` are not tried again.
 
-        Raises Refusal where it says no, MetByOne where it cannot be reached or breaks off, time after time.
+        Raises Refusal where it says no, OneProcessError where it cannot be reached or breaks off, time after time.
         """
         wait = FIRST_WAIT
         for attempt in range(self.retries + 1):
@@ -74,7 +74,7 @@ class JsonServer:
             if attempt < self.retries and self.stopped.wait(min(LONGEST_WAIT, max(wait, seen.after))):
                 break
             wait *= 2
-        raise MetByOne(
+        raise OneProcessError(
             f"{self.url}{path} did not answer in {self.retries + 1} tries ({seen}); start the server and run the same command "
             "again: what is finished is kept"
         ) from seen
@@ -97,7 +97,7 @@ class JsonServer:
         except (OSError, http.client.HTTPException, UnicodeError) as error:
             raise Passing(str(getattr(error, "reason", "")) or str(error) or type(error).__name__) from error
         if len(seen) > MAX_ANSWER:
-            raise MetByOne(
+            raise OneProcessError(
                 f"{self.url}{path} answers with more than {MAX_ANSWER} bytes; ask for fewer logprobs"
             )
         try:

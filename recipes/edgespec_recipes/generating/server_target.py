@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.core.errors import InputError, MetByOne
+from edgespec.core.errors import InputError, OneProcessError
 from edgespec.core.files import read_json
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
@@ -91,7 +91,7 @@ class ServerTarget:
         try:
             return self.server.ask(path, body)
         except Refusal as error:
-            raise MetByOne(f"{self.server.url}{path} refuses the request: {error}") from error
+            raise OneProcessError(f"{self.server.url}{path} refuses the request: {error}") from error
 
     def _check_vocabulary(self) -> bool:
         """Whether the server puts a BOS before a text. Raises InputError where its tokens are not the target's.
@@ -169,7 +169,7 @@ class ServerTarget:
                 seen = choices[0].get("finish_reason")
                 if seen in ENDS:
                     return choices[0], answer.get("usage") or {}
-        raise MetByOne(
+        raise OneProcessError(
             f"{self.where} breaks its answers off (finish_reason {seen!r}; stop or length is wanted); look at "
             "the server's log and run the same command again: whole shards are kept"
         )
@@ -219,7 +219,7 @@ class ServerTarget:
         choice, _ = self.choice({**body, "return_tokens_as_token_ids": True})
         top = (choice.get("logprobs") or {}).get("top_logprobs")
         if not isinstance(top, list) or len(top) < len(ids) + 1:
-            raise MetByOne(f"{self.where} sends no log-probabilities of a prompt's tokens; {ELSE}")
+            raise OneProcessError(f"{self.where} sends no log-probabilities of a prompt's tokens; {ELSE}")
         for record, place in zip(records, wanted, strict=True):
             tokens, log_p = self._most_probable(top[place + 1], top_k)
             record["ids"], record["log_p"] = tokens, log_p
@@ -232,13 +232,13 @@ class ServerTarget:
         for name, value in (entry if isinstance(entry, dict) else {}).items():
             number = name.removeprefix(TOKEN_ID)
             if number == name or not number.isdecimal() or int(number) >= self.vocab_size:
-                raise MetByOne(
+                raise OneProcessError(
                     f"{self.where} names a token {name[:40]!r} where {TOKEN_ID}NUMBER is wanted; use a server that "
                     "knows return_tokens_as_token_ids (vLLM, edgespec serve)"
                 )
             pairs.append((float(value), int(number)))
         if len(pairs) < top_k:
-            raise MetByOne(
+            raise OneProcessError(
                 f"{self.where} sends {len(pairs)} log-probabilities for a token and {top_k} are to be stored; "
                 f"start it with more (vLLM: --max-logprobs {top_k}) or give --distill.stored-top-k {max(1, len(pairs))}"
             )
@@ -279,7 +279,7 @@ class ServerWriter(Writer):
             return ids if ids and ids[-1] in self.stops else [*ids, self._stop()]
         written = usage.get("completion_tokens", len(ids))
         if not ids or written < self.options.max_new_tokens:
-            raise MetByOne(
+            raise OneProcessError(
                 f"{self.target.where} cut an answer off after {written} of "
                 f"{self.options.max_new_tokens} tokens; start it with a longer context, or lower generate.max_new_tokens"
             )
@@ -304,14 +304,14 @@ class ServerWriter(Writer):
         if isinstance(given, list):
             for token in given:
                 if type(token) is not int or not 0 <= token < self.target.vocab_size:
-                    raise MetByOne(
+                    raise OneProcessError(
                         f"{self.target.where} sends the token {str(token)[:40]!r}; the target has ids "
                         f"from 0 to {self.target.vocab_size - 1}: serve the same model"
                     )
             return given
         text = choice.get("text")
         if not isinstance(text, str):
-            raise MetByOne(
+            raise OneProcessError(
                 f"{self.target.server.url}{COMPLETIONS} sends a choice without a text; is it such a server?"
             )
         return self.target.split(text)

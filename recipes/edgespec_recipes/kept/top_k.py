@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from edgespec.core.errors import InputError
-from edgespec_recipes.losses.head_loss import Rows, TargetRows
+from edgespec_recipes.losses.output_loss import Rows, TargetRows
 
 LEAST = -80.0  # log of the least remainder: exp(−80) is still a normal float32
 CHUNK = 1024  # positions whose float32 logits are alive at once

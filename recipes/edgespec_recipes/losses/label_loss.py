@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgespec_recipes.losses.head_loss import TargetRows, head_loss, in_head
 from edgespec_recipes.losses.losses import Divergence, nll
+from edgespec_recipes.losses.output_loss import TargetRows, in_output_layer, output_loss
 from edgespec_recipes.losses.whole_batch import mean_weights, positions_of
 
 
@@ -31,8 +31,8 @@ def label_losses(
     sequences = [positions_of(batch).sequence for batch in batches] if mean == "sequences" else None
     weights = mean_weights([known for _, known in sides], sequences)
     for batch, (rows, _), own in zip(batches, sides, weights, strict=True):
-        compute = partial(head_loss, Divergence(nll), target_rows=rows, weights=own)
-        yield in_head(model, batch["compared"], inputs_of(batch), compute)
+        compute = partial(output_loss, Divergence(nll), target_rows=rows, weights=own)
+        yield in_output_layer(model, batch["compared"], inputs_of(batch), compute)
 
 
 def labels_of(batch: dict[str, Tensor]) -> Tensor:

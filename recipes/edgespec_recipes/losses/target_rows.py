@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edgespec_recipes.losses.head_loss import Rows, TargetRows, forward_replaced
-from edgespec_recipes.losses.head_loss import live_rows as head_rows
+from edgespec_recipes.losses.output_loss import Rows, TargetRows, forward_replaced, output_rows
 from edgespec_recipes.models.packing import fitted
 
 
@@ -59,7 +58,7 @@ def live_rows(
     del hidden
 
     def of(columns: Tensor | None) -> TargetRows:
-        logits_of = head_rows(waiting.to(device), head)
+        logits_of = output_rows(waiting.to(device), head)
 
         @torch.no_grad()
         def rows(part: Rows, draft_logits: Tensor) -> Tensor:

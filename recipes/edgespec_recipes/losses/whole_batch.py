@@ -1,7 +1,7 @@
 """What the loss of one position takes from the whole optimiser step: its weight, the token selection, TVD++'s mean reward.
 
 A step may come in micro-batches and in several processes. A first look at all of them gives two numbers for each position;
-`settle` makes of them what the gradient needs (Terms). Nothing here depends on how the step is split. Knows numbers, not models.
+`loss_terms` makes of them what the gradient needs (Terms). Nothing here depends on how the step is split. Knows no models.
 
 A row has a slot of its own in the order of the whole run (mixing.py). What is derived from slot and column does not change with
 micro-batches or processes, and a run that was killed and started again finds it again.
@@ -64,7 +64,7 @@ class Terms:
     reward_mean: Tensor | None
 
 
-def settle(
+def loss_terms(
     step: Sequence[Positions], *, scope: str, fraction: float, mean: str, vocabulary: int
 ) -> list[Terms]:
     """The terms of every micro-batch of this process, from all positions of the step. Every process must call it.

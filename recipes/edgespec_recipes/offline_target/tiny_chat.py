@@ -25,8 +25,7 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import MOST_SEED, TrainingOptions
 from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TINY_CHAT, cache_folder
-from edgespec.stages.record import DONE
-from edgespec.stages.stage import run_stage
+from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
 from edgespec_recipes.data.prompts import plain_ids
 from edgespec_recipes.data.token_rows import PADDING, Rows, inputs_of, pack_conversations, tokenise
@@ -82,7 +81,7 @@ def build_tiny_chat(options: TinyChatOptions | None = None) -> Path:
     """The model folder; trained on first use (minutes), resumed where a run was killed, by one process at a time."""
     options = options or tiny_chat_options()
     out = tiny_chat_folder(options)
-    if not (out / DONE).exists():
+    if not (out / STAGE_FILE).exists():
         with held(out, "making tiny-chat", wait=True):
             run_stage(out, to_mapping(options), lambda folder: _build(folder, options))
     return out / "model"

@@ -43,9 +43,9 @@ from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, reference_options
 from edgespec.recipe.schema import DistillOptions, EvaluateOptions, GenerateOptions, Recipe
 from edgespec.recipe.study_options import Arm, Study
-from edgespec.stages import sources as sources
-from edgespec.stages.record import Reads, settle
-from edgespec.stages.stage import run_stage
+from edgespec.stages import sources
+from edgespec.stages.record import Reads, clear_if_inputs_changed
+from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.data_check import check_data
 from edgespec_recipes.data.prompts import read_prompts
 from edgespec_recipes.generating.datagen import generate
@@ -111,7 +111,7 @@ class Runs:
         return run_stage(folder, wanted, body)
 
     def _settle(self, result: Path, reads: Reads, record: Path | None = None) -> None:
-        if why := settle(result, reads, record):
+        if why := clear_if_inputs_changed(result, reads, record):
             step(f"! {result.relative_to(self.out).as_posix()}: {why}: running again")
 
     def _model(self, folder: Path, *, weights: bool = True) -> Reads:
@@ -266,7 +266,7 @@ class Runs:
             self._read_by(arm.recipe, inputs),
             DistillOptions,
         )
-        self.trained[folder] = float(read_json(folder / "stage.json")["seconds"])
+        self.trained[folder] = float(read_json(folder / STAGE_FILE)["seconds"])
         return folder
 
     # counts -----------------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Runs:
                 self._count(seed)
 
     def is_done(self, name: str, seed: int) -> bool:
-        return (self._arm(name, seed) / "stage.json").exists()
+        return (self._arm(name, seed) / STAGE_FILE).exists()
 
     def checked(self, name: str, draft_length: int) -> list[list[dict[str, Any]]]:
         """Real speculative decoding with an arm on the tasks in domain: for each seed, counts of every text."""
@@ -342,9 +342,9 @@ class Runs:
     def about(self) -> dict[str, Any]:
         """Models, data and time: what the report says beside the counts."""
         study, out = self.study, self.out
-        found = read_json(out / "target" / "stage.json")["counts"]
+        found = read_json(out / "target" / STAGE_FILE)["counts"]
         seconds: dict[str, float] = defaultdict(float)
-        for marker in sorted(out.rglob("stage.json")):
+        for marker in sorted(out.rglob(STAGE_FILE)):
             seconds[marker.relative_to(out).parts[0]] += read_json(marker)["seconds"]
         first = next(iter(study.options.seeds))
         arms = {}
@@ -352,7 +352,7 @@ class Runs:
             folder = self.drafter(name, first)
             # its text may have asked for fewer tokens
             shape = ModelShape.from_config(read_json(folder / "model" / "config.json"))
-            counts = read_json(folder / "stage.json")["counts"]
+            counts = read_json(folder / STAGE_FILE)["counts"]
             arms[name] = {
                 "groups": list(arm.options.groups),
                 "shows": arm.options.shows,
@@ -372,14 +372,14 @@ class Runs:
         return {
             "study": study.name,
             "machine": machine(),
-            "versions": read_json(out / "responses" / "stage.json")["versions"],
+            "versions": read_json(out / "responses" / STAGE_FILE)["versions"],
             "seconds": {part: round(value, 1) for part, value in seconds.items()},
             "target": {
                 **{name: found[name] for name in ("name", "source")},  # not where it lies on this machine
                 "parameters": self._target_shape().parameters,
             },
-            "responses": read_json(out / "responses" / "stage.json")["counts"],
-            "held_out": read_json(out / "held-out" / "stage.json")["counts"],
+            "responses": read_json(out / "responses" / STAGE_FILE)["counts"],
+            "held_out": read_json(out / "held-out" / STAGE_FILE)["counts"],
             "tasks": {name: {**asdict(task), "domain": task.domain} for name, task in study.tasks.items()},
             "groups": dict(study.groups),
             "recipe": to_mapping(study.recipe),

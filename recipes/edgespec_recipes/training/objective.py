@@ -8,7 +8,7 @@ without gradient, and the first within its own pass. So one batch costs no secon
 micro-batch keeps the target's hidden states at its compared positions, in the CPU's memory, because the target costs most
 to run again.
 
-The drafter's logits exist a chunk at a time only (head_loss.py). Knows nothing of files or optimizers.
+The drafter's logits exist a chunk at a time only (output_loss.py). Knows nothing of files or optimizers.
 """
 
 from __future__ import annotations
@@ -30,18 +30,24 @@ from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
 from edgespec_recipes.kept.top_k import Store
-from edgespec_recipes.losses.head_loss import PerToken, TargetRows, head_loss, head_values, in_head
 from edgespec_recipes.losses.label_loss import label_losses, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
+from edgespec_recipes.losses.output_loss import (
+    PerToken,
+    TargetRows,
+    in_output_layer,
+    output_loss,
+    output_values,
+)
 from edgespec_recipes.losses.target_rows import hidden_at, join_rows, live_rows
 from edgespec_recipes.losses.whole_batch import (
     LOSS,
     Positions,
     SelectedTokens,
     Terms,
+    loss_terms,
     noise,
     positions_of,
-    settle,
 )
 from edgespec_recipes.parallel.sharding import whole
 
@@ -152,18 +158,18 @@ class Objective:
         functions = [fkl] * self.selects + [rewarded] * (self.divergence.scope != "token")
         if not functions:
             return
-        values = dict(zip(functions, head_values(functions, hidden, head, rows), strict=True))
+        values = dict(zip(functions, output_values(functions, hidden, head, rows), strict=True))
         part.places.rewarded = values.get(rewarded)
         if self.selects:
             reference = hidden_at(self.reference, part.batch["compared"], inputs_of(part.batch))
-            part.places.excess = values[fkl] - head_values([fkl], *reference, rows)[0]
+            part.places.excess = values[fkl] - output_values([fkl], *reference, rows)[0]
 
     def _loss(self, step: Sequence[_Part], part: _Part, hidden: Tensor, head: Any) -> Tensor:
         """The share of one micro-batch in the step's mean, in the place of its output layer."""
         rows = part.rows(head)
         if part.terms is None:  # it is the first one: all others are known
             self._survey(part, hidden, head, rows)
-            found = settle(
+            found = loss_terms(
                 [each.places for each in step],
                 scope=self.divergence.scope,
                 fraction=self.fraction,
@@ -180,7 +186,7 @@ class Objective:
             given["noise"] = noise(self.seed, part.batch["slot"], compared.shape[1], LOSS)[compared]
         if self.selects:
             self.tokens.add(labels_of(part.batch), part.terms.kept)
-        return head_loss(self.divergence, hidden, head, rows, part.terms.weights, given=given)
+        return output_loss(self.divergence, hidden, head, rows, part.terms.weights, given=given)
 
     def target_rows(self, batch: Batch, *, set_aside: bool = False) -> RowsFor:
         """The target's distributions at the compared positions; `set_aside`: see live_rows."""
@@ -227,7 +233,7 @@ class Objective:
             spread = getattr(head, "spread", lambda logits: logits)
             wide = [partial(_of_all, function, spread) for function in functions]
             found.append(
-                head_values(wide, hidden, head, lambda part, logits: target_rows(part, spread(logits)))
+                output_values(wide, hidden, head, lambda part, logits: target_rows(part, spread(logits)))
             )
             return hidden[:1]
 
@@ -238,7 +244,7 @@ class Objective:
 
 def _run(model: Any, batch: Batch, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """The model over the rows, `compute` in the place of its output layer, at the compared positions."""
-    return in_head(model, batch["compared"], inputs_of(batch), compute)
+    return in_output_layer(model, batch["compared"], inputs_of(batch), compute)
 
 
 def _of_all(function: PerToken, spread: Callable[[Tensor], Tensor], logits: Tensor, target: Tensor) -> Tensor:

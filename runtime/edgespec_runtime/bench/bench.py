@@ -22,7 +22,7 @@ from edgespec.core.files import sha256_file
 from edgespec.core.manifest import MANIFEST
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import as_flags, from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration
@@ -54,7 +54,7 @@ from edgespec_runtime.decoding.speed import dump, shuffled
 from edgespec_runtime.engines.device import engine_version, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.pair.device_defaults import LENGTHS, manifest_of, of_bench
+from edgespec_runtime.pair.device_defaults import LENGTHS, named_manifest, with_bench_defaults
 from edgespec_runtime.rules.table import MAX_DRAFT, LoopRule
 from edgespec_runtime.text.prompts import read_chats
 
@@ -262,8 +262,8 @@ def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Ask
 
 
 def run(given: dict[str, Any]) -> int:
-    manifest = manifest_of(given)
-    values = of_bench(given, manifest)
+    manifest = named_manifest(given)
+    values = with_bench_defaults(given, manifest)
     if values.get("suite"):
         values.setdefault("max_prompts", MAX_QUESTIONS)
     options = from_mapping(Options, values)
@@ -309,7 +309,7 @@ def run(given: dict[str, Any]) -> int:
             )
         print(verdict(summaries))
         if options.json:  # the report decodes a few replies once more
-            give(options.json, report(pair, given, options, runs, summaries, asked, rows))
+            write_result(options.json, report(pair, given, options, runs, summaries, asked, rows))
         if options.plot:
             title = f"{pair.manifest.target.name} on {pair.backend} {pair.precision}"
             plot_bench(Path(options.plot), summaries, title)

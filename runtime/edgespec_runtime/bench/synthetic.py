@@ -19,7 +19,7 @@ from edgespec.core.errors import EdgespecError, InputError, MissingExtra, did_yo
 from edgespec.core.manifest import ROLES
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, with_default
-from edgespec.core.output import give
+from edgespec.core.output import write_result
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import cost_ratios
@@ -33,10 +33,10 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome, Schedule
 from edgespec_runtime.decoding.speed import TimedEngine, shuffled
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
 from edgespec_runtime.rules.table import LOSSLESS as LOSSLESS_NAME
@@ -168,7 +168,7 @@ def run(given: dict[str, Any], build: Build) -> int:
         raise failures[0][1]
     for name, error in failures:
         print(f"{name} is left out: {error}")
-    give(options.json, as_json(sections, {name: str(error) for name, error in failures}))
+    write_result(options.json, as_json(sections, {name: str(error) for name, error in failures}))
     return 0
 
 

@@ -17,7 +17,7 @@ from edgespec_runtime.chat.terminal import Pipe, Source
 from edgespec_runtime.chat.view import View
 from edgespec_runtime.decoding.options import MODEL
 from edgespec_runtime.pair.bundle import open_pair
-from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
+from edgespec_runtime.pair.device_defaults import named_manifest, with_device_defaults
 
 
 def talk(chat: Chat, source: Source) -> int:
@@ -109,8 +109,8 @@ def _remember(chat: Chat) -> Path | None:
 
 
 def run(given: dict[str, Any]) -> int:
-    manifest = manifest_of(given)
-    options = from_mapping(Options, of_reply(given, manifest))
+    manifest = named_manifest(given)
+    options = from_mapping(Options, with_device_defaults(given, manifest))
     interactive = sys.stdin.isatty()
     pair = open_pair(Path(options.bundle), options, options.draft and options.needs_model, manifest)
     try:

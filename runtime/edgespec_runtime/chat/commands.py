@@ -19,7 +19,7 @@ from edgespec_runtime.chat.terminal import QUOTES, unquoted
 from edgespec_runtime.chat.view import Run
 from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
-from edgespec_runtime.engines.session import common_length
+from edgespec_runtime.engines.cached_engine import common_length
 from edgespec_runtime.rules.table import RULES
 
 PATH = "FILE"  # the argument that is completed with paths

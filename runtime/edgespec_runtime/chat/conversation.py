@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from edgespec.core.errors import InputError
 from edgespec_runtime.decoding.options import SHIFT, ReplyOptions
-from edgespec_runtime.engines.session import CachedEngine, most_kept
+from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.text.tokenizer import LIKELY, ChatTokenizer, Message
 
 Options = TypeVar("Options", bound=ReplyOptions)

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
 from edgespec.core.options import from_mapping, knob, to_mapping
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.texts import harmless
 from edgespec_runtime.chat.conversation import Conversation, keeping_system
 from edgespec_runtime.chat.replies import pieces
@@ -24,7 +24,7 @@ from edgespec_runtime.decoding.loop import check_prompt
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.decoding.speed import dump, metrics_of
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
-from edgespec_runtime.pair.device_defaults import manifest_of, of_reply
+from edgespec_runtime.pair.device_defaults import named_manifest, with_device_defaults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,8 @@ def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
 
 
 def run(given: dict[str, Any]) -> int:
-    manifest = manifest_of(given)
-    options = from_mapping(Options, of_reply(given, manifest))
+    manifest = named_manifest(given)
+    options = from_mapping(Options, with_device_defaults(given, manifest))
     text = options.prompt or read_prompt()
     if not text.strip():
         raise InputError("the prompt is empty; give some text")
@@ -96,7 +96,7 @@ def run(given: dict[str, Any]) -> int:
             "off": schedules.off(decoding),
             "metrics": metrics_of(counts, options.draft_length, pair.cost_ratios),
         }
-        give(options.json, report)
+        write_result(options.json, report)
         return 0
     finally:
         pair.close()

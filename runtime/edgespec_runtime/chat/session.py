@@ -20,7 +20,7 @@ from edgespec_runtime.chat.view import Run, Show, View
 from edgespec_runtime.chooser.adaptive import Adaptive
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
-from edgespec_runtime.decoding.loop import check_law, check_vocabulary
+from edgespec_runtime.decoding.loop import check_rule_fits, check_vocabulary
 from edgespec_runtime.decoding.options import numbered, plain
 from edgespec_runtime.decoding.schedule import Schedule
 from edgespec_runtime.decoding.speed import plain_step_seconds
@@ -72,7 +72,7 @@ class Chat:
                 "and --drafter lookup"
             )
         if options.draft:
-            check_law(self.pair.draft, options.acceptance_rule())
+            check_rule_fits(self.pair.draft, options.acceptance_rule())
         self.options = options
         if "seed" in values:
             self._draws = 0

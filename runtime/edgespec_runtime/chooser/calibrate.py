@@ -19,7 +19,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.metrics import median
 from edgespec.core.options import knob
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 
 LEAST_PASS = (
     4  # passes of up to so many tokens are measured however little time there is: enough for short drafts

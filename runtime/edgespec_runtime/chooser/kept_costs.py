@@ -19,8 +19,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.targets import cache_folder
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pass_costs import Costs
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import engine_version, free_share, this_device
-from edgespec_runtime.engines.session import CachedEngine
 
 if TYPE_CHECKING:
     from edgespec_runtime.pair.bundle import Pair

@@ -21,10 +21,10 @@ from typing import Any
 from edgespec.core.metrics import RawCounts
 from edgespec_runtime.decoding.drafters import Drafter, highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
-from edgespec_runtime.decoding.reply_text import Text, timed
+from edgespec_runtime.decoding.reply_state import ReplyState, timed
 from edgespec_runtime.decoding.schedule import DRAFT, VERIFY, BlockClock
+from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 from edgespec_runtime.engines.engine import Logits
-from edgespec_runtime.engines.session import CachedEngine, common_length
 from edgespec_runtime.rules.acceptance import Draft, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, log_total
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
@@ -43,7 +43,7 @@ from edgespec_runtime.rules.table import (
 LONGEST_RUN = 10  # draft tokens in a row of a token cascade, as in the paper's appendix F.1
 
 
-class Reply(Text):
+class CascadeState(ReplyState):
     """A reply with tokens behind it that are being tried. Takes a checked prompt; the arguments are those of `loop.decode`.
 
     Attributes:
@@ -78,9 +78,9 @@ class Reply(Text):
         """The target's logits [V] behind `ids`."""
         return self.target.read(self.ids[len(self.target.tokens) :])
 
-    def write(self, law: Categorical) -> int:
-        """Try a token drawn from it."""
-        token = self.source.sample(law, len(self.ids))
+    def write(self, distribution: Categorical) -> int:
+        """Append a token drawn from `distribution`; it is not emitted yet."""
+        token = self.source.sample(distribution, len(self.ids))
         self.ids.append(token)
         return token
 
@@ -89,7 +89,7 @@ class Reply(Text):
         return len(self.ids) >= self.end or (len(self.ids) > self.emitted and self.ids[-1] in self.stop)
 
     def take_back(self) -> list[int]:
-        """What was being tried, which is no longer behind the text."""
+        """Remove the tokens that are not emitted, and return them."""
         tried = self.ids[self.emitted :]
         del self.ids[self.emitted :]
         return tried
@@ -113,7 +113,7 @@ class Reply(Text):
         self.counts.add(RawCounts(drafted=drafted, tested=[1] * drafted, accepted=passed))
 
 
-def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
+def _token_cascade(reply: CascadeState, rule: Share) -> Iterator[Block]:
     """Token by token: the drafter's where max q >= 1 − a, at most `LONGEST_RUN` in a row, else the target's (Algorithm 2)."""
     reply.prefill()
     reply.prefill_drafter()
@@ -134,7 +134,7 @@ def _token_cascade(reply: Reply, rule: Share) -> Iterator[Block]:
         yield reply.block(drafted, drafted, by_target=defers)
 
 
-def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
+def _sequence_cascade(reply: CascadeState, rule: SequenceCascade) -> Iterator[Block]:
     """The drafter's reply, or the target's where the drafter's confidence in its own is below 1 − a (Eq. 1).
 
     The confidence is the probability of the reply that was written, in place of the most probable one; nothing leaves the loop
@@ -172,7 +172,7 @@ def _sequence_cascade(reply: Reply, rule: SequenceCascade) -> Iterator[Block]:
         yield reply.block(0, 0)
 
 
-def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
+def _bild(reply: CascadeState, rule: Bild) -> Iterator[Block]:
     """Draft until max q < 1 − a_f or `window` tokens; the target reads it; back to the first D(q, p) > a.
 
     The target reads every draft, also the one that ends the reply: nothing leaves unseen, unlike in the original (F.5). A draft
@@ -204,14 +204,14 @@ def _bild(reply: Reply, rule: Bild) -> Iterator[Block]:
         yield reply.block(len(draft.tokens), accepted)
 
 
-_LOOPS: dict[str, Callable[[Reply, Any], Iterator[Block]]] = {
+_LOOPS: dict[str, Callable[[CascadeState, Any], Iterator[Block]]] = {
     TOKEN_CASCADE: _token_cascade,
     SEQUENCE_CASCADE: _sequence_cascade,
     BILD: _bild,
 }
 
 
-def decode_by(rule: LoopRule, reply: Reply) -> Generator[Block, None, None]:
+def decode_by(rule: LoopRule, reply: CascadeState) -> Generator[Block, None, None]:
     """Write a reply by a rule with a loop of its own; blocks as in `loop.decode`."""
     try:
         yield from _LOOPS[rule.name](reply, rule.parameters)

@@ -1,8 +1,8 @@
 """Who proposes the tokens of a block. A drafter never looks at the target; what it proposes carries the q it was drawn from.
 
 A drafter answers one question: what may follow this text? `propose` asks it position by position. So its answer depends on the
-text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one law for every draft length. Where a
-drafter has two origins, a copy and a model, the schedule says for each block which of them answers.
+text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one distribution for every draft length.
+Where a drafter has two origins, a copy and a model, the schedule says for each block which of them answers.
 
 Whether a draft goes on may depend on the tokens so far and on q, never on the token that was drawn from q: dropping a token after
 seeing it would make the kept ones follow q given that they were kept, and the rule, told q, would no longer be lossless.
@@ -31,7 +31,7 @@ from edgespec_runtime.decoding.options import (
     ReplyOptions,
 )
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
-from edgespec_runtime.engines.session import CachedEngine, Window
+from edgespec_runtime.engines.cached_engine import CachedEngine, Window
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import CERTAIN, Categorical, TokenSource, Warp, warp
@@ -248,7 +248,7 @@ class LookupDrafter:
 class HybridDrafter:
     """Prompt lookup or the model, which reads first what was copied meanwhile.
 
-    A block is drafted by one of the two. Under a rule that changes the output's law, who answers must depend on the text alone
+    A block is drafted by one of the two. Under a rule that mixes p and q, who answers must depend on the text alone
     (`by_text`): at every position lookup where it finds something, else the model.
     """
 

@@ -20,12 +20,12 @@ from collections.abc import Collection, Generator, Sequence
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
-from edgespec_runtime.decoding.cascade_loops import Reply, decode_by
+from edgespec_runtime.decoding.cascade_loops import CascadeState, decode_by
 from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
-from edgespec_runtime.decoding.reply_text import NOTHING, Text
+from edgespec_runtime.decoding.reply_state import NOTHING, ReplyState
 from edgespec_runtime.decoding.schedule import BlockClock, Fixed, Schedule
-from edgespec_runtime.engines.session import CachedEngine, most_kept
+from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
@@ -59,10 +59,10 @@ def decode(
     """
     check_prompt(target, draft, prompt, options)
     rule, drafter = rule or options.acceptance_rule(), drafter_of(options, draft)
-    check_law(draft, rule)
+    check_rule_fits(draft, rule)
     if isinstance(rule, LoopRule):
         if draft is not None and drafter is not None:
-            yield from decode_by(rule, Reply(target, draft, drafter, prompt, options, stop, counts))
+            yield from decode_by(rule, CascadeState(target, draft, drafter, prompt, options, stop, counts))
             return
         rule = LOSSLESS  # nobody drafts: plain decoding
     how = Warp.of(options)
@@ -70,7 +70,7 @@ def decode(
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how
     source = source_of(rule, options.seed)
     schedule = schedule or Fixed(options.draft_length or UNMEASURED)
-    text, finish = Text(target, drafter, prompt, options, BlockClock(counts)), ""
+    text, finish = ReplyState(target, drafter, prompt, options, BlockClock(counts)), ""
     text.prefill()
     try:
         while not finish:
@@ -131,9 +131,9 @@ def check_prompt(
     check_vocabulary(target, draft)
 
 
-def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
+def check_rule_fits(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
     """Raise InputError for a rule that needs a drafter whose answer depends on the text alone, where the drafter is a head."""
-    if not _has_law(draft, rule):
+    if not _fits(draft, rule):
         raise InputError(
             "this rule mixes the drafter's probabilities into the output, and those of a head depend on where a block "
             "began; choose the rule lossless, block or reproducible, or a drafter that is a model"
@@ -141,11 +141,11 @@ def check_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> None:
 
 
 def rules_for(draft: CachedEngine | None) -> dict[str, Kind]:
-    """The rows of the table of rules that `check_law` lets pass."""
-    return {name: kind for name, kind in RULES.items() if _has_law(draft, rule_of(name))}
+    """The rows of the table of rules that `check_rule_fits` lets pass."""
+    return {name: kind for name, kind in RULES.items() if _fits(draft, rule_of(name))}
 
 
-def _has_law(draft: CachedEngine | None, rule: Rule | LoopRule) -> bool:
+def _fits(draft: CachedEngine | None, rule: Rule | LoopRule) -> bool:
     is_head = draft is not None and isinstance(draft.engine, FeatureEngine)
     return not (is_head and (isinstance(rule, LoopRule) or rule.mixes))
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from edgespec.core.metrics import RawCounts, mbsu, median
 from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, Logits
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.sampling import Uniforms, draw
 
 STEPS = 5

@@ -14,7 +14,7 @@ from typing import Any
 from edgespec.core.errors import EdgespecError, MissingExtra
 from edgespec.core.manifest import HEAD, Manifest
 from edgespec.core.options import from_mapping, knob
-from edgespec.core.output import give, json_knob
+from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
 from edgespec.core.shapes import told_shape
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
@@ -23,10 +23,10 @@ from edgespec_runtime.chooser.kept_costs import costs_of
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.doctor.report import Findings, Threads, Variant, as_json, text
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import read_bandwidth, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import (
     LLAMACPP,
     ONNXRUNTIME,
@@ -66,7 +66,7 @@ def run(given: dict[str, Any]) -> int:
     options = from_mapping(Options, given)
     findings = examine(options)
     print(text(findings, markdown=options.markdown))
-    give(options.json, as_json(findings))
+    write_result(options.json, as_json(findings))
     return 0
 
 

@@ -4,7 +4,7 @@ Phi-3, Phi-3.5 and Phi-4-mini have two sets of factors. In transformers a text o
 tokens (the border) takes the short set, a longer one the long set, at every position; `generate` drops its cache where a text
 crosses. So the keys in a cache hold on one side of the border only.
 
-`BorderedEngine` keeps to that law. Where a text crosses the border, or falls back below it, the text is read again with the other
+`BorderedEngine` does the same. Where a text crosses the border, or falls back below it, the text is read again with the other
 set. A pass that would cross is made in two, so a block has the logits of single steps everywhere.
 (Ding et al. 2024, LongRoPE; transformers, Phi3ForCausalLM.prepare_inputs_for_generation.)
 """

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgespec.core.errors import BundleError, InputError
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Logits, check_rewind, check_room
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.vocabulary import Vocabulary
 
 if TYPE_CHECKING:  # it imports ONNX Runtime, which a target on llama.cpp without a head does not need

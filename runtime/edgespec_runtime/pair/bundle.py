@@ -12,10 +12,10 @@ from edgespec.core.manifest import AGAIN, HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
 from edgespec.core.progress import MIB, reading
 from edgespec.recipe.precisions import precision_names
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST, MODES, Exactness, Way, exactness_of
 from edgespec_runtime.engines.rope_border import across_border
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_vocabulary
 from edgespec_runtime.text.prompts import bundled_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message

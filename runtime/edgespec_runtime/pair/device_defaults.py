@@ -16,7 +16,7 @@ LENGTHS = (1, 2, 3, 4, 5, 7)
 """Draft lengths that bench compares where γ is chosen."""
 
 
-def manifest_of(given: Mapping[str, Any]) -> Manifest | None:
+def named_manifest(given: Mapping[str, Any]) -> Manifest | None:
     """The manifest of the bundle that is named, its files' hashes not yet checked; None where no bundle is named.
 
     Raises BundleError for a broken manifest.
@@ -24,7 +24,7 @@ def manifest_of(given: Mapping[str, Any]) -> Manifest | None:
     return open_manifest(Path(given["bundle"]), hashes=False) if given.get("bundle") else None
 
 
-def of_reply(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
+def with_device_defaults(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
     """The options of chat or generate, with the bundle's device behind them. A rule with a loop of its own takes no γ."""
     settings = _settings(manifest)
     if isinstance(rule_of(given.get("rule") or LOSSLESS), LoopRule):
@@ -32,7 +32,7 @@ def of_reply(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, A
     return {**settings, **given}
 
 
-def of_bench(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
+def with_bench_defaults(given: Mapping[str, Any], manifest: Manifest | None) -> dict[str, Any]:
     """The options of bench, with the bundle's device behind them: a device's fixed γ alone, else lengths up to its longest."""
     settings = _settings(manifest)
     fixed, longest = settings.pop("draft_length", None), settings.get("max_draft_length")

@@ -81,8 +81,8 @@ class Rule(ABC):
     """Which draft tokens stay, and which token follows them.
 
     Attributes:
-        mixes: the law of every token depends on q, not on p alone. So the drafter speaks at every position, also in a plain step
-            and behind a whole block: otherwise the text would depend on the draft length, which timing chooses.
+        mixes: the output's distribution depends on q, not on p alone. So the drafter is asked at every position, also in a plain
+            step and behind a whole draft: otherwise the text would depend on the draft length, which timing chooses.
         raw: it looks at raw_p and raw_q, so the drafter keeps its logits.
         draft_greedily: the draft is the drafter's argmax.
         by_position: every random choice belongs to a position of the text (`PositionNoise`), not to the order of choices.
@@ -118,7 +118,7 @@ class TokenRule(Rule):
     """A rule that tests one draft token after another, up to the first rejection.
 
     accept(position, x): probability in [0, 1] with which x ~ q stays; residual(position): drawn from after a rejection. So the
-    law of a position is π(x) = q(x)·accept(x) + Σ_u q(u)·(1 − accept(u)) · residual(x).
+    output's distribution at a position is π(x) = q(x)·accept(x) + Σ_u q(u)·(1 − accept(u)) · residual(x).
     """
 
     accept: Callable[[Position, int], float]
@@ -133,7 +133,7 @@ class TokenRule(Rule):
         """As `Rule.verify`. Rows after a rejection are never warped."""
         count = len(draft.tokens)
         for i, q in enumerate(draft.q):
-            # The token behind a whole block has the law π too (cascades, Algorithm 4): drawn from q, and tested like the others.
+            # The token behind a whole draft follows π too (cascades, Algorithm 4): drawn from q, and tested like the others.
             token = draft.tokens[i] if i < count else source.sample(q, start + count)
             position = Position(rows[i], draft.logits[i] if self.raw else None, q, how)
             if not happens(self.accept(position, token), source):

@@ -1,6 +1,6 @@
-"""Rules that keep more of the draft than the target's own law allows: lenience, and lossy speculative decoding. Pure.
+"""Rules that keep more of the draft than the target's own distribution allows: lenience, and lossy speculative decoding. Pure.
 
-They look at the warped p and q alone, never at the drafter's logits, so they go with any drafter. Every token has the law
+They look at the warped p and q alone, never at the drafter's logits, so they go with any drafter. The output's distribution is
     lenience    min(q, f) + Σ max(0, q − f) · norm(max(0, p − q))          f = p/ε, p/ε², p^ε
     lossy       min(q, p/(1−a)) + Σ max(0, q − p/(1−a)) · norm(max(0, p/β − q))
 The second is π = max(min(q, p/(1−a)), p/β) exactly where Σπ = 1, which a tuned β makes true and β = 1 does not; accept and
@@ -37,7 +37,7 @@ def lossy(a: float, beta: Callable[[Categorical, Categorical], float]) -> Rule:
     Args:
         a: in [0, 1).
         beta: β of (p, q), at least 1 − a; above 1 the residual may be empty, and then p is drawn from. With `tuned_beta` the
-            output law is π.
+            output's distribution is π.
     """
 
     def accept(position: Position, token: int) -> float:

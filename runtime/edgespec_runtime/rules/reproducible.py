@@ -43,20 +43,22 @@ class PositionNoise:
         """The text lost so many of its tokens: the noise goes on where it was."""
         self._shift += tokens
 
-    def sample(self, law: Categorical, position: int) -> int:
+    def sample(self, distribution: Categorical, position: int) -> int:
         """argmax of log probability + Gumbel noise, computed as that of probability / exponential noise."""
-        if law.certain:
-            return law.sample(self)
-        place, weights = position + self._shift, law.weights
-        totals = _sums(weights) if law.ids is None else np.bincount(law.ids // _GROUP, weights)
+        if distribution.certain:
+            return distribution.sample(self)
+        place, weights = position + self._shift, distribution.weights
+        totals = (
+            _sums(weights) if distribution.ids is None else np.bincount(distribution.ids // _GROUP, weights)
+        )
         group = int((totals / self._noise(place, 0, len(totals))).argmax())
         noise = self._noise(place, 1 + group, _GROUP)
         first = group * _GROUP
-        if law.ids is None:
+        if distribution.ids is None:
             weights = weights[first : first + _GROUP]
             return first + int((weights / noise[: len(weights)]).argmax())
-        start, end = law.ids.searchsorted((first, first + _GROUP))
-        ids = law.ids[start:end]
+        start, end = distribution.ids.searchsorted((first, first + _GROUP))
+        ids = distribution.ids[start:end]
         return int(ids[(weights[start:end] / noise[ids - first]).argmax()])
 
     def _drawn(self, place: int, stream: int, count: int) -> NDArray[np.float64]:

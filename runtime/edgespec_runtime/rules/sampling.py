@@ -53,8 +53,8 @@ class RandomSource(Protocol):
 class TokenSource(RandomSource, Protocol):
     """What every random choice of a reply comes from."""
 
-    def sample(self, law: Categorical, position: int) -> int:
-        """A token drawn from `law` for this position of the text (the number of tokens before it)."""
+    def sample(self, distribution: Categorical, position: int) -> int:
+        """A token drawn from `distribution` for this position of the text (the number of tokens before it)."""
 
     def shift(self, tokens: int) -> None:
         """The text lost so many of its tokens: what follows them has new positions."""
@@ -76,9 +76,9 @@ class Uniforms:
             self._ready = self._generator.random(_DRAWN_AHEAD).tolist()[::-1]
         return self._ready.pop()
 
-    def sample(self, law: Categorical, position: int) -> int:
-        """A token of `law`; the position plays no part."""
-        return law.sample(self)
+    def sample(self, distribution: Categorical, position: int) -> int:
+        """A token of `distribution`; the position plays no part."""
+        return distribution.sample(self)
 
     def shift(self, tokens: int) -> None:
         pass

@@ -3,8 +3,8 @@
 Knows names, bounds and one help line each. What a rule does: acceptance.py, block_verification.py, reproducible.py, lenient.py,
 cascades.py; rules with a loop of their own: cascade_loops.py. In all of them a larger `a` leaves more to the drafter. From `chow`
 on they are those of Narasimhan et al., Faster Cascades via Speculative Decoding: diff (Eq. 5), opt (Eq. 10), with
-entropies chowlog, difflog, optlog (Eq. 26 to 28); token-v1 to v3 (Eq. 13 to 15); bild-star, BiLD's target law by rejection
-sampling, without its fallback (appendix F.5).
+entropies chowlog, difflog, optlog (Eq. 26 to 28); token-v1 to v3 (Eq. 13 to 15); bild-star, BiLD's target distribution by
+rejection sampling, without its fallback (appendix F.5).
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ RULES: dict[str, Kind] = {
     "lenient-exp": Kind("accept with min(1, p^ε/q)", lambda o: lenience(lambda p: p**o.epsilon), Lenience),
     "lossy": Kind("accept with min(1, p/((1−a) q))", lambda o: lossy(o.a, lambda p, q: o.beta), Lossy),
     "lossy-star": Kind(
-        "lossy with β tuned at every rejection, so that the law is known",
+        "lossy with β tuned at every rejection, so that the output's distribution is known",
         lambda o: lossy(o.a, lambda p, q: tuned_beta(p, q, o.a)),
         LossyStar,
     ),

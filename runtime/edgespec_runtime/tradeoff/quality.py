@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from itertools import pairwise
 
-from edgespec_runtime.engines.session import common_length
+from edgespec_runtime.engines.cached_engine import common_length
 
 _NUMBER = r"(?:(?<![\w.)])-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
 _ANSWER = re.compile(r"####[ \t]*(" + _NUMBER + ")")

@@ -18,15 +18,15 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import compact_json, read_json, read_jsonl, write_text
 from edgespec.core.manifest import HEAD
 from edgespec.core.options import from_mapping, knob, to_mapping, with_default
-from edgespec.core.output import give, json_knob, note
+from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, ran
 from edgespec_runtime.bench.report import PLAIN, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import engine_version, free_share
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.cascades import log_total
 from edgespec_runtime.rules.sampling import Warp
@@ -291,7 +291,7 @@ def run(given: dict[str, Any]) -> int:
         print(text(*one), end="\n\n", flush=True)
     if options.json:
         measured = as_json(*found[0])
-        give(options.json, measured, compact_json(measured))
+        write_result(options.json, measured, compact_json(measured))
     _write(options, found)
     return 0
 

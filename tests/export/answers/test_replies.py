@@ -20,8 +20,8 @@ from edgespec_export.answers.replies import (
     written_by,
 )
 from edgespec_export.onnx.to_onnx import export_onnx
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.session import CachedEngine
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json

@@ -14,7 +14,7 @@ from edgespec_export.gguf_target.model_folder import folder_of
 from edgespec_export.verify.hard_texts import compare, torture_set
 from edgespec_export.verify.readback import gguf_settings, gguf_weights
 from edgespec_export.verify.tokenizer_files import FolderTokenizer, GgufTokenizer
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import TEXTS, TRAINING_TEXT, torch_logits

@@ -11,7 +11,7 @@ import pytest
 from edgespec_export.npu.to_npu import export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
 from edgespec_runtime.engines.static_program import has_openvino
 from tiny_bundle import disturbed

@@ -17,7 +17,7 @@ from edgespec_runtime.bench.synthetic import Replay
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.decoding.schedule import Fixed
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import load_engine
 from scipy.stats import binomtest
 from synthetic_shape import SMALL

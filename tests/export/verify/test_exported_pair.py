@@ -31,7 +31,7 @@ from edgespec_export.verify.exported_pair import (
 from edgespec_export.verify.exported_pair_report import about, acceptance_table, broken_bounds, rows_of
 from edgespec_export.verify.file_check import fast_opener
 from edgespec_export.verify.files import Standard, check_file
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import Warp
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder

@@ -24,11 +24,11 @@ from edgespec_export.verify.pair import Reference
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.doctor.doctor import border_note
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.exactness import EXACT, Way, exactness_of
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
 from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair import bundle
 from family_cases import LONG
 from float_cache import float_engine

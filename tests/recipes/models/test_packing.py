@@ -18,7 +18,7 @@ from edgespec_recipes.generating.datagen import write_shard
 from edgespec_recipes.generating.decoding import BatchDecoder, left_pad
 from edgespec_recipes.generating.stored import _passes, _records
 from edgespec_recipes.kept.top_k import expand
-from edgespec_recipes.losses.head_loss import in_head
+from edgespec_recipes.losses.output_loss import in_output_layer
 from edgespec_recipes.losses.target_rows import live_rows
 from edgespec_recipes.models.packing import Form, fitted, form_of, packing_of
 from edgespec_recipes.parallel.precision import Precision
@@ -66,7 +66,9 @@ def in_rows(model: Any, rows: Any) -> Tensor:
 def drafted(model: Any, keep: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     """[n, V]: what a loss sees of the drafter."""
     with torch.no_grad():
-        return in_head(model, keep, inputs, lambda hidden, head: linear(hidden, head.weight, head.bias))
+        return in_output_layer(
+            model, keep, inputs, lambda hidden, head: linear(hidden, head.weight, head.bias)
+        )
 
 
 def pair(family: str, attention: str) -> tuple[Any, Any]:

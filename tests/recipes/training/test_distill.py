@@ -149,7 +149,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     """In micro-batches, with the sampled estimator and the drafter's own responses: the random numbers have to come back too."""
     options = replace(OPTIONS, student_fraction=0.5, student_max_new_tokens=6, micro_batch_size=1)
     run(tmp_path / "straight", pair, options)
-    plain, calls = objective.head_loss, []
+    plain, calls = objective.output_loss, []
 
     def interrupted(*given: Any, **named: Any) -> Any:
         calls.append(1)
@@ -158,7 +158,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(
         return plain(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(objective, "head_loss", interrupted)
+        patch.setattr(objective, "output_loss", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "broken", pair, options)
     run(tmp_path / "broken", pair, options)

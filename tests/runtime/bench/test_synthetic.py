@@ -13,7 +13,7 @@ from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.decoding.speed import TimedEngine
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from loop_setup import V
 from synthetic_shape import SMALL_SHAPE
 from toy_engine import ToyEngine, random_model

@@ -18,7 +18,7 @@ from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.terminal import Pipe, Source
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, SHIFT, DecodingOptions, plain
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from loop_setup import Setup
 from tiny_bundle import make_bundle

@@ -21,7 +21,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from edgespec.core.metrics import RawCounts
-from edgespec.core.output import speaking
+from edgespec.core.output import verb_output
 from edgespec.core.texts import draws, harmless
 
 GREEN, UP = "\x1b[32m", "\x1b[1A"
@@ -104,7 +104,7 @@ def test_a_drafter_that_wrote_alone_has_no_tokens_per_pass() -> None:
 def test_quiet_shows_the_reply_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen_module, "FRAMES", 1e9)
     terminal = Terminal()
-    with speaking(quiet=True):
+    with verb_output(quiet=True):
         terminal.screen.legend()
         reply(terminal, [("One ", False), ("two", True)])
         terminal.screen.status("12 tokens")

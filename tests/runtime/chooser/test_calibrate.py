@@ -9,7 +9,7 @@ import pytest
 from edgespec_runtime.chooser import calibrate as calibrate_module
 from edgespec_runtime.chooser import kept_costs
 from edgespec_runtime.chooser.calibrate import QUICK, CalibrateOptions, calibrate
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 from edgespec.core.errors import EdgespecError, InputError

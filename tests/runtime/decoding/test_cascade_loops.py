@@ -13,7 +13,7 @@ import pytest
 from edgespec_runtime.decoding import cascade_loops
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import Warp, warp
 from loop_setup import Setup
 from scipy.stats import chisquare

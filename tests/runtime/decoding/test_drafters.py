@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_laws import WARPS
-from edgespec_runtime.decoding import reply_text
+from edgespec_runtime.decoding import reply_state
 from edgespec_runtime.decoding.drafters import (
     Drafter,
     HybridDrafter,
@@ -23,7 +23,7 @@ from edgespec_runtime.decoding.lookup import NgramIndex
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import Uniforms, Warp
 from edgespec_runtime.rules.table import rule_of
@@ -165,7 +165,7 @@ def test_taking_back_the_token_that_was_drawn_is_not_lossless(monkeypatch: pytes
     """Why p_min looks at the distribution and not at the token; and the enumeration sees the difference."""
     target, draft, how = random_model(31, SMALL, 1.0), random_model(32, SMALL, 1.0), WARPS["T=1"]
     setup = Setup(target, draft, SMALL)
-    monkeypatch.setattr(reply_text, "propose", careful_afterwards)
+    monkeypatch.setattr(reply_state, "propose", careful_afterwards)
     law = law_of(lambda: setup.run([0], draft_length=2, max_new_tokens=3, temperature=1.0))
     assert distance(law, target_law(target, [0], 3, how)) > 1e-2
 

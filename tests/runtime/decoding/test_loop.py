@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS
-from edgespec_runtime.decoding import reply_text
+from edgespec_runtime.decoding import reply_state
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, MOST_CHOSEN, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, Fixed, Outcome
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.rules.sampling import warp
 from loop_setup import Setup, V
 from scipy.stats import chisquare
@@ -139,7 +139,7 @@ def test_a_draft_longer_than_a_pass_is_cut_to_it() -> None:
 
 def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines take other kernels for these, whose logits are not those of single steps."""
-    monkeypatch.setattr(reply_text, "MAX_DRAFT", 3)
+    monkeypatch.setattr(reply_state, "MAX_DRAFT", 3)
     setup = Setup(successor_model(V, count_up), DRAFTS["always"])
     assert setup.run([0], draft_length=100) == list(range(1, 21))
     assert setup.counts.block_efficiency == 4.0
@@ -147,7 +147,7 @@ def test_no_verified_pass_is_as_long_as_those_that_read_prompts(monkeypatch: pyt
 
 def test_no_draft_length_is_promised_that_is_not_used() -> None:
     assert MOST_CHOSEN == LONGEST_PASS - 1
-    assert DEVICE_LIMITS["draft_length"] == reply_text.MAX_DRAFT
+    assert DEVICE_LIMITS["draft_length"] == reply_state.MAX_DRAFT
     assert DEVICE_LIMITS["max_draft_length"] == MOST_CHOSEN
 
 

@@ -12,7 +12,7 @@ import pytest
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, DecodingOptions, plain
 from edgespec_runtime.decoding.schedule import Fixed
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import Categorical, Warp, warp

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.sampling import Warp
 from edgespec_runtime.rules.table import RULES, LoopRule, rule_of

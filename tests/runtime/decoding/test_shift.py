@@ -16,7 +16,7 @@ from edgespec_runtime.decoding.drafters import LookupDrafter, ModelDrafter, prop
 from edgespec_runtime.decoding.lookup import NgramIndex
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, DecodingOptions
-from edgespec_runtime.engines.session import CachedEngine, Window, most_kept
+from edgespec_runtime.engines.cached_engine import CachedEngine, Window, most_kept
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.sampling import Uniforms, Warp

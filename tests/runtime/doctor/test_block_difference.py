@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from edgespec_runtime.doctor.block_difference import block_difference
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
-from edgespec_runtime.engines.session import CachedEngine
 
 from edgespec.core.errors import BundleError, InputError
 

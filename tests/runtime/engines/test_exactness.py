@@ -17,9 +17,9 @@ from edgespec_export.onnx.to_onnx import FAST_GRAPH, write_fast_graph
 from edgespec_export.verify.pair import verify_pair
 from edgespec_runtime.chooser.kept_costs import subject_of
 from edgespec_runtime.doctor.block_difference import block_difference
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.exactness import EXACT, FAST, Exactness, Way, exactness_of
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder

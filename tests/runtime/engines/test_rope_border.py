@@ -9,9 +9,9 @@ import pytest
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import check_rewind, check_room
 from edgespec_runtime.engines.rope_border import BorderedEngine, across_border
-from edgespec_runtime.engines.session import CachedEngine
 from toy_engine import ToyEngine, random_model
 
 from edgespec.core.errors import InputError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.serving.line import ClientLeft, Full, Line, Watch
 from edgespec_runtime.serving.listening import Server
 from gate import LONG, SHORT, Gate, connected, gated, until

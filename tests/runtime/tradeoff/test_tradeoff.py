@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_runtime.decoding.speed import shuffled
-from edgespec_runtime.engines.session import CachedEngine
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, load_engine, open_pair
 from edgespec_runtime.tradeoff.arms import LARGE, SMALL
 from edgespec_runtime.tradeoff.quality import common_prefix, rouge_2

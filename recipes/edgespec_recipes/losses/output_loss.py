@@ -35,7 +35,7 @@ TargetRows = Callable[[Rows, Tensor], Tensor]
 PerToken = Callable[[Tensor, Tensor], Tensor]
 
 
-def in_head(
+def in_output_layer(
     model: Any, keep: Tensor, inputs: Mapping[str, Any], compute: Callable[[Tensor, Any], Tensor]
 ) -> Tensor:
     """Run the model's forward pass with `compute(hidden [n, H], head)` in the place of its output layer; return what it returned.
@@ -88,7 +88,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def head_weights(head: Any) -> tuple[Tensor, Tensor | None]:
+def output_weights(head: Any) -> tuple[Tensor, Tensor | None]:
     """Weight and bias of an output layer, detached, in the dtype autocast multiplies in. Once, not for every chunk."""
     weight, bias = head.weight.detach(), getattr(head, "bias", None)
     dtype, device = weight.dtype, weight.device.type
@@ -114,9 +114,9 @@ def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return linear(inputs, weight, bias)[:rows]
 
 
-def live_rows(hidden: Tensor, head: Any) -> TargetRows:
+def output_rows(hidden: Tensor, head: Any) -> TargetRows:
     """The target's logits, as they are asked for, from its hidden states [n, H] at the same positions and its output layer."""
-    weight, bias = head_weights(head)
+    weight, bias = output_weights(head)
     hidden = hidden.detach()
 
     def rows_of(rows: Rows, _: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _chunks(hidden: Tensor, vocabulary: int, chunk: int | None, weights: Tensor 
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def head_loss(
+def output_loss(
     divergence: Divergence,
     hidden: Tensor,
     head: Any,
@@ -153,7 +153,7 @@ def head_loss(
     the device). A factor belongs in the weights: multiplied to the result, it costs another [V, H] in the backward pass. `given`
     has what `divergence.takes` names, one number [n] for each row (whole_batch.py).
     """
-    weight, bias = head_weights(head)
+    weight, bias = output_weights(head)
     rows = _chunks(hidden, len(weight), chunk, weights)
     taken = {name: (given or {})[name] for name in divergence.takes}
     job = _Job(divergence.per_token, taken, weight, bias, target_rows, weights, rows, torch.is_grad_enabled())
@@ -161,7 +161,7 @@ def head_loss(
     return loss
 
 
-def head_values(
+def output_values(
     functions: Sequence[PerToken],
     hidden: Tensor,
     head: Any,
@@ -169,7 +169,7 @@ def head_values(
     chunk: int | None = None,
 ) -> Tensor:
     """[len(functions), n]: per-token losses of all rows of `hidden` [n, H] in one pass, without gradient (token selection, α)."""
-    weight, bias = head_weights(head)
+    weight, bias = output_weights(head)
     values = hidden.new_empty(len(functions), len(hidden), dtype=_loss_dtype(hidden))
     with torch.no_grad():
         for rows in _chunks(hidden, len(weight), chunk):

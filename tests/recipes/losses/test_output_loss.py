@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from edgespec_recipes.generating.decoding import logits_at
-from edgespec_recipes.losses.head_loss import Rows, head_loss, head_values, in_head, live_rows
 from edgespec_recipes.losses.losses import Divergence, divergence, fkl, jsd, reward, tvd
+from edgespec_recipes.losses.output_loss import Rows, in_output_layer, output_loss, output_rows, output_values
 from edgespec_recipes.models.vocabulary import restrict
 from edgespec_runtime.engines.vocabulary import Vocabulary
 from loss_cases import EVERY, NAMES, logits
@@ -55,7 +55,7 @@ class Case:
 
     def chunked(self, options: DistillOptions, weights: Tensor | None = None, rows: int = 3) -> Tensor:
         chunk, given = rows * VOCABULARY, self.given(options, weights)
-        return head_loss(divergence(options), self.hidden, self.head, self.rows, weights, chunk, given)
+        return output_loss(divergence(options), self.hidden, self.head, self.rows, weights, chunk, given)
 
     def given(self, options: DistillOptions, weights: Tensor | None = None) -> dict[str, Tensor]:
         """What each row takes from the others: all of them are one sequence."""
@@ -105,7 +105,7 @@ def test_weights_and_skipped_rows(options: DistillOptions, kept: list[float]) ->
 
     chunk = 3 * VOCABULARY
     chunked = value_and_gradients(
-        lambda: head_loss(
+        lambda: output_loss(
             divergence(options), case.hidden, case.head, rows, weights, chunk, case.given(options, weights)
         ),
         case.leaves,
@@ -216,7 +216,9 @@ def test_no_tensor_of_positions_by_vocabulary_ever_lives(options: DistillOptions
     states = logits(count, width, seed=1)
     given = {"reward_mean": torch.full((count,), 0.5), "noise": torch.rand(count, dtype=torch.float64)}
     with Sizes() as sizes:
-        head_loss(divergence(options), hidden, head, live_rows(states, target), None, chunk, given).backward()
+        output_loss(
+            divergence(options), hidden, head, output_rows(states, target), None, chunk, given
+        ).backward()
     assert max(sizes.seen) == chunk == vocabulary * width
     with Sizes() as sizes:
         divergence(options)(head(hidden), target(states).detach()).sum().backward()
@@ -242,10 +244,10 @@ def test_bf16_products_on_a_cpu_come_in_few_shapes() -> None:
     with Products() as products, torch.autocast("cpu", torch.bfloat16):
         for count in range(1, 200):
             case = Case(count, dtype=torch.float32)
-            target = live_rows(case.hidden, case.head)
-            loss = head_loss(Divergence(fkl), case.hidden, case.head, target, chunk=150 * VOCABULARY)
+            target = output_rows(case.hidden, case.head)
+            loss = output_loss(Divergence(fkl), case.hidden, case.head, target, chunk=150 * VOCABULARY)
             loss.backward()
-            head_values([fkl], case.hidden, case.head, target)
+            output_values([fkl], case.hidden, case.head, target)
     rows = {shape[0] for shape in products.shapes} - {HIDDEN, VOCABULARY}
     assert rows == {1, 2, 4, 8, 16, 32, 64, 128, 192, 256}
 
@@ -257,22 +259,22 @@ def test_values_of_several_functions_in_one_pass() -> None:
         asked.append(rows)
         return case.target[rows]
 
-    found = head_values([fkl, tvd], case.hidden, case.head, rows, chunk=3 * VOCABULARY)
+    found = output_values([fkl, tvd], case.hidden, case.head, rows, chunk=3 * VOCABULARY)
     assert not found.requires_grad
     assert asked == [slice(0, 3), slice(3, 6), slice(6, 7)]
     whole = case.head(case.hidden)
     for values, function in zip(found, (fkl, tvd), strict=True):
         torch.testing.assert_close(values, function(whole, case.target).detach())
-    assert head_values([fkl], case.hidden[:0], case.head, rows).shape == (1, 0)
+    assert output_values([fkl], case.hidden[:0], case.head, rows).shape == (1, 0)
 
 
 def test_live_rows_are_the_targets_logits() -> None:
     case = Case(6, dtype=torch.float32)
-    rows = live_rows(case.hidden, case.head)
+    rows = output_rows(case.hidden, case.head)
     chosen = torch.tensor([0, 4, 5])
     torch.testing.assert_close(rows(chosen, torch.empty(0)), case.head(case.hidden[chosen]).detach())
     with torch.autocast("cpu", torch.bfloat16):
-        assert live_rows(case.hidden, case.head)(slice(2), torch.empty(0)).dtype == torch.bfloat16
+        assert output_rows(case.hidden, case.head)(slice(2), torch.empty(0)).dtype == torch.bfloat16
 
 
 TOKENS = torch.randint(60, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -282,7 +284,7 @@ INPUTS = {"input_ids": TOKENS}
 
 
 def loss_in(hidden: Tensor, head: Any) -> Tensor:
-    return head_loss(Divergence(jsd), hidden, head, lambda rows, _: TARGET[rows], chunk=60 * 4)
+    return output_loss(Divergence(jsd), hidden, head, lambda rows, _: TARGET[rows], chunk=60 * 4)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -312,7 +314,7 @@ def plain_gradients(tied: bool) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_whole_model_learns_the_same(tied: bool) -> None:
     model = llama(tied)
-    loss = in_head(model, KEEP, INPUTS, loss_in)
+    loss = in_output_layer(model, KEEP, INPUTS, loss_in)
     loss.backward()
     wanted, its = plain_gradients(tied)
     torch.testing.assert_close(loss.detach(), wanted)
@@ -329,7 +331,7 @@ def test_the_head_is_itself_again() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        in_head(model, KEEP, INPUTS, broken)
+        in_output_layer(model, KEEP, INPUTS, broken)
     torch.testing.assert_close(model(**INPUTS).logits, before)
     assert "forward" not in vars(model.lm_head)
 
@@ -347,7 +349,7 @@ def test_inside_ddp(one_process: None) -> None:
     wrapped = nn.parallel.DistributedDataParallel(model)
     for _ in range(2):  # DDP notices in the second pass what the first left unreduced
         model.zero_grad()
-        in_head(wrapped, KEEP, INPUTS, loss_in).backward()
+        in_output_layer(wrapped, KEEP, INPUTS, loss_in).backward()
     torch.testing.assert_close(gradients(model), plain_gradients(True)[1], atol=1e-5, rtol=1e-4)
 
 
@@ -362,7 +364,7 @@ def test_inside_fsdp(one_process: None, head_apart: bool) -> None:
     fully_shard(model, mesh=mesh)
     for _ in range(2):
         model.zero_grad()
-        in_head(model, KEEP, INPUTS, loss_in).backward()
+        in_output_layer(model, KEEP, INPUTS, loss_in).backward()
     torch.testing.assert_close(gradients(model), plain_gradients(False)[1], atol=1e-5, rtol=1e-4)
 
 
@@ -373,11 +375,11 @@ def test_a_head_of_some_tokens_only() -> None:
     models = [restrict(llama(True), vocabulary, torch.ones(60).numpy()) for _ in range(2)]
 
     def restricted(hidden: Tensor, head: Any) -> Tensor:
-        return head_loss(
+        return output_loss(
             Divergence(fkl), hidden, head, lambda rows, _: TARGET[rows][:, head.ids], chunk=len(ids) * 4
         )
 
-    loss = in_head(models[0], KEEP, INPUTS, restricted)
+    loss = in_output_layer(models[0], KEEP, INPUTS, restricted)
     loss.backward()
     whole = logits_at(models[1], KEEP, **INPUTS)
     assert whole.shape[1] == 60
@@ -395,6 +397,6 @@ def test_a_model_that_bends_its_logits_is_refused() -> None:
     )  # fmt: skip
     model = Gemma2ForCausalLM(config)
     with pytest.raises(InputError, match="Gemma2ForCausalLM changes its logits after the output layer"):
-        in_head(model, KEEP, INPUTS, loss_in)
+        in_output_layer(model, KEEP, INPUTS, loss_in)
     with torch.no_grad():  # as a target it is welcome: its hidden states are what is asked for
-        in_head(model, KEEP, INPUTS, lambda hidden, _: hidden.sum())
+        in_output_layer(model, KEEP, INPUTS, lambda hidden, _: hidden.sum())

@@ -22,14 +22,14 @@ from edgespec_runtime.decoding.schedule import (
     BlockClock,
     Schedule,
 )
+from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Logits
-from edgespec_runtime.engines.session import CachedEngine
 from edgespec_runtime.rules.acceptance import Draft, Rule
 from edgespec_runtime.rules.sampling import TokenSource, Warp
 from edgespec_runtime.rules.table import MAX_DRAFT
 
 NOTHING = Draft()  # of a plain step: making one takes microseconds
-S = TypeVar("S", bound="Text")
+S = TypeVar("S", bound="ReplyState")
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ def timed(part: int) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Conc
     return wrap
 
 
-class Text:
+class ReplyState:
     """The text of a reply so far, and what both caches hold of it. The first arguments are those of `decode`.
 
     Attributes:
