@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from common import command_line, kept, numbers, same_options, whole_numbers, words
 from edgespec_recipes.data.mixing import TARGET, Mixture
-from edgespec_recipes.generating.datagen import write_shard
-from edgespec_recipes.kept.written_rows import WrittenRows
-from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted, read_states
+from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.models.initialise import initial_drafter
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
+from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted, read_states
 from edgespec_recipes.training.distill_head import FITTED, HeadObjective, UnrolledHead, unrolled
 from edgespec_recipes.training.objective import Objective, overlap
 from edgespec_recipes.training.trainer import collate, train

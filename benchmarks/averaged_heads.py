@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from acceptance_curve import measured_row
 from common import command_line
-from edgespec_recipes.kept.written_rows import WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
+from edgespec_recipes.stored.written_rows import WrittenRows
 from edgespec_recipes.training.distill_head import HeadObjective, UnrolledHead
 from torch import Tensor
 

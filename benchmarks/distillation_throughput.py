@@ -28,7 +28,7 @@ import torch
 from common import command_line, random_llama
 from edgespec_recipes.data.mixing import TARGET, TEXT, TextRows, response_rows
 from edgespec_recipes.data.token_rows import inputs_of
-from edgespec_recipes.generating.datagen import read_responses
+from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.losses.label_loss import labels_of
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision, choose_precision

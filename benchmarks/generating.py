@@ -52,7 +52,7 @@ def measured(
     how = InferenceOptions() if in_torch else InferenceOptions(source="file", file=file, threads=threads)
     if threads:
         torch.set_num_threads(threads)
-    if not in_torch:  # where torch is faster, datagen would take it for a file too
+    if not in_torch:  # where torch is faster, choose_writer.py would take it for a file too
 
         def writer(*given: Any) -> Any:
             folder, tokenizer, options, seed, how, top_k = given
@@ -72,10 +72,10 @@ def measured(
 
 def read_again(written: Path, model: Path, how: InferenceOptions) -> dict[str, Any]:
     """What the target keeps of its own answers when it reads them."""
-    from edgespec_recipes.generating import datagen, state_reader
+    from edgespec_recipes.generating import datagen, response_shards, state_reader
     from edgespec_recipes.generating.response_rows import Request
 
-    rows = datagen.read_responses(written)
+    rows = response_shards.read_responses(written)
     replies = [row["response_ids"] for row in rows]
     requests = [Request(number, [], row["prompt_ids"], 1.0) for number, row in enumerate(rows)]
     reader = state_reader.StateReader(model, replies, [], how, TOP_K)

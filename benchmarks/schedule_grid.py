@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from common import command_line
-from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.decoding.schedule import Fixed, Schedule
 
 from edgespec.core.progress import progress
@@ -85,7 +85,7 @@ def measure(name: str, rate: float, spread: float) -> Cell:
 
     plain = sessions([Fixed(0)] * SESSIONS)
     fixed = [plain.sum(), *(sessions([Padded(g, costs)] * SESSIONS).sum() for g in range(1, MOST + 1))]
-    chosen = sessions([Adaptive(costs, rate, MOST) for _ in range(SESSIONS)])
+    chosen = sessions([AdaptiveSchedule(costs, rate, MOST) for _ in range(SESSIONS)])
     length = int(np.argmin(fixed))
     return Cell(
         f"{name}, α = {rate:g}, spread {spread:g}",

@@ -21,10 +21,10 @@ from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.data.token_rows import Rows
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.generating.stored import target_logits
-from edgespec_recipes.kept.top_k import compress, divergence_errors, expand, record_type
+from edgespec_recipes.generating.target_store import target_logits
 from edgespec_recipes.losses.losses import fkl, jsd, tvd, tvdpp
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
+from edgespec_recipes.stored.top_k import compress, divergence_errors, expand, record_type
 from torch import Tensor
 
 from edgespec.core.progress import progress

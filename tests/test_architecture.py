@@ -42,7 +42,7 @@ ROOMS = [
     "edgespec_recipes.models",
     "edgespec_recipes.data",
     "edgespec_recipes.losses",
-    "edgespec_recipes.kept",
+    "edgespec_recipes.stored",
     "edgespec_recipes.generating",
     "edgespec_recipes.training",
     "edgespec_recipes.evaluation",

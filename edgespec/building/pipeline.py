@@ -94,7 +94,7 @@ class Build(ExportStages):
         """Before pretraining takes hours: whether the target can write, and give distributions where they are stored."""
         if self.processes.rank or (self.out / "pretrain" / STAGE_FILE).exists():
             return
-        from edgespec_recipes.generating.datagen import check_source
+        from edgespec_recipes.generating.choose_writer import check_source
 
         distill = self.recipe.distill
         stored_later = distill.target_side == "stored"
@@ -176,7 +176,7 @@ class Build(ExportStages):
 
     def _train(self, target: Path, shape: DrafterShape) -> tuple[Path, Path]:
         """(pretrained drafter, distilled drafter)."""
-        from edgespec_recipes.generating import stored
+        from edgespec_recipes.generating import target_store
         from edgespec_recipes.training.distill import DistillInputs, distill, store_responses
         from edgespec_recipes.training.pretrain import pretrain
 
@@ -219,7 +219,7 @@ class Build(ExportStages):
                 lambda place: store_responses(place, inputs, filled.distill),
                 reads=writer | sources.stages(out, "generate", *rounding),
                 together=True,
-                damaged=stored.damaged_shards,
+                damaged=target_store.damaged_shards,
             )
         fixed = filled.distill.fixed if filled.distill.fixed_fraction else ""
         made = ("pretrain", "generate", *rounding, *(["store"] if inputs.store else []))
@@ -291,7 +291,7 @@ class Build(ExportStages):
 
     def _write_responses(self, target: Path, filled: Recipe, own: set[str]) -> None:
         """The target's responses. `recipe`: with the files that the target wrote for it in the stages `own`."""
-        from edgespec_recipes.generating import datagen
+        from edgespec_recipes.generating import datagen, response_shards
 
         kept = filled.distill.stored_top_k if filled.distill.target_side == "stored" else 0
         self.stage(
@@ -305,7 +305,7 @@ class Build(ExportStages):
             | sources.conversations("generate.instructions", self.recipe.generate.instructions)
             | sources.stages(self.out, *own & {SELF_INSTRUCTIONS}),
             together=True,
-            damaged=datagen.damaged_shards,
+            damaged=response_shards.damaged_shards,
         )
 
     def _write_own_data(self, target: Path) -> tuple[Recipe, set[str]]:

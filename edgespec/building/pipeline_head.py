@@ -80,7 +80,7 @@ class HeadBuild(Build):
 
     def _check_target(self, target: Path) -> None:
         """Raise InputError where the target gives no states of the layers that the head reads, or none to start from."""
-        from edgespec_recipes.generating.datagen import check_gives_states
+        from edgespec_recipes.generating.choose_writer import check_gives_states
         from edgespec_recipes.generating.state_reader import check_reads
 
         kind = str(read_config(target).get("model_type", ""))
@@ -96,7 +96,7 @@ class HeadBuild(Build):
 
     def _read_again(self, target: Path) -> Path:
         """The folder of what the head learns from: the responses as they were written, or read again for three layers' states."""
-        from edgespec_recipes.generating.datagen import damaged_shards
+        from edgespec_recipes.generating.response_shards import damaged_shards
         from edgespec_recipes.generating.state_reader import read_again
 
         recipe, written = self.recipe, self.out / "generate"
@@ -116,7 +116,7 @@ class HeadBuild(Build):
 
     def _read_fixed(self, target: Path) -> Path | None:
         """The folder of what the target read of the fixed data; None where a head learns from the target's own text alone."""
-        from edgespec_recipes.generating.datagen import damaged_shards
+        from edgespec_recipes.generating.response_shards import damaged_shards
         from edgespec_recipes.generating.state_reader import read_conversations
 
         options, how, shard_size = self.recipe.distill, self.recipe.inference, self.recipe.generate.shard_size

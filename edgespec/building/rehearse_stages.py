@@ -145,7 +145,7 @@ def generate(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
 
 
 def store(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
-    from edgespec_recipes.generating.stored import store_targets
+    from edgespec_recipes.generating.target_store import store_targets
     from edgespec_recipes.training.distill import responses_of
 
     rows = responses_of(rehearsal.out / "generate", rehearsal.context)

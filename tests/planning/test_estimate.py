@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes.data.mixing import TARGET
-from edgespec_recipes.generating import stored
+from edgespec_recipes.generating import target_store
 from edgespec_recipes.generating.decoding import BatchDecoder, sample_responses
-from edgespec_recipes.kept import top_k
 from edgespec_recipes.losses import output_loss
 from edgespec_recipes.models.packing import packing_of
+from edgespec_recipes.stored import top_k
 from edgespec_recipes.training.objective import Objective
 from edgespec_recipes.training.pretrain import next_token_losses
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -279,7 +279,7 @@ def test_flops_of_a_step_of_distillation(options: dict[str, Any]) -> None:
 
 def test_what_the_rooms_use_is_what_is_counted() -> None:
     assert output_loss.CHUNK == LOGITS
-    assert stored.PASS_TOKENS == STORED_AT_ONCE
+    assert target_store.PASS_TOKENS == STORED_AT_ONCE
     for vocabulary in (512, 2**16, 2**16 + 1):
         shape = replace(WIDE, vocab_size=vocabulary)
         assert top_k.record_type(8, vocabulary).itemsize == stored_position_bytes(shape, 8)

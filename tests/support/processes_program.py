@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.data.token_rows import Rows
-from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.precision import Precision

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.kept.top_k import compress
+from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.stored.top_k import compress
 from tiny_models import make_model_folder
 
 from edgespec.core.files import write_jsonl

@@ -22,7 +22,7 @@ from edgespec.recipe.sampling import SAMPLINGS, Sampling
 from edgespec.recipe.schema import EvaluateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.evaluation.expected import agreement
-from edgespec_recipes.evaluation.report import label_of, setting_of, summarise
+from edgespec_recipes.evaluation.report import TeacherForced, label_of, setting_of, summarise
 from edgespec_recipes.evaluation.speculation import speculate
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.models.loading import load_model, load_tokenizer, shape_of, stop_ids_of
@@ -56,20 +56,16 @@ def teacher_forced(
     prompts: Sequence[Sequence[int]],
     responses: Sequence[Sequence[int]],
     sampling: Sampling,
-) -> list[list[float]]:
-    """[Σ min(p, q), number of positions, Σ p(argmax q), Σ p·q] for each prompt, the sums over response positions (and tokens).
-
-    The first is DistillSpec's Eq. 3, the last two are what engines keep that match samples. p and q are warped alike; at
-    temperature 0 all three are 1 where the argmaxes agree and else 0.
-    """
+) -> list[TeacherForced]:
+    """One for each prompt."""
     scored = agreement(target, {"": draft}, prompts, responses, sampling)[""]
     return [
-        [
+        TeacherForced(
             float(item.overlap.sum()),
             len(item.overlap),
             float(item.top_match.sum()),
             float(item.draw_match.sum()),
-        ]
+        )
         for item in scored
     ]
 
@@ -187,11 +183,11 @@ def evaluate(
             for name, draft in models.items():
                 stem = f"{name}-{sampling.key}"
                 read = partial(teacher_forced, asked.target, draft, asked.prompts, responses, sampling)
-                overlaps = part(f"{stem}-agreement", itemgetter(1), read)
+                forced = part(f"{stem}-agreement", itemgetter(1), read)
                 for gamma in options.draft_lengths:
                     decode = partial(asked.counts, draft, sampling, gamma)
                     counts = part(f"{stem}-g{gamma}", itemgetter("emitted"), decode)
-                    settings.append(setting_of(name, sampling, gamma, counts, overlaps))
+                    settings.append(setting_of(name, sampling, gamma, counts, forced))
     return finish(out, settings, list(drafters), cost_ratio, seed)
 
 

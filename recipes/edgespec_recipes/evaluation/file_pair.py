@@ -22,7 +22,7 @@ from edgespec.core.progress import progress
 from edgespec.recipe.sampling import SAMPLINGS, Sampling
 from edgespec.recipe.schema import EvaluateOptions
 from edgespec_recipes.evaluation.evaluation import finish, finished_part, held_out_prompts
-from edgespec_recipes.evaluation.report import setting_of
+from edgespec_recipes.evaluation.report import TeacherForced, setting_of
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 
 Pair = tuple[CachedEngine, CachedEngine]
@@ -59,10 +59,10 @@ def evaluate_files(
                     ],
                 )
                 bar.skip(begun + len(prompts) - bar.n)  # where it was measured before
-                overlaps = [item["agreement"] for item in found]
+                forced = [item["agreement"] for item in found]
                 for place, gamma in enumerate(options.draft_lengths):
                     counts = [item["counts"][place] for item in found]
-                    settings.append(setting_of(DRAFTER, sampling, gamma, counts, overlaps))
+                    settings.append(setting_of(DRAFTER, sampling, gamma, counts, forced))
     finally:
         draft.engine.close()
         target.engine.close()
@@ -100,17 +100,17 @@ def _of_prompt(
     drafted = [decoded(gamma)[0] for gamma in options.draft_lengths]
     found = {
         "counts": list(map(asdict, drafted)),
-        "agreement": agreement(target, draft, prompt, reply, Warp.of(how)),
+        "agreement": teacher_forced(target, draft, prompt, reply, Warp.of(how)),
     }
     bar.add_tokens(len(reply) + sum(counts.emitted for counts in drafted))
     bar.update(1)
     return found
 
 
-def agreement(
+def teacher_forced(
     target: CachedEngine, draft: CachedEngine, prompt: Sequence[int], reply: Sequence[int], how: Warp
-) -> list[float]:
-    """[Σ min(p, q), number of positions, Σ p(argmax q), Σ p·q] over the positions of a reply: see evaluation.teacher_forced."""
+) -> TeacherForced:
+    """Of one reply, read token by token."""
     sums, text = np.zeros(3), [*prompt, *reply]
     for model in (target, draft):
         model.prefill(prompt[:-1])
@@ -126,4 +126,4 @@ def agreement(
             float((p.probs * shared).sum()),
         )
     overlap, top, drawn = sums.tolist()
-    return [overlap, float(len(reply)), top, drawn]
+    return TeacherForced(overlap, float(len(reply)), top, drawn)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.core.files import read_json
 from edgespec.core.metrics import RawCounts, bootstrap, mbsu, predicted_block_efficiency, ratio_of_sums
@@ -15,12 +16,29 @@ from edgespec.recipe.sampling import Sampling
 SCHEMA = 1
 
 
+class TeacherForced(NamedTuple):
+    """Sums over the positions of a prompt's response, p and q warped alike; at temperature 0 the terms are 1 or 0.
+
+    overlap: Σ min(p, q) (DistillSpec, Eq. 3). top_match, draw_match: Σ p(argmax q) and Σ p·q, what engines keep that match
+    samples, for a greedy and for a sampled draft.
+    """
+
+    overlap: float
+    positions: float
+    top_match: float
+    draw_match: float
+
+
 def label_of(setting: dict[str, Any]) -> str:
     return f"{Sampling(setting['temperature'], setting['top_p']).key}-g{setting['draft_length']}"
 
 
 def setting_of(
-    drafter: str, sampling: Sampling, draft_length: int, counts: list[Any], teacher_forced: list[list[float]]
+    drafter: str,
+    sampling: Sampling,
+    draft_length: int,
+    counts: list[Any],
+    teacher_forced: Sequence[TeacherForced],
 ) -> dict[str, Any]:
     """One setting of evaluation.json: raw counts and teacher-forced sums, an item for each prompt."""
     place = {"drafter": drafter, **asdict(sampling), "draft_length": draft_length}
@@ -31,13 +49,13 @@ def _tau(items: Sequence[RawCounts]) -> float:
     return sum(item.emitted for item in items) / sum(item.blocks for item in items)
 
 
-def _share(column: int) -> Callable[[Sequence[Any]], float]:
-    """A column of teacher-forced rows over the positions they sum, which are in column 1."""
-    return ratio_of_sums(lambda row: row[column], lambda row: row[1])
+def _share(field: str) -> Callable[[Sequence[Any]], float]:
+    """A field of `TeacherForced` for each position."""
+    return ratio_of_sums(attrgetter(field), attrgetter("positions"))
 
 
 def metrics(
-    counts: list[RawCounts], overlaps: list[list[float]], draft_length: int, cost_ratio: float, seed: int
+    counts: list[RawCounts], rows: list[TeacherForced], draft_length: int, cost_ratio: float, seed: int
 ) -> dict[str, Any]:
     """[value, low, high] (95 % bootstrap over prompts) of τ, both α and MBSU, and the τ that independent acceptances give.
 
@@ -46,7 +64,8 @@ def metrics(
     """
     tau = bootstrap(counts, _tau, seed=seed)
     passed = ratio_of_sums(lambda c: sum(c.accepted), lambda c: sum(c.tested))
-    forced, greedy, sampled = (bootstrap(overlaps, _share(column), seed=seed) for column in (0, 2, 3))
+    fields = ("overlap", "top_match", "draw_match")
+    forced, greedy, sampled = (bootstrap(rows, _share(field), seed=seed) for field in fields)
     return {
         "tau": tau,
         "alpha_empirical": bootstrap(counts, passed, seed=seed),
@@ -68,9 +87,8 @@ def summarise(
     """
     for setting in settings:
         counts = [RawCounts(**raw) for raw in setting["counts"]]
-        setting["metrics"] = metrics(
-            counts, setting["teacher_forced"], setting["draft_length"], cost_ratio, seed
-        )
+        rows = [TeacherForced(*row) for row in setting["teacher_forced"]]  # they may come from a file
+        setting["metrics"] = metrics(counts, rows, setting["draft_length"], cost_ratio, seed)
     baseline, *others = names
     of_baseline = {label_of(setting): setting for setting in settings if setting["drafter"] == baseline}
     comparisons = []

@@ -1,6 +1,6 @@
 """Tokens for many rows of logits at once, and the same rows' top-k records. numpy only; nothing sorts a vocabulary.
 
-A row's distribution is `rules.sampling.warp`'s. With the same uniform number the token is that of its Categorical, up to rounding.
+A row's distribution is `rules.sampling.warp`'s. With the same uniform number the token is its Categorical's, up to rounding.
 The most probable columns are selected, the nucleus is cut among them, and the kept ones are inverted in the order of their ids.
 A row whose nucleus reaches beyond them goes through `warp` itself.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from edgespec_runtime.rules.sampling import RandomSource, Warp, warp
 from numpy.typing import NDArray
 
-from edgespec_recipes.kept.top_k import LEAST, record_type
+from edgespec_recipes.stored.top_k import LEAST, record_type
 
 Floats = NDArray[np.float32]
 
@@ -36,7 +36,7 @@ def draw_rows(
 ) -> tuple[list[int], np.ndarray]:
     """(a token for each of the rows of logits [n, V], their records [n] of `record_type(top_k, V)`; [0] where top_k is 0).
 
-    Row i has temperature i and draws one number from source i, none where one token is all that its distribution has. Records are of the
+    Row i has temperature i and draws one number from source i, or none where its distribution has one token. Records are of the
     distribution at temperature 1 without cuts, whatever the token was drawn from.
     """
     columns = logits.shape[1]

@@ -22,11 +22,11 @@ from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, locate
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer
-from edgespec_recipes.generating.stored import identity_of
-from edgespec_recipes.kept.top_k import check_top_k
-from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
+from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.top_k import check_top_k
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
 # keys and values of all texts: with weights, logits and kept states a small target stays below 4 GiB
 CACHE_BYTES = 2**30

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from edgespec_recipes.data.prompts import Messages
-from edgespec_recipes.kept.written_states import Wanted
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.written_states import Wanted
 
 Answers = tuple[list[list[int]], Mapping[str, np.ndarray]]
 """Token ids of some responses, and the arrays that a writer's `wanted` names, one response's after the other's."""

@@ -24,9 +24,9 @@ from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer
-from edgespec_recipes.kept.top_k import LEAST, record_type
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.top_k import LEAST, record_type
 
 PROBE = "The café costs 12.50 € — naïve, isn't it?\n\tdef f(x): return x ** 2"
 SHORT = "Hello"

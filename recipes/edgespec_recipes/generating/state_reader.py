@@ -1,8 +1,8 @@
 """The target reads finished replies, and keeps what it computed for them: somebody else's, or its own once more.
 
-Reading is one pass over a whole text, where writing takes one for every token. The shards are those of datagen.py, so a head
-learns from them as from those that were kept while the target wrote. Its own replies are read again for a head that needs the
-states of three layers: torch gives them, while llama.cpp, which writes faster, gives the last one's alone.
+Reading is one pass over a whole text, where writing takes one for every token. The shards are those of
+response_shards.py, so a head learns from them as from those that were kept while the target wrote. Its own replies are read again
+for a head that needs the states of three layers: torch gives them; llama.cpp, which writes faster, gives the last one alone.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE, early_layers
 from edgespec.recipe.schema import InferenceOptions
 from edgespec_recipes.data.prompts import read_replies
-from edgespec_recipes.generating.datagen import is_made_from, read_responses, write_shards
+from edgespec_recipes.generating.choose_writer import is_made_from
+from edgespec_recipes.generating.datagen import write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer
-from edgespec_recipes.generating.stored import identity_of
+from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
-from edgespec_recipes.kept.top_k import records_of
-from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of
 from edgespec_recipes.parallel.memory import freed_memory_kept
+from edgespec_recipes.stored.top_k import records_of
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
 
 class StateReader(Writer):

@@ -18,13 +18,13 @@ from edgespec.core.errors import InputError
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer
-from edgespec_recipes.kept.top_k import check_top_k, records_of
-from edgespec_recipes.kept.written_states import FEATURES, RECORDS, Wanted
 from edgespec_recipes.models.loading import shape_of, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.memory import freed_memory_kept
 from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.stored.top_k import check_top_k, records_of
+from edgespec_recipes.stored.written_states import FEATURES, RECORDS, Wanted
 
 
 class KeptStates:

@@ -30,8 +30,8 @@ from edgespec_recipes.data.mixing import (
 )
 from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.data.token_rows import Rows, text_blocks, tokens_to_read
-from edgespec_recipes.generating.datagen import read_responses
-from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
+from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.target_store import StoredTargets, store_error, store_targets
 from edgespec_recipes.losses.losses import divergence
 from edgespec_recipes.models.loading import (
     check_context,

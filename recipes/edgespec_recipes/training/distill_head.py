@@ -21,13 +21,13 @@ from edgespec.core.errors import InputError
 from edgespec.model_folder.head import TABLE, table_checksum, target_embedding
 from edgespec.recipe.schema import DistillOptions, DrafterOptions
 from edgespec_recipes.data.mixing import FIXED, TARGET, Mixture, held_out, shares
-from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.models.feature_head import FeatureHead, load_head, save_head
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.models.start_head import start_head, with_vocabulary
 from edgespec_recipes.models.vocabulary import special_tokens
 from edgespec_recipes.parallel import processes
 from edgespec_recipes.parallel.sharding import whole
+from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
 from edgespec_recipes.training.objective import Objective, with_selection
 from edgespec_recipes.training.trainer import collate, train
 

@@ -29,7 +29,6 @@ from edgespec.recipe.schema import DistillOptions
 from edgespec_recipes.data.mixing import TARGET
 from edgespec_recipes.data.token_rows import inputs_of
 from edgespec_recipes.generating.on_policy import write_own_responses
-from edgespec_recipes.kept.top_k import Store
 from edgespec_recipes.losses.label_loss import label_losses, labels_of
 from edgespec_recipes.losses.losses import divergence, fkl, rewarded
 from edgespec_recipes.losses.output_loss import (
@@ -50,6 +49,7 @@ from edgespec_recipes.losses.whole_batch import (
     positions_of,
 )
 from edgespec_recipes.parallel.sharding import whole
+from edgespec_recipes.stored.top_k import Store
 
 Batch = dict[str, Tensor]
 FINISH = 0.2  # share of the steps that another divergence may finish: those at a small learning rate

@@ -25,7 +25,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.recipe.drafter import cost_ratios
 from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, Trace, as_json, text
-from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.kept_costs import BUSY, Subject, outline, store_costs
 from edgespec_runtime.chooser.pass_costs import LONGEST_PASS, Costs
@@ -252,10 +252,10 @@ def _load(pair: SyntheticPair, role: str, options: Options, context: int, thread
     return load_engine(pair.engine, pair.paths[role], context, own, flash_attention, graph)
 
 
-def _schedule(arm: Arm, costs: Costs, longest: int) -> Adaptive | Fixed:
+def _schedule(arm: Arm, costs: Costs, longest: int) -> AdaptiveSchedule | Fixed:
     if arm.draft_length is not None:
         return Fixed(arm.draft_length)
-    return Adaptive(costs, sum(arm.trace) / len(arm.trace), most=longest)
+    return AdaptiveSchedule(costs, sum(arm.trace) / len(arm.trace), most=longest)
 
 
 def _rounds(

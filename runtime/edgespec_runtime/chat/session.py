@@ -17,7 +17,7 @@ from edgespec_runtime.chat.settings import Options, changed, shown
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import interruptible
 from edgespec_runtime.chat.view import Run, Show, View
-from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.loop import check_rule_fits, check_vocabulary
@@ -161,7 +161,7 @@ class Chat:
             for piece in said:
                 tally.first_token = tally.first_token or perf_counter() - start
                 tally.off = self._schedules.off(options) or ""
-                if isinstance(schedule, Adaptive):
+                if isinstance(schedule, AdaptiveSchedule):
                     tally.step = schedule.step_seconds()
                 yield piece
                 if piece.finish:

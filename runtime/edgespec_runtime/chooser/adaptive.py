@@ -23,12 +23,16 @@ from edgespec_runtime.chooser.expected_acceptance import AcceptanceRates
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import FROM_MODEL, ORIGINS, Outcome
 
-EVERY = 8  # blocks for which a length stays: choosing takes microseconds, and a few blocks change the estimates little
+BLOCKS_PER_CHOICE = (
+    8  # a length stays so long: choosing takes microseconds, and a few blocks change the estimates little
+)
 REFRESH = 64  # blocks with a draft after which one plain step is made: it shows what drafts are compared with
-REST = 32  # blocks without drafts of an origin before they are tried again, the first time; then twice as many, and so on
+FIRST_REST = 32  # blocks without drafts of an origin before they are tried again, the first time; then twice as many, and so on
 LONGEST_REST = 256  # the same, at most: eight drafts that lose a third of their time are 1 % of it
-LOSS = 0.02  # share of the session's time that speculation may lose: less than a person notices
-FEW = 2.0  # plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
+LOSS_SHARE = 0.02  # share of the session's time that speculation may lose: less than a person notices
+FREE_LOSS = (
+    2.0  # plain steps that it may lose at any rate: at a session's beginning the share is next to nothing
+)
 
 
 class Guard:
@@ -44,7 +48,7 @@ class Guard:
 
     def stops(self, step: float) -> bool:
         """Whether the loss is too large; `step`: seconds of a plain step."""
-        return self.lost > max(LOSS * self.spent, FEW * step)
+        return self.lost > max(LOSS_SHARE * self.spent, FREE_LOSS * step)
 
     def reason(self) -> str:
         """Why there are no drafts where it stops them."""
@@ -65,11 +69,11 @@ class _Origin:
     length: int = 0
     pace: float = 0.0
     left: int = 0
-    rest: int = REST
+    rest: int = FIRST_REST
     off: str = ""
 
 
-class Adaptive:
+class AdaptiveSchedule:
     """Schedule of a session: what it learns in one reply serves in the next.
 
     Args:
@@ -87,16 +91,20 @@ class Adaptive:
         self._of = {origin: _Origin(AcceptanceRates(acceptance_rate, most)) for origin in ORIGINS}
         self._costs = CurrentCosts(costs, mixes, memory=2 * REFRESH)  # plain steps are never forgotten
         self._guard = Guard()
-        self._asked = 0  # γ of the last block
+        self._chosen = 0  # γ of the last block
         self._since_plain = REFRESH  # blocks with a draft; a session begins with a plain step
-        self._last = self._of[FROM_MODEL]  # of those last offered: the model where there is one
+        self._last_offered = self._of[FROM_MODEL]  # the model where there is one
         self.origin = FROM_MODEL
 
     @property
     def off(self) -> str | None:
-        """Why the present blocks have no drafts of the model, or no copies where there is no model; None where they have some."""
-        copies = any(one.length for one in self._of.values() if one is not self._last)
-        return (self._last.off + "; copies from the text go on" * copies) if self._last.off else None
+        """Why the model drafts nothing now, or nobody copies where there is no model; None where somebody does."""
+        copies = any(one.length for one in self._of.values() if one is not self._last_offered)
+        return (
+            (self._last_offered.off + "; copies from the text go on" * copies)
+            if self._last_offered.off
+            else None
+        )
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         best: _Origin | None = None
@@ -108,20 +116,20 @@ class Adaptive:
                 self._choose(one, context, copies=origin != FROM_MODEL)
             if one.length and (best is None or one.pace > best.pace):
                 best, self.origin = one, origin
-            self._last = one
-        self._asked = 0
+            self._last_offered = one
+        self._chosen = 0
         if self._since_plain < REFRESH:
             for one in (self._of[origin] for origin in origins):
                 one.left -= one is best or not one.length
-            self._asked = min(best.length, max(0, room)) if best else 0
-        return self._asked
+            self._chosen = min(best.length, max(0, room)) if best else 0
+        return self._chosen
 
     def pass_length(self, count: int) -> int:
         return self._costs.row.size[count - 1]
 
     def observe(self, outcome: Outcome) -> None:
         seconds = self._costs.learn(outcome) + outcome.choosing_seconds
-        plainly = outcome.emitted * self._costs.block(0) if self._asked else seconds
+        plainly = outcome.emitted * self._costs.block(0) if self._chosen else seconds
         self._guard.add(seconds, plainly)
         self._since_plain = self._since_plain + 1 if outcome.drafted else 0
         if outcome.drafted:
@@ -134,7 +142,7 @@ class Adaptive:
 
     def _choose(self, one: _Origin, context: int, *, copies: bool) -> None:
         """The length of an origin's next blocks."""
-        rested = one.length == 0 and one.rest > REST
+        rested = one.length == 0 and one.rest > FIRST_REST
         self._costs.move(context)
         tokens = one.rates.tokens()
         paces = [
@@ -145,8 +153,8 @@ class Adaptive:
         pays = gains and not self._guard.stops(1.0 / paces[0])
         if pays or (rested and best):
             if pays and not rested:
-                one.rest = REST
-            one.length, one.pace, one.left, one.off = best, paces[best], EVERY, ""
+                one.rest = FIRST_REST
+            one.length, one.pace, one.left, one.off = best, paces[best], BLOCKS_PER_CHOICE, ""
         else:
             one.length, one.left = 0, one.rest
             one.rest = min(2 * one.rest, LONGEST_REST)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.calibrate import QUICK
 from edgespec_runtime.chooser.expected_acceptance import expected_rate
 from edgespec_runtime.chooser.kept_costs import costs_of, load_costs
@@ -42,7 +42,7 @@ class Schedules:
     def __init__(self, pair: Pair, note: Callable[[str], None]) -> None:
         self._pair, self._note = pair, note
         self._costs: Costs | None = None
-        self._made: dict[How, Adaptive] = {}
+        self._made: dict[How, AdaptiveSchedule] = {}
 
     def of(self, options: DecodingOptions) -> Schedule:
         how = _how(options)
@@ -52,7 +52,7 @@ class Schedules:
         if made is None:
             _, most, temperature, mixes = how
             expected = expected_rate(self._pair.manifest.metrics, temperature)
-            made = Adaptive(self._measured(), expected, most, mixes=mixes)
+            made = AdaptiveSchedule(self._measured(), expected, most, mixes=mixes)
         self._made[how] = made  # the newest is the last
         if len(self._made) > MOST_KEPT:
             del self._made[next(iter(self._made))]

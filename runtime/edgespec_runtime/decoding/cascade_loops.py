@@ -19,10 +19,10 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 from edgespec.core.metrics import RawCounts
+from edgespec_runtime.decoding.block_clock import DRAFT, VERIFY, BlockClock
 from edgespec_runtime.decoding.drafters import Drafter, highest_probability
 from edgespec_runtime.decoding.options import Block, DecodingOptions
 from edgespec_runtime.decoding.reply_state import ReplyState, timed
-from edgespec_runtime.decoding.schedule import DRAFT, VERIFY, BlockClock
 from edgespec_runtime.engines.cached_engine import CachedEngine, common_length
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import Draft, TokenRule

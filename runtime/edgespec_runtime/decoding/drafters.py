@@ -1,7 +1,7 @@
 """Who proposes the tokens of a block. A drafter never looks at the target; what it proposes carries the q it was drawn from.
 
 A drafter answers one question: what may follow this text? `propose` asks it position by position. So its answer depends on the
-text alone, not on how many tokens are drafted at once, and a rule that mixes p with q has one distribution for every draft length.
+text alone, not on how many tokens are drafted at once. A rule that mixes p with q has the same output at every draft length.
 Where a drafter has two origins, a copy and a model, the schedule says for each block which of them answers.
 
 Whether a draft goes on may depend on the tokens so far and on q, never on the token that was drawn from q: dropping a token after

@@ -20,11 +20,12 @@ from collections.abc import Collection, Generator, Sequence
 
 from edgespec.core.errors import InputError
 from edgespec.core.metrics import RawCounts
+from edgespec_runtime.decoding.block_clock import BlockClock
 from edgespec_runtime.decoding.cascade_loops import CascadeState, decode_by
 from edgespec_runtime.decoding.drafters import drafter_of
 from edgespec_runtime.decoding.options import SHIFT, UNMEASURED, Block, DecodingOptions
 from edgespec_runtime.decoding.reply_state import NOTHING, ReplyState
-from edgespec_runtime.decoding.schedule import BlockClock, Fixed, Schedule
+from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.rules.acceptance import LOSSLESS, Rule, at_temperature

@@ -10,18 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
+from edgespec_runtime.decoding.block_clock import CHOOSE, DRAFT, PREFILL, REREAD, VERIFY, BlockClock
 from edgespec_runtime.decoding.drafters import Drafter, propose, window_of
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.decoding.schedule import (
-    CHOOSE,
-    DRAFT,
-    FROM_MODEL,
-    PREFILL,
-    REREAD,
-    VERIFY,
-    BlockClock,
-    Schedule,
-)
+from edgespec_runtime.decoding.schedule import FROM_MODEL, Schedule
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Logits
 from edgespec_runtime.rules.acceptance import Draft, Rule

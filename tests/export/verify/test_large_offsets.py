@@ -20,9 +20,9 @@ from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.verify.readback import gguf_weights, onnx_weights
 from edgespec_recipes.data.token_rows import TextBlocks
 from edgespec_recipes.data.token_shards import STATE, TokenShards, shard_file
-from edgespec_recipes.generating import stored
-from edgespec_recipes.generating.stored import StoredTargets
-from edgespec_recipes.kept.top_k import record_type
+from edgespec_recipes.generating import target_store
+from edgespec_recipes.generating.target_store import StoredTargets
+from edgespec_recipes.stored.top_k import record_type
 from edgespec_runtime.untrusted.gguf_file import read_header
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 from gguf.constants import GGMLQuantizationType as Kind
@@ -209,13 +209,13 @@ def test_a_top_k_store_beyond_31_bits_of_values(tmp_path: Path, monkeypatch: pyt
     records["log_p"] = -5.0
     records["log_rest"] = np.log1p(-top_k * np.exp(-5.0))
     sparse(
-        stored.data_path(tmp_path, 0),
+        target_store.data_path(tmp_path, 0),
         {0: head, len(head) + (total - last) * kind.itemsize: records.tobytes()},
     )
     index = {"shards": 1, "stored_rows": 3, "shard_rows": 32, "vocab_size": 32_000, "top_k": top_k}
-    write_json(tmp_path / stored.INDEX, index)
+    write_json(tmp_path / target_store.INDEX, index)
     monkeypatch.setattr(
-        stored, "whole_shard", lambda folder, number: {"positions": positions}
+        target_store, "whole_shard", lambda folder, number: {"positions": positions}
     )  # 9 GB of holes to hash
     store = StoredTargets(tmp_path)
     rows = store.rows([2], torch.device("cpu"))(slice(None), torch.empty(0))

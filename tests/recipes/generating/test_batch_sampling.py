@@ -7,7 +7,7 @@ import pytest
 import torch
 from edgespec_recipes.generating import batch_sampling
 from edgespec_recipes.generating.batch_sampling import Cuts, draw_rows, largest
-from edgespec_recipes.kept.top_k import compress
+from edgespec_recipes.stored.top_k import compress
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
 from scipy.stats import chisquare
 

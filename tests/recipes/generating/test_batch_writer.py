@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating import batch_writer, stored
+from edgespec_recipes.generating import batch_writer, target_store
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
-from edgespec_recipes.generating.datagen import damaged_shards, generate, read_responses
+from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.file_target import FileTarget, FileWriter
 from edgespec_recipes.generating.response_rows import Request
-from edgespec_recipes.generating.stored import store_targets
-from edgespec_recipes.kept import written_states
-from edgespec_recipes.kept.written_states import read_states
+from edgespec_recipes.generating.response_shards import damaged_shards, read_responses
+from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_model, load_tokenizer
+from edgespec_recipes.stored import written_states
+from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill import responses_of
 from edgespec_runtime.batched.sequences import PASS_TOKENS, LlamaCppSequences
 from edgespec_runtime.engines.llamacpp import LlamaCppEngine
@@ -262,7 +263,7 @@ def test_the_store_is_filled_without_another_pass(
     """The rows of the present path and its distributions; texts that a short row cuts off too."""
     rows = responses_of(finished, context)
     ours = store_targets(tmp_path / "pass", folder / TARGET, rows, TOP_K, inference=how)
-    monkeypatch.setattr(stored, "_open_target", lambda *_: pytest.fail("the target ran"))
+    monkeypatch.setattr(target_store, "_open_target", lambda *_: pytest.fail("the target ran"))
     counts = store_targets(tmp_path / "kept", folder / TARGET, rows, TOP_K, inference=how, written=finished)
     assert counts["stored_positions"] == ours["stored_positions"]
     assert counts["precision"] == "as written"

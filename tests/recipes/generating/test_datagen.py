@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 from edgespec_recipes.data.prompts import encode_prompt
-from edgespec_recipes.generating import datagen, torch_writer
-from edgespec_recipes.generating.datagen import generate, plan_requests, read_responses
+from edgespec_recipes.generating import response_shards, torch_writer
+from edgespec_recipes.generating.datagen import generate, plan_requests
+from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.models.loading import load_tokenizer
 from tiny_models import make_model_folder
 from torchrun import one_thread, two_processes
@@ -95,7 +96,7 @@ def test_whole_shards_are_kept_and_remade_ones_are_identical(
     before = contents(finished)
     (finished / "shard-00000.jsonl").write_bytes(before["shard-00000.jsonl"][:-40])  # cut off
     rows = read_jsonl(finished / "shard-00001.jsonl")
-    datagen.write_shard(finished / "shard-00001.jsonl", rows[:-1])  # whole, and a row short
+    response_shards.write_shard(finished / "shard-00001.jsonl", rows[:-1])  # whole, and a row short
     with pytest.raises(InputError, match=r"shard-00000.jsonl has the sha256 .*stage.json and run the same"):
         read_responses(finished)
     asked: list[int] = []
@@ -122,7 +123,7 @@ def _flip(shard: Path) -> None:
 
 
 def _of_others(shard: Path) -> None:
-    datagen.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in read_jsonl(shard)])
+    response_shards.write_shard(shard, [{**row, "prompt_ids": [1, 2]} for row in read_jsonl(shard)])
 
 
 @pytest.mark.parametrize(
@@ -131,10 +132,16 @@ def _of_others(shard: Path) -> None:
         (_flip, "shard-00001.jsonl has the sha256"),
         (_of_others, "shard-00001.jsonl has the row 8 where the answer to request 8 belongs"),
         (Path.unlink, "shard-00001.jsonl is missing"),
-        (lambda shard: datagen.about_file(shard).write_text("[]"), "shard-00001.jsonl has the sha256"),
-        (lambda shard: datagen.about_file(shard).write_text("{"), "shard-00001.json is not valid JSON"),
+        (
+            lambda shard: response_shards.about_file(shard).write_text("[]"),
+            "shard-00001.jsonl has the sha256",
+        ),
+        (
+            lambda shard: response_shards.about_file(shard).write_text("{"),
+            "shard-00001.json is not valid JSON",
+        ),
         # killed before it was whole: nothing is wrong
-        (lambda shard: datagen.about_file(shard).unlink(), ""),
+        (lambda shard: response_shards.about_file(shard).unlink(), ""),
     ],
 )
 def test_any_damage_is_named_and_only_that_shard_made_again(
@@ -162,10 +169,10 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from edgespec.recipe.schema import GenerateOptions
-from edgespec_recipes.generating import datagen, torch_writer
+from edgespec_recipes.generating import datagen, response_shards, torch_writer
 from edgespec_recipes.parallel import processes
 written = []
-plain = datagen.write_shard
+plain = response_shards.write_shard
 datagen.write_shard = lambda path, rows, *kept: (written.append(path.name), plain(path, rows, *kept))
 target, options, seed, out = sys.argv[1:]
 counts = datagen.generate(Path(out), Path(target), GenerateOptions(**json.loads(options)), int(seed))

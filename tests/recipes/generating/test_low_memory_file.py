@@ -13,10 +13,11 @@ import pytest
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_recipes.data.mixing import response_rows
-from edgespec_recipes.generating import datagen, file_target
-from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating import datagen, file_target, response_shards
+from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.file_target import FileTarget
-from edgespec_recipes.generating.stored import identity_of, store_targets
+from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.target_store import identity_of, store_targets
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.training.distill import DistillInputs, distill, responses_of, store_responses
@@ -85,7 +86,7 @@ def test_a_cut_run_goes_on_with_the_next_shard(
 ) -> None:
     how, asked = of_file(folder, "onnx"), []
     generate(tmp_path / "whole", folder / "slim", options, 1, how)
-    plain = datagen.write_shard
+    plain = response_shards.write_shard
 
     def cut(path: Path, rows: list[dict[str, object]], *kept: Any) -> None:
         asked.append(path.name)
@@ -106,9 +107,9 @@ def test_a_cut_run_goes_on_with_the_next_shard(
 def test_a_file_stores_what_torch_would(
     folder: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from edgespec_recipes.generating import stored
+    from edgespec_recipes.generating import target_store
 
-    monkeypatch.setattr(stored, "choose_precision", lambda _: Precision("float32", "for the test"))
+    monkeypatch.setattr(target_store, "choose_precision", lambda _: Precision("float32", "for the test"))
     generator = np.random.default_rng(0)
     conversations = [
         (generator.integers(4, 500, 5).tolist(), generator.integers(4, 500, size).tolist())

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating import http_json
-from edgespec_recipes.generating.datagen import check_source, generate, read_responses
+from edgespec_recipes.generating.choose_writer import check_source
+from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.http_json import JsonServer, Refusal
 from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.generating.self_written import user_turn
 from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
-from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_tokenizer
 from served import Spoil, served, spoiling
 from tiny_bundle import disturbed, exported_bundle

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.generating import torch_writer
-from edgespec_recipes.generating.datagen import generate, read_responses
+from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.generating.state_reader import StateReader, read_again, read_conversations
-from edgespec_recipes.kept.written_rows import JoinedRows, WrittenRows
-from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.written_rows import JoinedRows, WrittenRows
+from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill_head import _warn_of_harm, distill_head
 from tiny_models import make_model_folder
 from writing_target import (

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 from edgespec_export.gguf.to_gguf import export_gguf
-from edgespec_recipes.generating import datagen, stored, torch_writer
+from edgespec_recipes.generating import choose_writer, target_store, torch_writer
 from edgespec_recipes.generating.batch_writer import BatchWriter
-from edgespec_recipes.generating.datagen import generate, read_responses, writer_of
+from edgespec_recipes.generating.choose_writer import writer_of
+from edgespec_recipes.generating.datagen import generate
+from edgespec_recipes.generating.response_shards import read_responses
 from edgespec_recipes.generating.torch_writer import TorchWriter
-from edgespec_recipes.kept.written_rows import WrittenRows
-from edgespec_recipes.kept.written_states import read_states
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.written_rows import WrittenRows
+from edgespec_recipes.stored.written_states import read_states
 from edgespec_recipes.training.distill import responses_of
 from writing_target import (
     FILE,
@@ -114,9 +116,9 @@ def test_the_store_takes_what_was_kept(
     written: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = responses_of(written, 64)
-    stored.store_targets(tmp_path / "again", folder / TARGET, rows, TOP_K)
-    monkeypatch.setattr(stored, "_open_target", lambda *_: pytest.fail("the target was opened"))
-    counts = stored.store_targets(tmp_path / "taken", folder / TARGET, rows, TOP_K, written=written)
+    target_store.store_targets(tmp_path / "again", folder / TARGET, rows, TOP_K)
+    monkeypatch.setattr(target_store, "_open_target", lambda *_: pytest.fail("the target was opened"))
+    counts = target_store.store_targets(tmp_path / "taken", folder / TARGET, rows, TOP_K, written=written)
     assert counts["stored_positions"] == sum(int(row["compared"].sum()) for row in rows)
     found = [np.load(next((tmp_path / name).glob("shard-*.npy"))) for name in ("again", "taken")]
     near(*(each["log_p"] for each in found), atol=5e-2)
@@ -142,10 +144,10 @@ def test_a_targets_own_file_is_written_from_in_torch_where_that_is_faster(
     tokenizer = load_tokenizer(model)
 
     def kind(file: Path, precision: Precision) -> type:
-        monkeypatch.setattr(datagen, "choose_precision", lambda device: precision)
+        monkeypatch.setattr(choose_writer, "choose_precision", lambda device: precision)
         how = InferenceOptions(source="file", file=str(file))
         found = writer_of(model, tokenizer, options, 0, how, TOP_K)
-        assert found.wanted.target == stored.identity_of(model, how)  # type: ignore[attr-defined]
+        assert found.wanted.target == target_store.identity_of(model, how)  # type: ignore[attr-defined]
         return type(found)
 
     assert [kind(own, BF16), kind(own, FLOATS), kind(other, BF16)] == [TorchWriter, BatchWriter, BatchWriter]

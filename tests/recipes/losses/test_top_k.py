@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from edgespec_recipes.kept.top_k import compress, divergence_errors, expand
 from edgespec_recipes.losses.losses import fkl, jsd, rkl, tvd
+from edgespec_recipes.stored.top_k import compress, divergence_errors, expand
 from torch import Tensor
 
 FUNCTIONS = {"fkl": fkl, "rkl": rkl, "jsd": jsd, "tvd": tvd}

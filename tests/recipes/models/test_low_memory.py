@@ -10,7 +10,7 @@ import pytest
 import torch
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.stored import store_targets
+from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models import low_memory
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.models.low_memory import budgets, device_map, load_target

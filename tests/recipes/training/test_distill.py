@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from edgespec_recipes.generating.datagen import write_shard
+from edgespec_recipes.generating.response_shards import write_shard
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.training import objective
 from edgespec_recipes.training.distill import DistillInputs, distill, store_responses

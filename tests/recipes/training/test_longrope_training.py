@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from edgespec_recipes.data.token_rows import pack_conversations
-from edgespec_recipes.generating.datagen import writer_of
+from edgespec_recipes.generating.choose_writer import writer_of
 from edgespec_recipes.models.loading import check_context, load_model, load_tokenizer, shape_of
 from edgespec_recipes.training.pretrain import pretrain
 from family_cases import LONG

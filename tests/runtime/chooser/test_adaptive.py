@@ -9,7 +9,16 @@ from functools import cache
 
 import numpy as np
 import pytest
-from edgespec_runtime.chooser.adaptive import EVERY, FEW, LONGEST_REST, LOSS, REFRESH, REST, Adaptive, Guard
+from edgespec_runtime.chooser.adaptive import (
+    BLOCKS_PER_CHOICE,
+    FIRST_REST,
+    FREE_LOSS,
+    LONGEST_REST,
+    LOSS_SHARE,
+    REFRESH,
+    AdaptiveSchedule,
+    Guard,
+)
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY, Fixed, Outcome, Schedule
 from simulated_machine import DEAR, FLAT, MEASURED, SAW, STEEP, TINY, Machine, Padded, costs_of, seconds_of
@@ -18,7 +27,9 @@ CONTEXT, ROOM = 100, 1000
 SHAPES = {"flat": FLAT, "measured": MEASURED, "dear": DEAR, "tiny": TINY, "saw-tooth": SAW, "steep": STEEP}
 
 
-def step(schedule: Adaptive, costs: Costs, accepted: Callable[[int], int], *, mixes: bool = False) -> int:
+def step(
+    schedule: AdaptiveSchedule, costs: Costs, accepted: Callable[[int], int], *, mixes: bool = False
+) -> int:
     """One block at the table's costs; `accepted`: of so many draft tokens. Returns the draft length."""
     length = schedule.draft_length(CONTEXT, ROOM)
     size = schedule.pass_length(length + 1)
@@ -56,7 +67,7 @@ def best_by_enumeration(costs: Costs, rate: float, most: int, mixes: bool) -> in
 def test_the_length_is_the_best_one_of_the_table(shape: str, draft: float, mixes: bool) -> None:
     costs = costs_of(SHAPES[shape], draft)
     for rate in np.linspace(0.05, 0.95, 19):
-        schedule = Adaptive(costs, float(rate), 8, mixes=mixes)
+        schedule = AdaptiveSchedule(costs, float(rate), 8, mixes=mixes)
         assert step(schedule, costs, nothing, mixes=mixes) == 0  # a session begins with a plain step
         assert schedule.draft_length(CONTEXT, ROOM) == best_by_enumeration(costs, float(rate), 8, mixes)
 
@@ -66,7 +77,7 @@ def test_a_rule_that_mixes_pays_for_the_drafter_in_plain_steps_too() -> None:
     costs = costs_of(FLAT, 0.6)
     lengths = []
     for mixes in (False, True):
-        schedule = Adaptive(costs, 0.5, mixes=mixes)
+        schedule = AdaptiveSchedule(costs, 0.5, mixes=mixes)
         step(schedule, costs, nothing, mixes=mixes)
         lengths.append(schedule.draft_length(CONTEXT, ROOM))
     assert lengths[0] == 0 < lengths[1]
@@ -74,19 +85,19 @@ def test_a_rule_that_mixes_pays_for_the_drafter_in_plain_steps_too() -> None:
 
 def test_the_length_stays_for_some_blocks_and_never_exceeds_what_fits() -> None:
     costs = costs_of(FLAT, 0.02)
-    schedule = Adaptive(costs, 0.9, 6)
+    schedule = AdaptiveSchedule(costs, 0.9, 6)
     step(schedule, costs, nothing)
-    assert [step(schedule, costs, all_of_it) for _ in range(EVERY)] == [6] * EVERY
+    assert [step(schedule, costs, all_of_it) for _ in range(BLOCKS_PER_CHOICE)] == [6] * BLOCKS_PER_CHOICE
     for room in (3, 1, 0, -1):
         assert schedule.draft_length(CONTEXT, room) == max(0, room)
     assert (
-        Adaptive(Costs((32,), ((1.0,),), (0.1,)), 0.9).draft_length(CONTEXT, ROOM) == 0
+        AdaptiveSchedule(Costs((32,), ((1.0,),), (0.1,)), 0.9).draft_length(CONTEXT, ROOM) == 0
     )  # no pass of two tokens
 
 
 def test_one_plain_step_shows_now_and_then_what_it_takes() -> None:
     costs = costs_of(FLAT, 0.02)
-    schedule = Adaptive(costs, 0.9)
+    schedule = AdaptiveSchedule(costs, 0.9)
     lengths = [step(schedule, costs, all_of_it) for _ in range(3 * (REFRESH + 1))]
     assert [place for place, length in enumerate(lengths) if length == 0] == [
         n * (REFRESH + 1) for n in range(3)
@@ -101,26 +112,26 @@ def plain_runs(lengths: list[int]) -> list[int]:
 
 def test_drafts_that_never_pay_are_tried_ever_later() -> None:
     costs = costs_of(STEEP, 0.1)
-    schedule = Adaptive(costs, 0.5)
+    schedule = AdaptiveSchedule(costs, 0.5)
     runs = plain_runs([step(schedule, costs, nothing) for _ in range(10_000)])
-    assert runs[:5] == [1 + REST, 64, 128, LONGEST_REST, LONGEST_REST]
+    assert runs[:5] == [1 + FIRST_REST, 64, 128, LONGEST_REST, LONGEST_REST]
 
 
 def test_drafts_that_pay_again_are_made_again_and_the_rests_are_short_again() -> None:
     costs = costs_of(FLAT, 0.1)
-    schedule = Adaptive(costs, 0.6)
+    schedule = AdaptiveSchedule(costs, 0.6)
     for _ in range(600):
         step(schedule, costs, nothing)
     good = [step(schedule, costs, all_of_it) for _ in range(LONGEST_REST + 200)]
     assert sum(length > 0 for length in good[-100:]) >= 98
     bad = plain_runs([step(schedule, costs, nothing) for _ in range(200)])
-    assert REST in bad
+    assert FIRST_REST in bad
 
 
 def test_a_reply_on_which_drafts_fail_does_not_keep_them_from_the_next_ones() -> None:
     """First nothing is accepted, for some replies; then as much as the evaluation said, and that pays."""
     costs, draws = costs_of([1, 1.26, 1.45, 1.55, 1.67, 1.78, 1.9, 2, 2.2], 0.1), np.random.default_rng(0)
-    schedule = Adaptive(costs, 0.55)
+    schedule = AdaptiveSchedule(costs, 0.55)
     for _ in range(500):
         step(schedule, costs, nothing)
     lengths = [
@@ -131,7 +142,7 @@ def test_a_reply_on_which_drafts_fail_does_not_keep_them_from_the_next_ones() ->
 
 
 def copying(
-    schedule: Adaptive,
+    schedule: AdaptiveSchedule,
     costs: Costs,
     origins: tuple[int, ...],
     rates: dict[int, float],
@@ -159,7 +170,7 @@ def copying(
 )
 def test_who_drafts_is_who_gives_more_tokens_a_second(rates: dict[int, float], expected: int) -> None:
     costs, draws = costs_of(FLAT, 0.1), np.random.default_rng(0)
-    schedule = Adaptive(costs, 0.5)
+    schedule = AdaptiveSchedule(costs, 0.5)
     made = [copying(schedule, costs, (LONG_COPY, FROM_MODEL), rates, draws) for _ in range(400)]
     late = [origin for origin, length in made[200:] if length]
     assert late.count(expected) > 0.8 * len(late) > 100
@@ -169,7 +180,7 @@ def test_what_copies_do_says_nothing_of_the_model_nor_of_other_copies() -> None:
     """Copies that are always rejected: they rest, the model drafts as long as before, and copies after long matches too."""
     costs, draws = costs_of(FLAT, 0.1), np.random.default_rng(0)
     rates = {FROM_MODEL: 0.7, SHORT_COPY: 0.0, LONG_COPY: 0.9}
-    schedule, alone = Adaptive(costs, 0.5), Adaptive(costs, 0.5)
+    schedule, alone = AdaptiveSchedule(costs, 0.5), AdaptiveSchedule(costs, 0.5)
     for block in range(600):
         offered = (SHORT_COPY, FROM_MODEL) if block % 2 else (LONG_COPY, FROM_MODEL)
         copying(schedule, costs, offered, rates, draws)
@@ -185,14 +196,14 @@ def test_what_copies_do_says_nothing_of_the_model_nor_of_other_copies() -> None:
 def test_the_model_rests_and_copies_go_on() -> None:
     """And what is said of it says both."""
     cheap, draws = costs_of(MEASURED, 0.1), np.random.default_rng(0)
-    schedule = Adaptive(cheap, 0.5)
+    schedule = AdaptiveSchedule(cheap, 0.5)
     for _ in range(200):
         copying(schedule, cheap, (LONG_COPY, FROM_MODEL), {LONG_COPY: 0.9}, draws)
         copying(schedule, cheap, (FROM_MODEL,), {}, draws)
     assert schedule.off is not None
     assert schedule.off.startswith("off: a draft of ")
     assert schedule.off.endswith("; copies from the text go on")
-    alone = Adaptive(cheap, 0.5)
+    alone = AdaptiveSchedule(cheap, 0.5)
     for _ in range(200):
         copying(alone, cheap, (FROM_MODEL,), {}, draws)
     assert alone.off is not None
@@ -202,7 +213,7 @@ def test_the_model_rests_and_copies_go_on() -> None:
 def test_a_resting_model_is_still_the_one_that_is_asked() -> None:
     """A rule that mixes p and q asks it in plain steps too; asking who copied last would give that step another law."""
     costs, draws = costs_of(MEASURED, 0.1), np.random.default_rng(0)
-    schedule = Adaptive(costs, 0.5)
+    schedule = AdaptiveSchedule(costs, 0.5)
     for _ in range(200):
         copying(schedule, costs, (LONG_COPY,), {LONG_COPY: 0.9}, draws)
         copying(schedule, costs, (FROM_MODEL,), {}, draws)
@@ -216,7 +227,7 @@ def test_a_resting_model_is_still_the_one_that_is_asked() -> None:
 
 def test_where_nobody_can_draft_a_plain_step_is_made() -> None:
     costs = costs_of(FLAT, 0.1)
-    schedule = Adaptive(costs, 0.9)
+    schedule = AdaptiveSchedule(costs, 0.9)
     step(schedule, costs, nothing)
     assert schedule.draft_length(CONTEXT, ROOM, ()) == 0 == Fixed(4).draft_length(CONTEXT, ROOM, ())
     assert schedule.draft_length(CONTEXT, ROOM, (SHORT_COPY,)) > 0
@@ -226,9 +237,9 @@ def test_the_guard_stops_what_loses_too_much_of_the_session() -> None:
     guard = Guard()
     guard.add(50.0, 50.0)
     guard.add(4.0, 2.0)
-    assert not guard.stops(1.0)  # FEW plain steps may always be lost
+    assert not guard.stops(1.0)  # FREE_LOSS plain steps may always be lost
     guard.add(1.0, 0.9)
-    assert guard.lost > FEW > LOSS * guard.spent
+    assert guard.lost > FREE_LOSS > LOSS_SHARE * guard.spent
     assert guard.stops(1.0)
     assert not guard.stops(2.0)
     guard.add(1000.0, 1000.0)  # of so long a session it is less than the share
@@ -242,7 +253,7 @@ def test_the_guard_stops_what_loses_too_much_of_the_session() -> None:
 def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
     """Every block with a draft is held up by something that the factors call a hiccup: the table says that drafts pay."""
     costs = costs_of(FLAT, 0.02)
-    schedule = Adaptive(costs, 0.9)
+    schedule = AdaptiveSchedule(costs, 0.9)
     step(schedule, costs, nothing)
     lost, lengths = 0.0, []
     for _ in range(40):
@@ -253,8 +264,8 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
         lost += 19.0 * usual if length else 0.0
         choosing = 19.0 * usual if length else 0.0
         schedule.observe(Outcome(length, length, length + 1, size, 0.0, usual, choosing))
-    assert lengths[:EVERY] == [lengths[0]] * EVERY
-    assert set(lengths[EVERY : EVERY + REST - 1]) == {0}
+    assert lengths[:BLOCKS_PER_CHOICE] == [lengths[0]] * BLOCKS_PER_CHOICE
+    assert set(lengths[BLOCKS_PER_CHOICE : BLOCKS_PER_CHOICE + FIRST_REST - 1]) == {0}
     assert lost > 0
     assert schedule.off is not None
     assert re.fullmatch(r"off for now: drafts have cost \d\d% of this session's time", schedule.off)
@@ -264,7 +275,7 @@ def test_the_guard_ends_drafting_where_the_estimates_do_not() -> None:
 def test_drafts_are_back_when_a_busy_machine_is_quiet_again(shape: str) -> None:
     """Another program slows a pass of several tokens more than a plain step. What it took then must not keep drafts off later."""
     costs, draws = costs_of(SHAPES[shape], 0.1), np.random.default_rng(0)
-    schedule, drafted = Adaptive(costs, 0.6), []
+    schedule, drafted = AdaptiveSchedule(costs, 0.6), []
     for block in range(2400):
         length = schedule.draft_length(CONTEXT, ROOM)
         drafted.append(length > 0)
@@ -304,7 +315,7 @@ def test_no_session_is_slower_than_plain_and_good_drafters_are_used(
     """Also where the first guess is far off. 3 % and 0.88 are the grid's (benchmarks/schedule_grid.py)."""
     costs = costs_of(SHAPES[shape], 0.1)
     plain = plainly(shape)
-    chosen = sessions(Machine(costs, lambda _: rate), lambda: Adaptive(costs, guess))
+    chosen = sessions(Machine(costs, lambda _: rate), lambda: AdaptiveSchedule(costs, guess))
     assert (chosen / plain).max() < 1.03
     assert min(plain.sum(), best_fixed(shape, rate)) / chosen.sum() > 0.88
 
@@ -318,7 +329,7 @@ def test_a_table_that_is_a_tenth_off_loses_no_session(rate: float, seed: int) ->
         off = np.exp(0.1 * np.random.default_rng(seed).standard_normal(costs.longest))
         seconds = np.array(costs.verify_seconds) * off
         told = replace(costs, verify_seconds=tuple(map(tuple, seconds.tolist())))
-        chosen = sessions(Machine(costs, lambda _: rate), lambda told=told: Adaptive(told, 0.6))  # type: ignore[misc]
+        chosen = sessions(Machine(costs, lambda _: rate), lambda told=told: AdaptiveSchedule(told, 0.6))  # type: ignore[misc]
         assert (chosen / plainly(shape)).max() < 1.03
 
 
@@ -331,5 +342,5 @@ def test_a_machine_that_is_not_the_measured_one(trouble: dict[str, float]) -> No
         costs = costs_of(shape, 0.1)
         machine = Machine(costs, lambda _: 0.6, **trouble)
         plain = sessions(machine, lambda: Fixed(0))
-        chosen = sessions(machine, lambda costs=costs: Adaptive(costs, 0.6))  # type: ignore[misc]
+        chosen = sessions(machine, lambda costs=costs: AdaptiveSchedule(costs, 0.6))  # type: ignore[misc]
         assert (chosen / plain).max() < 1.03

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from edgespec_runtime.chooser import kept_costs
-from edgespec_runtime.chooser.adaptive import Adaptive
+from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.expected_acceptance import UNKNOWN, expected_rate
 from edgespec_runtime.chooser.kept_costs import load_costs, store_costs, subject_of
 from edgespec_runtime.chooser.pair_schedule import MOST_KEPT, Schedules
@@ -32,7 +32,7 @@ def test_kept_costs_serve_without_measuring(
     store_costs(subject_of(pair), Costs((32,), ((1.0,) * 16,), (0.001,)), 1.5)
     monkeypatch.setattr(kept_costs, "step_seconds", lambda target: 1.2)
     schedule = Schedules(pair, notes.append).of(DecodingOptions(max_draft_length=6))
-    assert isinstance(schedule, Adaptive)
+    assert isinstance(schedule, AdaptiveSchedule)
     assert schedule.draft_length(40, 100) == 0  # with a plain step all gains are compared
     schedule.observe(Outcome(0, 0, 1, 1, 0.0, 1.0))
     assert schedule.draft_length(40, 100) == 6
@@ -56,7 +56,7 @@ def test_rules_that_mix_have_schedules_of_their_own(pair: Pair, monkeypatch: pyt
 def test_costs_are_measured_once_and_what_was_learnt_stays(pair: Pair, notes: list[str]) -> None:
     schedules = Schedules(pair, notes.append)
     first = schedules.of(DecodingOptions())
-    assert isinstance(first, Adaptive)
+    assert isinstance(first, AdaptiveSchedule)
     assert schedules.of(DecodingOptions()) is first
     assert schedules.of(DecodingOptions(temperature=1.0)) is not first
     assert sum("measuring this machine" in note for note in notes) == 1
@@ -91,7 +91,7 @@ def test_kept_costs_of_a_busy_machine_are_measured_again(
     store_costs(subject_of(pair), old, 1.5)
     pair.target.prefill([1, 2, 3])
     schedule = Schedules(pair, notes.append).of(DecodingOptions())
-    assert isinstance(schedule, Adaptive)
+    assert isinstance(schedule, AdaptiveSchedule)
     assert pair.target.tokens == []
     assert len(notes) == 1
     assert notes[0].startswith("a plain step takes ")

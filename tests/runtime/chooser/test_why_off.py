@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from edgespec_runtime.chooser.adaptive import LONGEST_REST, Adaptive, why_off
+from edgespec_runtime.chooser.adaptive import LONGEST_REST, AdaptiveSchedule, why_off
 from edgespec_runtime.chooser.pass_costs import Costs, break_even, speedup
 from edgespec_runtime.decoding.schedule import Outcome
 from simulated_machine import FLAT, STEEP, costs_of
@@ -13,9 +13,9 @@ from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
 CONTEXT = 100
 
 
-def resting(costs: Costs, rate: float, blocks: int = 3) -> Adaptive:
+def resting(costs: Costs, rate: float, blocks: int = 3) -> AdaptiveSchedule:
     """A schedule after some blocks in which the target accepts nothing."""
-    schedule = Adaptive(costs, rate)
+    schedule = AdaptiveSchedule(costs, rate)
     for _ in range(blocks):
         length = schedule.draft_length(CONTEXT, 1000)
         size = schedule.pass_length(length + 1)

@@ -20,8 +20,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec_recipes.data.mixing import response_rows
 from edgespec_recipes.data.token_rows import Row, Rows
-from edgespec_recipes.kept.top_k import Store
-from edgespec_recipes.kept.written_states import Mapped, Part, check_states, cut_key, find_states, texts_of
+from edgespec_recipes.stored.top_k import Store
+from edgespec_recipes.stored.written_states import Mapped, Part, check_states, cut_key, find_states, texts_of
 
 
 class WrittenRows(Store, Dataset[Row]):

@@ -27,8 +27,8 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, whole_file
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.data.token_shards import check_file
-from edgespec_recipes.kept.top_k import record_type
 from edgespec_recipes.parallel.precision import Precision
+from edgespec_recipes.stored.top_k import record_type
 
 RECORDS, FEATURES = "top_k", "features"
 OPEN_FILES = 64  # of a build with thousands; a system allows a process some 256 to 1,024

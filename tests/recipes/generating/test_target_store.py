@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from edgespec_recipes.data.token_rows import Rows
-from edgespec_recipes.generating import stored as stage
+from edgespec_recipes.generating import target_store as stage
 from edgespec_recipes.generating.decoding import logits_at
-from edgespec_recipes.generating.stored import StoredTargets, store_error, store_targets
+from edgespec_recipes.generating.target_store import StoredTargets, store_error, store_targets
 from edgespec_recipes.losses.losses import fkl, tvd
 from edgespec_recipes.models.loading import load_model
 from edgespec_recipes.parallel.precision import Precision
@@ -219,7 +219,7 @@ import atexit, json, logging, sys
 from pathlib import Path
 from torch import distributed
 from edgespec_recipes.parallel import processes
-from edgespec_recipes.generating import stored
+from edgespec_recipes.generating import target_store
 from edgespec_recipes.parallel.precision import Precision
 from stored_rows import TOP_K, some_rows
 

@@ -28,7 +28,13 @@ from edgespec_recipes.data.token_shards import check_file
 from edgespec_recipes.generating.decoding import PASS_TOKENS, logits_at
 from edgespec_recipes.generating.file_target import FileTarget, locate
 from edgespec_recipes.generating.server_target import ServerTarget
-from edgespec_recipes.kept.top_k import (
+from edgespec_recipes.losses.losses import Divergence
+from edgespec_recipes.losses.target_rows import live_rows
+from edgespec_recipes.models.loading import load_tokenizer
+from edgespec_recipes.models.low_memory import load_target
+from edgespec_recipes.parallel import processes
+from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.stored.top_k import (
     CHUNK,
     Store,
     check_top_k,
@@ -36,13 +42,7 @@ from edgespec_recipes.kept.top_k import (
     record_type,
     records_of,
 )
-from edgespec_recipes.kept.written_states import Mapped, Part, WrittenTarget, save_array
-from edgespec_recipes.losses.losses import Divergence
-from edgespec_recipes.losses.target_rows import live_rows
-from edgespec_recipes.models.loading import load_tokenizer
-from edgespec_recipes.models.low_memory import load_target
-from edgespec_recipes.parallel import processes
-from edgespec_recipes.parallel.precision import Precision, choose_precision
+from edgespec_recipes.stored.written_states import Mapped, Part, WrittenTarget, save_array
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,86 @@
+"""The target's responses on disk: shards of rows, each whole when its checksums lie beside it, in shard-00000.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgespec.core.errors import InputError
+from edgespec.core.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
+from edgespec.stages.stage import STAGE_FILE
+from edgespec_recipes.data.token_shards import check_file
+from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.stored.written_states import Wanted, check_states, write_states
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.jsonl"
+
+
+def about_file(shard: Path) -> Path:
+    """Where the checksum of a shard lies."""
+    return shard.with_suffix(".json")
+
+
+def write_shard(
+    path: Path,
+    rows: list[dict[str, Any]],
+    states: Mapping[str, np.ndarray] | None = None,
+    wanted: Wanted | None = None,
+) -> None:
+    """The rows, what is wanted of the `states` beside them, and then the checksums that say they are whole."""
+    about_file(path).unlink(missing_ok=True)
+    write_jsonl(path, rows)
+    kept = write_states(path, wanted, states) if wanted and states else {}
+    write_json(about_file(path), {"rows": len(rows), "sha256": sha256_file(path), **kept})
+
+
+def read_shard(path: Path) -> list[dict[str, Any]]:
+    """The rows of one shard. Raises InputError where it is not what was written."""
+    about = read_json(about_file(path))
+    check_file(path, about.get("sha256") if isinstance(about, dict) else None)
+    return read_jsonl(path)
+
+
+def answers_to(requests: list[Request], path: Path, wanted: Wanted | None = None) -> list[dict[str, Any]]:
+    """The rows of a shard, which must answer these requests and have beside them what is wanted. Raises InputError."""
+    rows = read_shard(path)
+    check_states(path, read_json(about_file(path)), wanted)
+    if len(rows) != len(requests):
+        raise InputError(f"{path} has {len(rows)} rows; it must have {len(requests)}")
+    for row, request in zip(rows, requests, strict=True):
+        same = (row.get("id"), row.get("prompt_ids")) == (request.id, request.prompt_ids)
+        if not same or not row.get("response_ids"):
+            raise InputError(
+                f"{path} has the row {row.get('id')!r} where the answer to request {request.id} belongs"
+            )
+    return rows
+
+
+def damaged_shards(folder: Path) -> list[str]:
+    """Names of the finished shards in a folder that are not as they were written any more."""
+    found = []
+    for about in sorted(folder.glob("shard-*.json")):
+        shard = about.with_suffix(".jsonl")
+        try:
+            read_shard(shard)
+            check_states(shard, read_json(about))
+        except InputError:
+            found.append(shard.name)
+    return found
+
+
+def read_responses(folder: Path) -> list[dict[str, Any]]:
+    """Every row of every shard in a folder, in order. Raises InputError where there is none, or one is not whole."""
+    shards = sorted(folder.glob("shard-*.jsonl"))
+    if not shards:
+        raise InputError(f"{folder} holds no shard-*.jsonl; run the generate stage first")
+    try:
+        return [row for shard in shards for row in read_shard(shard)]
+    except InputError as error:
+        raise InputError(
+            f"{error}; remove {folder / STAGE_FILE} and run the same command again: only this shard is made again"
+        ) from error
