@@ -17,7 +17,7 @@ from edgespec.core.files import write_json
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
 from edgespec.model_folder.head import check_start, check_target
-from edgespec.planning.estimate import own_prompts
+from edgespec.recipe.amounts import own_instructions, own_prompts
 from edgespec.recipe.check import context_problems
 from edgespec.recipe.drafter import DrafterShape, cost_ratios, derive, describe
 from edgespec.recipe.read import reference_options
@@ -329,8 +329,7 @@ class Build(ExportStages):
             written.add(SELF_TEXT)
         asked = generate.instructions
         if SELF in asked:
-            count = generate.self_instructions or -(-generate.prompts // len(asked))
-            file = self._write_instructions(SELF_INSTRUCTIONS, target, count)
+            file = self._write_instructions(SELF_INSTRUCTIONS, target, own_instructions(generate))
             generate = replace(generate, instructions=_with_own(asked, file))
             written.add(SELF_INSTRUCTIONS)
         return replace(recipe, pretrain=pretrain, generate=generate), written

@@ -13,7 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.families import family_named
 from edgespec.model_folder.config import read_config
 from edgespec.model_folder.head import LAST, THREE
-from edgespec.planning.estimate import read_tokens
+from edgespec.recipe.amounts import read_tokens
 from edgespec.recipe.drafter import DrafterShape
 from edgespec.recipe.read import reference_options
 from edgespec.recipe.schema import READ, STATES, Recipe

@@ -22,8 +22,7 @@ from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.options import knob, to_mapping
 from edgespec.core.output import step, write_result
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import duration, table
-from edgespec.planning.estimate import size
+from edgespec.core.table import byte_size, duration, table
 from edgespec.recipe.drafter import derive, describe
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import shape_of_target
@@ -139,19 +138,19 @@ def _preflight(out: Path, shape: ModelShape, options: RehearsalOptions) -> dict[
     disk, memory = max(0, needed_disk(shape) - bytes_in(out)), needed_memory(shape, options.run_context)
     free, available = free_disk(out), free_memory()
     print(
-        f"needs about {size(disk)} on the disk ({size(free)} free) and {size(memory)} of memory "
-        f"({'not known how much is free' if available is None else f'{size(available)} free'})",
+        f"needs about {byte_size(disk)} on the disk ({byte_size(free)} free) and {byte_size(memory)} of memory "
+        f"({'not known how much is free' if available is None else f'{byte_size(available)} free'})",
         flush=True,
     )
     if disk > free:
         raise InputError(
-            f"the rehearsal needs {size(disk)} more on the disk of {out}; {size(free)} are free: make room or give another "
-            "--rehearsal.out"
+            f"the rehearsal needs {byte_size(disk)} more on the disk of {out}; {byte_size(free)} are free: make room or give "
+            "another --rehearsal.out"
         )
     if available is not None and memory > available:
         raise InputError(
-            f"the rehearsal needs {size(memory)} of memory and {size(available)} are free; close other programs or give a "
-            "smaller --rehearsal.shape"
+            f"the rehearsal needs {byte_size(memory)} of memory and {byte_size(available)} are free; close other programs or "
+            "give a smaller --rehearsal.shape"
         )
     return {"disk": {"needed": disk, "free": free}, "memory": {"needed": memory, "free": available}}
 
@@ -213,13 +212,13 @@ def _table(rows: Sequence[tuple[str, dict[str, Any]]]) -> str:
         (
             name,
             duration(row["seconds"]),
-            *("-" if row[name] is None else size(row[name]) for name in ("peak", "own")),
+            *("-" if row[name] is None else byte_size(row[name]) for name in ("peak", "own")),
             str(row["found"].get("in words", "")),
         )
         for name, row in rows
     ]
     total = duration(sum(row["seconds"] for _, row in rows))
-    lines.append(("in all", total, size(_peak(rows)) if _peak(rows) else "-", "", ""))
+    lines.append(("in all", total, byte_size(_peak(rows)) if _peak(rows) else "-", "", ""))
     return table(("stage", "time", "peak memory", "own", "what came out"), lines)
 
 
@@ -235,7 +234,7 @@ def _judge(rows: Sequence[tuple[str, dict[str, Any]]], options: RehearsalOptions
     if seconds > 60 * options.minutes:
         broken.append(f"{duration(seconds)} in all; {duration(60 * options.minutes)} at most")
     if peak > GIB * options.memory:
-        broken.append(f"a peak of {size(peak)}; {options.memory:g} GiB at most")
+        broken.append(f"a peak of {byte_size(peak)}; {options.memory:g} GiB at most")
     if broken:
         raise CheckFailed("the rehearsal ran through, and: " + "; ".join(broken))
     return 0

@@ -17,8 +17,8 @@ from edgespec.building.rehearse import PLAN, RehearsalOptions
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import byte_size
 from edgespec.core.texts import forgive_streams
-from edgespec.planning.estimate import size
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import (
     DistillOptions,
@@ -89,7 +89,7 @@ def weights(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     which = write_tokenizer(rehearsal.target, rehearsal.shape.vocab_size, source)
     found = write_data(rehearsal.data, tokens)
     shards = len(list(rehearsal.target.glob("*.safetensors")))
-    return {**found, "bytes": total, "in words": f"{size(total)} in {shards} shards; tokenizer: {which}"}
+    return {**found, "bytes": total, "in words": f"{byte_size(total)} in {shards} shards; tokenizer: {which}"}
 
 
 def pretrain(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def gguf(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
 
     file = rehearsal.gguf("target")
     counts = {"bytes": file.stat().st_size} if file.exists() else export_gguf(rehearsal.target, file, "q4_0")
-    return {**counts, "in words": size(counts["bytes"])}
+    return {**counts, "in words": byte_size(counts["bytes"])}
 
 
 def onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def onnx(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     if not folder.exists():
         export_by_layers(rehearsal.target, folder)
     total = sum(file.stat().st_size for file in folder.iterdir())
-    return {"bytes": total, "in words": size(total)}
+    return {"bytes": total, "in words": byte_size(total)}
 
 
 def generate(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def drafter(rehearsal: Rehearsal, _: Path) -> dict[str, Any]:
     if not rehearsal.onnx("drafter").exists():
         export_onnx(model, rehearsal.onnx("drafter"), "int4")
     total = sum(file.stat().st_size for file in rehearsal.onnx("drafter").iterdir())
-    return {"in words": f"{size(rehearsal.gguf('drafter').stat().st_size)} and {size(total)}"}
+    return {"in words": f"{byte_size(rehearsal.gguf('drafter').stat().st_size)} and {byte_size(total)}"}
 
 
 def check_tokens(rehearsal: Rehearsal) -> list[list[int]]:
@@ -269,7 +269,7 @@ def bundle(rehearsal: Rehearsal, out: Path) -> dict[str, Any]:
         metrics={},
         provenance={"command": "edgespec plan --rehearse", "seed": 0},
     )
-    return {**counts, "in words": f"{counts['files']} files, {size(counts['bytes'])}"}
+    return {**counts, "in words": f"{counts['files']} files, {byte_size(counts['bytes'])}"}
 
 
 BODIES: dict[str, Callable[[Rehearsal, Path], dict[str, Any]]] = {

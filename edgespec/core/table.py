@@ -68,3 +68,11 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
+
+
+def byte_size(number: float) -> str:
+    """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
+        if number >= 999.5 * 2 ** (10 * power - 10):  # three digits of the smaller unit do not hold it
+            return f"{number / 2 ** (10 * power):.3g} {unit}"
+    return f"{number / 2**10:.3g} KiB"

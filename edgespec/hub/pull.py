@@ -21,8 +21,8 @@ from edgespec.core.manifest import MANIFEST, MAX_MANIFEST_BYTES, BundleFile, ope
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, step, write_result
 from edgespec.core.progress import MIB, progress
+from edgespec.core.table import byte_size
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
-from edgespec.planning.estimate import size
 
 GIB = 2**30
 
@@ -98,18 +98,19 @@ def _pull(repo: str, out: Path, revision: str, most_bytes: int, partial: Path, f
     total = sum(entry.bytes for entry in manifest.files.values())
     if total > most_bytes:
         raise InputError(
-            f"{repo} has {size(total)}, and at most {size(most_bytes)} are taken; give a larger --max-gib if you want it"
+            f"{repo} has {byte_size(total)}, and at most {byte_size(most_bytes)} are taken; give a larger "
+            "--max-gib if you want it"
         )
     waiting = {name: entry for name, entry in manifest.files.items() if not _has(done / name, entry)}
     unheld = {entry.sha256: entry.bytes - _held(parts / entry.sha256) for entry in waiting.values()}
     missing = max(0, sum(unheld.values()))
     if missing > (free := free_disk(partial)):
         raise InputError(
-            f"{repo} has {size(missing)} still to fetch and {partial.parent.resolve()} has {size(free)} free; make room, or give "
-            "another --out"
+            f"{repo} has {byte_size(missing)} still to fetch and {partial.parent.resolve()} has {byte_size(free)} free; "
+            "make room, or give another --out"
         )
     step(
-        f"{repo} at {commit[:12]}: {len(manifest.files)} files, {size(total)}; {size(missing)} still to fetch"
+        f"{repo} at {commit[:12]}: {len(manifest.files)} files, {byte_size(total)}; {byte_size(missing)} still to fetch"
     )
     finished = {entry.sha256: done / name for name, entry in manifest.files.items() if name not in waiting}
     with progress("pull", total / MIB, "MiB", done=(total - missing) / MIB) as bar:

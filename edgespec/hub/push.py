@@ -18,9 +18,8 @@ from edgespec.core.manifest import MANIFEST, BundleFile, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import MIB, progress
-from edgespec.core.table import table
+from edgespec.core.table import byte_size, table
 from edgespec.hub.publish import check_head, check_names, check_repo, endpoint, hub_errors
-from edgespec.planning.estimate import size
 
 CARD = "README.md"
 SHOWN_PATHS = 4
@@ -92,9 +91,9 @@ def files_to_send(folder: Path, manifest: Manifest) -> dict[str, BundleFile]:
 
 def shown(folder: Path, manifest: Manifest, files: Mapping[str, BundleFile]) -> str:
     """What would be sent: every file with its size, the card, and what of this machine the manifest tells."""
-    rows = [(name, size(entry.bytes)) for name, entry in files.items()]
+    rows = [(name, byte_size(entry.bytes)) for name, entry in files.items()]
     total = sum(entry.bytes for entry in files.values())
-    parts = [table(("file", "size"), [*rows, (f"{len(files)} files", size(total))])]
+    parts = [table(("file", "size"), [*rows, (f"{len(files)} files", byte_size(total))])]
     if CARD in files:
         text = (folder / CARD).read_text(encoding="utf-8", errors="replace").rstrip()
         parts.append("\n".join(["the card:", "", *(f"    {line}".rstrip() for line in text.splitlines())]))

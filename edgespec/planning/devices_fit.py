@@ -11,9 +11,8 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count, table
+from edgespec.core.table import byte_size, count, table
 from edgespec.planning import costs
-from edgespec.planning.estimate import size
 from edgespec.recipe.devices import FORMAT_OF, LLAMACPP, ONNXRUNTIME, STATIC, Profile, device_of, profiles
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions, Recipe
@@ -82,14 +81,18 @@ class Fit:
 
     def table(self) -> str:
         """Every part, their sum, the budget, and what the bandwidth would allow."""
-        rows = [(part.what, part.how, size(part.bytes)) for part in self.parts]
+        rows = [(part.what, part.how, byte_size(part.bytes)) for part in self.parts]
         rows.append(
-            ("in all", f"{self.profile.name} has {size(self.profile.memory_bytes)} for it", size(self.needed))
+            (
+                "in all",
+                f"{self.profile.name} has {byte_size(self.profile.memory_bytes)} for it",
+                byte_size(self.needed),
+            )
         )
         limit = self.profile.bandwidth_gb_s * 1e9 / self.streamed["target"]
         return (
             f"{table(('memory', 'how', 'bytes'), rows, left=2)}\n"
-            f"A token of the target reads {size(self.streamed['target'])}: at {self.profile.bandwidth_gb_s:g} GB/s "
+            f"A token of the target reads {byte_size(self.streamed['target'])}: at {self.profile.bandwidth_gb_s:g} GB/s "
             f"({self.profile.memory}) at most {limit:.3g} plain tokens a second; "
             f"c = {self.streamed['drafter'] / self.streamed['target']:.2%} by bytes."
         )
@@ -110,7 +113,9 @@ def fit(profile: Profile, target: ModelShape, drafter: ModelShape) -> Fit:
         stored = "fp32" if (engine, precision) in WIDENED else precision
         kept = costs.file_bytes(shape, engine, stored, target=target)
         named = "int8, with the target's embedding" if shape.joining_parameters else precision
-        how = f"{count(shape.parameters)} parameters in {named}: {size(kept)}, times {times:g} when loaded"
+        how = (
+            f"{count(shape.parameters)} parameters in {named}: {byte_size(kept)}, times {times:g} when loaded"
+        )
         weights.append(Part(f"{role}'s weights", round(times * kept), how))
         how = f"{tokens:,} tokens x {costs.cache_values(shape):,} values x {CACHE_VALUE[engine]} bytes"
         caches.append(Part(f"{role}'s KV cache", tokens * cache_bytes_per_token(shape, engine), how))
@@ -152,10 +157,10 @@ def check_fit(found: Fit, name: str, flags: tuple[str, str] | None = None) -> No
     """Refuse a pair that a device has no memory for. Raises InputError with every number and what would fit; see `Fit.cure`."""
     if found.fits:
         return
-    summed = " + ".join(f"{part.what} {size(part.bytes)} ({part.how})" for part in found.parts)
+    summed = " + ".join(f"{part.what} {byte_size(part.bytes)} ({part.how})" for part in found.parts)
     raise InputError(
-        f"{name} does not fit on {found.profile.name}: {summed} = {size(found.needed)}, and its memory budget is "
-        f"{size(found.profile.memory_bytes)}; {found.cure(flags)}"
+        f"{name} does not fit on {found.profile.name}: {summed} = {byte_size(found.needed)}, and its memory budget is "
+        f"{byte_size(found.profile.memory_bytes)}; {found.cure(flags)}"
     )
 
 

@@ -7,7 +7,6 @@ Prompts are not read; their length is assumed. One process; of a step only as mu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from edgespec.core.options import from_mapping
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.head import THREE
 from edgespec.planning import costs
+from edgespec.recipe.amounts import own_instructions, own_prompts, read_tokens
 from edgespec.recipe.devices import FORMAT_OF
 from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.read import reference_options
@@ -168,26 +168,13 @@ class Writing:
     new: int
 
 
-def own_prompts(recipe: Recipe) -> int:
-    """Held-out prompts that the target writes itself: as many as the stage that reads most of them."""
-    export = recipe.export
-    return max(
-        recipe.evaluate.prompts,
-        export.bundle_prompts,
-        export.verify_prompts,
-        export.answer_replies,
-        export.acceptance_prompts,
-    )
-
-
 def writings(recipe: Recipe) -> list[Writing]:
     """The stages in which the target writes, in order. Of its own data every sample is taken to be usable."""
     generate, pretrain, found = recipe.generate, recipe.pretrain, []
     if SELF in pretrain.text and recipe.drafter.kind == "model":
         found.append(Writing(SELF_TEXT, -(-pretrain.self_tokens // DOCUMENT_TOKENS), DOCUMENT_TOKENS))
     if SELF in generate.instructions:
-        texts = generate.self_instructions or -(-generate.prompts // len(generate.instructions))
-        found.append(Writing(SELF_INSTRUCTIONS, texts, INSTRUCTION_TOKENS))
+        found.append(Writing(SELF_INSTRUCTIONS, own_instructions(generate), INSTRUCTION_TOKENS))
     if recipe.evaluate.prompts_file == SELF:
         found.append(Writing(SELF_PROMPTS, own_prompts(recipe), INSTRUCTION_TOKENS))
     return [*found, Writing("generate", generate.prompts, generate.max_new_tokens)]
@@ -235,12 +222,6 @@ def _read(
         kept,
     )
     return _here(cost, recipe.inference)
-
-
-def read_tokens(distill: DistillOptions) -> int:
-    """Tokens of fixed data in a head's training: more need not be read."""
-    share = (1 - distill.text_fraction) * distill.fixed_fraction
-    return math.ceil(share * distill.steps * distill.batch_size * distill.context)
 
 
 def _distill(
@@ -387,11 +368,3 @@ def estimate(recipe: Recipe, target: ModelShape, drafter: ModelShape, processes:
         _verify(recipe.export, target),
         StageCost("pack", 0, 0.0, 0, files + checkpoint),  # the bundle's copies
     ]
-
-
-def size(number: float) -> str:
-    """Bytes in binary units: 1610612736 -> '1.50 GiB'."""
-    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB")):
-        if number >= 999.5 * 2 ** (10 * power - 10):  # three digits of the smaller unit do not hold it
-            return f"{number / 2 ** (10 * power):.3g} {unit}"
-    return f"{number / 2**10:.3g} KiB"

@@ -20,9 +20,9 @@ from edgespec.planning.plan_report import Plan
 from edgespec.planning.plan_stages import Assumed, stage_times, storage, usable
 from edgespec.recipe.devices import device_of
 from edgespec.recipe.drafter import DrafterShape, derive
-from edgespec.recipe.read import resolve
+from edgespec.recipe.read import read_recipe
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
+from edgespec.recipe.shipped import load_recipe, shipped_recipes
 from edgespec.recipe.targets import TARGETS, find_shape, gguf_of, is_hub_id, shape_of_target
 
 UNMEASURED = (("llama.cpp", "q4_0"), ("onnxruntime", "int4"))
@@ -71,8 +71,7 @@ def read_options(given: dict[str, Any]) -> tuple[PlanOptions, Recipe]:
     knobs = dict(knobs_of(PlanOptions))
     own = {name: check(flags.pop(name), *knobs[name], name) for name in OWN if name in flags}
     options = PlanOptions(target="", **own)
-    file = recipe_file(options.recipe) if options.recipe else shipped_recipes().get(flags.get("target", ""))
-    recipe = resolve(load_recipe(file) if file else {}, flags)
+    recipe, file = read_recipe(options.recipe, flags)
     return replace(options, recipe=file.stem if file else ""), recipe
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from edgespec.core.metrics import acceptance_rate_of, predicted_block_efficiency
 from edgespec.core.shapes import ModelShape
-from edgespec.core.table import count, duration, table
+from edgespec.core.table import byte_size, count, duration, table
 from edgespec.planning.devices_fit import Fit
-from edgespec.planning.estimate import PROMPT_TOKENS, size
+from edgespec.planning.estimate import PROMPT_TOKENS
 from edgespec.planning.hardware import THIS_MACHINE, Hardware
 from edgespec.planning.plan_device import PAPER_GAMMA, PAPER_TAU, Way, fastest
 from edgespec.planning.plan_stages import TRAININGS, Assumed, StageTime, Storage
@@ -90,13 +90,13 @@ def _stages(plan: Plan) -> str:
     rows: list[tuple[str, ...]] = []
     for stage in plan.stages:
         cost = stage.cost
-        memory = size(stage.memory) + ("" if stage.fits else " (!)")
+        memory = byte_size(stage.memory) + ("" if stage.fits else " (!)")
         work = (cost.stage, count(cost.tokens), f"{cost.flops:.2e}", memory, str(stage.devices))
-        rows.append((*work, size(cost.disk), span(stage.seconds), stage.binds))
+        rows.append((*work, byte_size(cost.disk), span(stage.seconds), stage.binds))
     flops = sum(stage.cost.flops for stage in plan.stages)
     disk = sum(stage.cost.disk for stage in plan.stages)
     seconds = sum(stage.seconds for stage in plan.stages)
-    rows.append(("in all", "", f"{flops:.2e}", "", "", size(disk), span(seconds), ""))
+    rows.append(("in all", "", f"{flops:.2e}", "", "", byte_size(disk), span(seconds), ""))
     headers = ("stage", "tokens", "FLOPs", "memory each", "on", "disk", "time", "binds")
     return "\n".join([_rates(plan), table(headers, rows), *_assumptions(plan)])
 
@@ -107,7 +107,7 @@ def _rates(plan: Plan) -> str:
     kind = f"published peaks, {'bf16' if one.bf16 else 'float32: it has no bf16 units'}"
     if one.measured:
         kind = "measured with numpy in float32, memory that is free now"
-    return f"On {one} ({one.flops / 1e12:.3g} TFLOP/s, {one.bandwidth / 1e9:.0f} GB/s, {size(one.memory)} each; {kind}):"
+    return f"On {one} ({one.flops / 1e12:.3g} TFLOP/s, {one.bandwidth / 1e9:.0f} GB/s, {byte_size(one.memory)} each; {kind}):"
 
 
 def _assumptions(plan: Plan) -> list[str]:
@@ -137,8 +137,8 @@ def _storage(plan: Plan) -> str:
     stored = plan.storage
     export = plan.recipe.export
     precisions = ", ".join((*export.onnx, *export.gguf, *export.npu))
-    download = f"{size(stored.download)} of it the target's download, " if stored.download else ""
-    return f"Storage: {size(stored.total)} in all, {download}{size(stored.bundle)} the bundle's models ({precisions})."
+    download = f"{byte_size(stored.download)} of it the target's download, " if stored.download else ""
+    return f"Storage: {byte_size(stored.total)} in all, {download}{byte_size(stored.bundle)} the bundle's models ({precisions})."
 
 
 def _way(plan: Plan, way: Way) -> str:
@@ -209,9 +209,9 @@ def _how_to_measure(plan: Plan) -> str:
 def _room(plan: Plan) -> list[str]:
     if plan.fit is None or plan.fit.fits:
         return []
-    there = size(plan.fit.profile.memory_bytes)
+    there = byte_size(plan.fit.profile.memory_bytes)
     return [
-        f"The pair does not fit on {plan.device}: it takes {size(plan.fit.needed)} and the profile has {there} for it; were "
+        f"The pair does not fit on {plan.device}: it takes {byte_size(plan.fit.needed)} and the profile has {there} for it; were "
         "there room:"
     ]
 

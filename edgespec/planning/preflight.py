@@ -15,8 +15,9 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import shares_blocks
 from edgespec.core.free_space import bytes_in, free_disk, free_memory
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import byte_size
 from edgespec.planning import costs
-from edgespec.planning.estimate import StageCost, estimate, size
+from edgespec.planning.estimate import StageCost, estimate
 from edgespec.planning.plan_stages import (
     ON_HOST,
     PUBLISHED_BYTES,
@@ -53,7 +54,7 @@ class Shortage:
     cures: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.stage} needs {size(self.needed)} of {self.what} and {size(self.free)} are free {self.where}"
+        return f"{self.stage} needs {byte_size(self.needed)} of {self.what} and {byte_size(self.free)} are free {self.where}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def shortages(stages: Sequence[StageCost], room: Room, place: Path) -> list[Shor
     needed = sum(stage.disk for stage in stages)
     if needed > room.disk:
         largest = max(stages, key=lambda stage: stage.disk)
-        whole = f"the build (of it {largest.folder} {size(largest.disk)})"
+        whole = f"the build (of it {largest.folder} {byte_size(largest.disk)})"
         name = whole if len(stages) > 1 else largest.folder
         cures = ("--out on another disk", "fewer --pretrain.steps", "fewer precisions")
         found.append(Shortage("disk", name, needed, room.disk, f"in {place.resolve()}", cures))

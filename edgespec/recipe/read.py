@@ -21,6 +21,7 @@ from edgespec.recipe.schema import (
     Recipe,
     TrainingOptions,
 )
+from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
 from edgespec.recipe.targets import TARGETS, gguf_of, is_gguf
 
 RECIPE_FILE = "recipe.resolved.yaml"
@@ -40,6 +41,12 @@ def resolve(file_values: dict[str, Any], flags: dict[str, Any]) -> Recipe:
     recipe = replace(recipe, drafter=drafter, inference=inference)
     _check_together(recipe)
     return recipe
+
+
+def read_recipe(name: str, flags: dict[str, Any]) -> tuple[Recipe, Path | None]:
+    """The recipe of a build with these flags, and its file: the named one, or the shipped one with the target's name."""
+    file = recipe_file(name) if name else shipped_recipes().get(flags.get("target", ""))
+    return resolve(load_recipe(file) if file else {}, flags), file
 
 
 def dump_recipe(recipe: Recipe) -> str:

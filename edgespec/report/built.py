@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 
 from edgespec.core.manifest import HEAD, BundleModel, Manifest
-from edgespec.core.table import count, duration
-from edgespec.planning.estimate import size
+from edgespec.core.table import byte_size, count, duration
 from edgespec.report.fields import Fields, clean
 from edgespec.report.gather import Run
 from edgespec.report.parts import ABSENT, Cell, Section, Table
@@ -69,7 +68,7 @@ def _facts(run: Run) -> list[tuple[str, Cell]]:
         runs = Cell(clean(f"{default['engine']} {default['precision']}"), clean(default["reason"], 300))
         device = Cell(clean(manifest.device.get("name") or ABSENT))
         total = sum(one.bytes for one in manifest.files.values())
-        files = Cell(f"{len(manifest.files):,} files", size(total))
+        files = Cell(f"{len(manifest.files):,} files", byte_size(total))
     return [
         ("target", target),
         ("its size", target_size),

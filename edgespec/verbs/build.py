@@ -22,13 +22,13 @@ from edgespec.core.files import write_text
 from edgespec.core.folder_lock import held, refuse_other
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, step, write_result
-from edgespec.planning.estimate import size
+from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
 from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
 from edgespec.planning.preflight import check as shortages_of
-from edgespec.recipe.read import RECIPE_FILE, dump_recipe, resolve
+from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import load_recipe, recipe_file, shipped_recipes
+from edgespec.recipe.shipped import load_recipe
 from edgespec.recipe.targets import TARGETS, gguf_of
 from edgespec.stages.stage import STAGE_FILE, Processes
 
@@ -46,7 +46,8 @@ class Options(Recipe):
     json: str = json_knob()
 
 
-OWN = ("out", "recipe", "force", "parallel", "json")
+OWN = tuple(Options.__annotations__)
+"""Its knobs that a recipe does not have."""
 
 
 def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
@@ -54,10 +55,7 @@ def _read_options(given: dict[str, Any]) -> tuple[Recipe, Options]:
     flags = dict(given)
     own = {name: flags.pop(name) for name in OWN if name in flags}
     run = from_mapping(Options, {"target": "", **own})
-    name, target = run.recipe, flags.get("target", "")
-    file = recipe_file(name) if name else shipped_recipes().get(target)
-    recipe = resolve(load_recipe(file) if file else {}, flags)
-    return recipe, run
+    return read_recipe(run.recipe, flags)[0], run
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -200,7 +198,7 @@ def _build(recipe: Recipe, out: Path, processes: Processes, command: str, fresh:
         return build
     except NoRoom as error:
         needed = disk_left(recipe, out)
-        more = f"; the build still takes about {size(needed)}" if needed else ""
+        more = f"; the build still takes about {byte_size(needed)}" if needed else ""
         raise NoRoom(f"{error}{more}") from error
     except Exception:
         if fresh and not processes.rank and not (out / "target" / STAGE_FILE).exists():

@@ -20,9 +20,10 @@ from edgespec.core.free_space import bytes_in, free_disk
 from edgespec.core.options import command_line, from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.shapes import ModelShape
+from edgespec.core.table import byte_size
 from edgespec.model_folder.head import is_head, shape_of_drafter
 from edgespec.planning import costs
-from edgespec.planning.estimate import files_bytes, size
+from edgespec.planning.estimate import files_bytes
 from edgespec.recipe.devices import FORMATS, profile
 from edgespec.recipe.precisions import MIXED, PRECISIONS, precision_names
 from edgespec.recipe.read import RECIPE_FILE, resolve
@@ -134,8 +135,8 @@ def check_disk(
     free = free_disk(out)
     if needed > free:
         raise InputError(
-            f"the files and the bundle's copies of them take {size(needed)} on the disk and {out} has {size(free)} free; make "
-            f"room, or {cure}"
+            f"the files and the bundle's copies of them take {byte_size(needed)} on the disk and {out} has "
+            f"{byte_size(free)} free; make room, or {cure}"
         )
 
 
@@ -228,7 +229,7 @@ def choose_files(options: Options, usual: ExportOptions) -> dict[str, list[str]]
     return {name: chosen.get(name, []) for name in FORMATS}
 
 
-OWN = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
+ALSO_IN_RECIPE = ("context", "bits", "size", "quality", "verify_prompts", "bundle_prompts")
 """Knobs of an export that a recipe has too; where no flag names one, the recipe's value holds."""
 
 
@@ -238,7 +239,7 @@ def export_recipe(options: Options, source: Source, given: Collection[str] = ())
     given: the knobs that a flag names.
     """
     export = choose_files(options, source.recipe.export) | {
-        name: getattr(options, name) for name in OWN if name in given
+        name: getattr(options, name) for name in ALSO_IN_RECIPE if name in given
     }
     values: dict[str, Any] = {"export": export, "device": options.device}
     if options.prompts_file:

@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from edgespec.core.table import byte_size
 from edgespec.planning import costs
 from edgespec.planning.estimate import (
     LOGITS,
     STORED_AT_ONCE,
     StageCost,
     estimate,
-    size,
     stored_position_bytes,
     writings,
 )
@@ -331,8 +331,8 @@ def test_what_costs_more() -> None:
 
 
 def test_sizes_in_words() -> None:
-    assert [size(2**10), size(3 * 2**19), size(2.5 * 2**40)] == ["1 KiB", "1.5 MiB", "2.5 TiB"]
-    assert [size(n * 2**20) for n in (999, 1000, 1023)] == ["999 MiB", "0.977 GiB", "0.999 GiB"]
+    assert [byte_size(2**10), byte_size(3 * 2**19), byte_size(2.5 * 2**40)] == ["1 KiB", "1.5 MiB", "2.5 TiB"]
+    assert [byte_size(n * 2**20) for n in (999, 1000, 1023)] == ["999 MiB", "0.977 GiB", "0.999 GiB"]
 
 
 def test_direct_alignment_at_its_own_size() -> None:

@@ -14,7 +14,8 @@ import yaml
 
 from edgespec.cli import VERBS
 from edgespec.core.options import add_flags, given
-from edgespec.planning.estimate import estimate, size
+from edgespec.core.table import byte_size
+from edgespec.planning.estimate import estimate
 from edgespec.planning.plan import PlanOptions
 from edgespec.recipe.check import problems
 from edgespec.recipe.data_sources import parse_hub
@@ -105,7 +106,7 @@ def test_its_cost_is_the_estimate(file: Path) -> None:
     stages = estimate(found, target, derive(target, found.drafter))
     flops, disk = sum(stage.flops for stage in stages), sum(stage.disk for stage in stages)
     memory = max(stage.memory for stage in stages)
-    said = f"{flops:.1e} FLOPs, {size(memory)} of memory, {size(disk)} of disk"
+    said = f"{flops:.1e} FLOPs, {byte_size(memory)} of memory, {byte_size(disk)} of disk"
     assert said in header(file)["cost"]
     assert "estimated" in header(file)["cost"]
 
