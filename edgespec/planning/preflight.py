@@ -29,8 +29,8 @@ from edgespec.planning.plan_stages import (
 )
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import SELF_INSTRUCTIONS, SELF_PROMPTS, SELF_TEXT, Recipe
-from edgespec.recipe.targets import TARGETS, TINY_CHAT, cache_folder, find_shape, gguf_of, is_hub_id
-from edgespec.shell.environment import HOME
+from edgespec.recipe.targets import TARGETS, TINY_CHAT, find_shape, gguf_of, is_hub_id
+from edgespec.shell.environment import HOME, cache_folder
 from edgespec.stages.own_gguf import expanded
 from edgespec.stages.stage import STAGE_FILE
 
@@ -113,7 +113,7 @@ def _memory_cures(stage: str) -> tuple[str, ...]:
     return (*smaller, *narrower, "a larger machine")
 
 
-def check(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
+def find_shortages(recipe: Recipe, out: Path, room: Room) -> list[Shortage]:
     """What the rest of a build in `out` will lack; [] where the target's shape is not known before it is fetched or looked at."""
     target = _known_shape(recipe)
     if target is None:

@@ -27,7 +27,10 @@ INSTRUCTION_TOKENS = 128
 
 @dataclass(frozen=True)
 class InferenceOptions:
-    """How the target runs where it writes responses and distributions: for targets that do not fit as float32 weights."""
+    """How the target runs where it writes responses and distributions: for targets that do not fit as float32 weights.
+
+    The word before a colon in a help text is the `source` that the option is for.
+    """
 
     source: str = knob(
         "torch",
@@ -94,8 +97,8 @@ class DrafterOptions:
     )
     size_fraction: float = knob(
         0.0164,
-        "drafter parameters / target parameters to aim for; where the target has a hidden size below 1,024 and more than "
-        "32,768 tokens: cost of a step / cost of the target's",
+        "the drafter's size as a share of the target's: parameters; where the target has a hidden size below 1,024 and more "
+        "than 32,768 tokens: cost of a step",
         at_least=1e-6,
         at_most=1.0,
     )
@@ -261,11 +264,12 @@ class DistillOptions(TrainingOptions):
         "", "conversations with responses of other models or of people (DistillSpec's fixed data)"
     )
     fixed_fraction: float = knob(
-        0.0, "λ1: share of the rest of a batch that is fixed data", at_least=0.0, at_most=1.0
+        0.0, "λ1: of the rows that are not text, the share of fixed data", at_least=0.0, at_most=1.0
     )
     student_fraction: float = knob(
         0.0,
-        "λ2: share of what then is left that the drafter writes itself, during training; the target wrote the remainder",
+        "λ2: of the rows that are neither text nor fixed data, the share that the drafter writes while it trains; the target "
+        "wrote the others",
         at_least=0.0,
         at_most=1.0,
     )
@@ -280,7 +284,7 @@ class DistillOptions(TrainingOptions):
     )
     against: str = knob(
         "",
-        "distil against the target as this file of it rounds its weights: an ONNX or GGUF precision (default: as it is)",
+        "learn from the target with its weights rounded as in this ONNX or GGUF precision (default: not rounded)",
         choices=("", *WHOLE_PRECISIONS),
     )
     stored_top_k: int = knob(64, "tokens stored for a position; the rest share the remainder", at_least=1)
@@ -288,7 +292,9 @@ class DistillOptions(TrainingOptions):
         1.0, "AdaSPEC's k: learn from this share of a batch's tokens only", at_least=1e-6, at_most=1.0
     )
     unrolled_steps: int = knob(
-        3, "a head's own steps that are trained one after the other, from its own features", at_least=1
+        3,
+        "head: draft steps in a row that are trained, each on the features of the step before (EAGLE-3)",
+        at_least=1,
     )
     scale_learning_rate: bool = knob(True, "multiply the learning rate by k (AdaSPEC's linear scaling rule)")
     learning_rate: float = with_default(TrainingOptions, "learning_rate", 3e-4)
@@ -296,7 +302,7 @@ class DistillOptions(TrainingOptions):
     watch_steps: int = knob(
         50, "steps between measurements of the acceptance rate on held-out responses; 0 for none", at_least=0
     )
-    watch_rows: int = knob(4, "rows of responses held out for that", at_least=1)
+    watch_rows: int = knob(4, "held-out rows on which watch_steps measures", at_least=1)
     keep_steps: int = knob(
         0, "steps between drafters kept as models of their own; 0 keeps the last", at_least=0
     )
@@ -345,11 +351,11 @@ class ExportOptions:
         at_least=2,
     )
     npu_prefill: int = knob(
-        64, "static graphs: tokens of the one that reads a prompt", at_least=2, at_most=4096
+        64, "static graphs: tokens of the graph that reads a prompt", at_least=2, at_most=4096
     )
     npu_gamma: int = knob(
         3,
-        "static graphs: draft tokens that the verifying one takes, besides the token before them",
+        "static graphs: draft tokens of the graph that verifies, besides the token before them",
         at_least=1,
         at_most=64,
     )

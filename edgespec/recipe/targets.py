@@ -14,7 +14,6 @@ from pathlib import Path
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.check import shape_in
-from edgespec.shell.environment import cache_folder as cache_folder
 
 TINY_CHAT = "tiny-chat"
 

@@ -12,7 +12,7 @@ from edgespec.core.errors import InputError
 
 
 def __getattr__(name: str) -> Any:
-    """`Options`, from a room that is imported only when it is asked for."""
+    """cli.py reads `Options`. They are the runtime's, which edgespec imports only where it is needed."""
     if name != "Options":
         raise AttributeError(name)
     from edgespec_runtime.bench.synthetic import Options

@@ -24,8 +24,7 @@ from edgespec.core.options import command_line, from_mapping, knob, to_mapping, 
 from edgespec.core.output import json_knob, step, write_result
 from edgespec.core.table import byte_size
 from edgespec.planning.plan import PlanOptions, recipes_for
-from edgespec.planning.preflight import Room, check_processes, disk_left, refuse, room_here
-from edgespec.planning.preflight import check as shortages_of
+from edgespec.planning.preflight import Room, check_processes, disk_left, find_shortages, refuse, room_here
 from edgespec.recipe.read import RECIPE_FILE, dump_recipe, read_recipe
 from edgespec.recipe.schema import Recipe
 from edgespec.recipe.shipped import load_recipe
@@ -173,7 +172,7 @@ def run(given: dict[str, Any]) -> int:
     processes.wait()  # all meet a refusal at the same time, so that the first one lives to print it
     check_processes(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if not options.force:
-        refuse(shortages_of(recipe, out, _room(out, options.parallel)))
+        refuse(find_shortages(recipe, out, _room(out, options.parallel)))
     command = command_line("build-drafter", Options, given)
     fresh = not out.exists()
     with nullcontext() if processes.rank else held(out, command):

@@ -16,7 +16,7 @@ from edgespec.verbs.ready import bundle_of
 
 
 def __getattr__(name: str) -> Any:
-    """`Options`, from a room that is imported only when it is asked for."""
+    """cli.py reads `Options`. They are the runtime's, which edgespec imports only where it is needed."""
     if name != "Options":
         raise AttributeError(name)
     from edgespec_runtime.chat.settings import Options

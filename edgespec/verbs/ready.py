@@ -24,15 +24,15 @@ from edgespec.core.output import note, print_as_notes
 from edgespec.model_folder.head import keep_in_bytes
 from edgespec.recipe.read import RECIPE_FILE, resolve
 from edgespec.recipe.shipped import in_recipes, load_recipe
-from edgespec.recipe.targets import TARGETS, cache_folder, gguf_of
-from edgespec.shell.environment import HOME
+from edgespec.recipe.targets import TARGETS, gguf_of
+from edgespec.shell.environment import HOME, cache_folder
 from edgespec.stages.training_facts import TRAINING, read_training, training_of
 from edgespec.verbs.export import Export, Source
 
 READY = "ready"
 KEY = 12  # hex digits of a pair's key in its folder's name
 EVALUATION = "evaluation.json"
-FILES = {
+EXPORT = {
     "onnx": ["int8"],
     "gguf": ["q4_1"],
     "verify_prompts": 2,
@@ -58,10 +58,10 @@ def bundle_of(name: str) -> str:
     """
     path = Path(name).expanduser()
     drafter = None if path.exists() else ready_folders().get(name)
-    return str(path if drafter is None else _made(name, drafter))
+    return str(path if drafter is None else _make(name, drafter))
 
 
-def _made(name: str, drafter: Path) -> Path:
+def _make(name: str, drafter: Path) -> Path:
     file = gguf_of(name)
     if file is None:
         package = TARGETS[name].package
@@ -89,7 +89,7 @@ def folder_of(name: str, drafter: Path, file: Path) -> Path:
         __version__,
         EXPORTER,
         SCHEMA_VERSION,
-        FILES,
+        EXPORT,
         *map(sha256_file, [file, *sorted(drafter.glob("*"))]),
     ]
     key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
@@ -107,7 +107,7 @@ def _remove_older(name: str, out: Path, command: str) -> None:
 def _export(name: str, drafter: Path, out: Path) -> None:
     found = gguf_target(name)
     assert found is not None
-    recipe = resolve({"target": str(found.folder), "export": FILES}, {})
+    recipe = resolve({"target": str(found.folder), "export": EXPORT}, {})
     write_text(out / "command.txt", f"edgespec chat {name}\n")
     source = Source(
         found.folder,

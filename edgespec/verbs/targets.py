@@ -13,7 +13,8 @@ from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.table import table
-from edgespec.recipe.targets import TARGETS, Target, cache_folder, find_shape, gguf_of
+from edgespec.recipe.targets import TARGETS, Target, find_shape, gguf_of
+from edgespec.shell.environment import cache_folder
 from edgespec.stages.own_gguf import expanded
 
 

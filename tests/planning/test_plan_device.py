@@ -28,7 +28,8 @@ from edgespec.planning.plan_report import LENGTHS
 from edgespec.recipe.devices import profiles
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
-from edgespec.recipe.targets import cache_folder, shape_of_target
+from edgespec.recipe.targets import shape_of_target
+from edgespec.shell.environment import cache_folder
 
 
 def test_a_budget_without_arithmetic_is_mbsu() -> None:

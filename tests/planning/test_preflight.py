@@ -25,7 +25,7 @@ from edgespec.model_folder.check import check_weights
 from edgespec.model_folder.weights_files import INDEX, read_header
 from edgespec.planning import preflight
 from edgespec.planning.estimate import StageCost, estimate
-from edgespec.planning.preflight import RUNNING, Room, check, check_processes, refuse, shortages
+from edgespec.planning.preflight import RUNNING, Room, check_processes, find_shortages, refuse, shortages
 from edgespec.recipe.read import resolve
 
 GIB = 2**30
@@ -169,14 +169,14 @@ def test_a_build_that_goes_on_counts_what_is_left(
     recipe = resolve({"target": str(target)}, {})
     stages = {stage.stage: stage for stage in estimate(recipe, *shapes(target))}
     room = Room(sum(stage.disk for stage in stages.values()) - stages["pretrain"].disk, None)
-    [short] = check(recipe, tmp_path, room)
+    [short] = find_shortages(recipe, tmp_path, room)
     assert short.what == "disk"
     (tmp_path / "pretrain").mkdir()
     with open(tmp_path / "pretrain" / "half", "wb") as half:
         half.truncate(stages["pretrain"].disk)
-    assert check(recipe, tmp_path, room) == []  # all of it is written, although it is not done
+    assert find_shortages(recipe, tmp_path, room) == []  # all of it is written, although it is not done
     (tmp_path / "pretrain" / "half").rename(tmp_path / "pretrain" / "stage.json")
-    assert check(recipe, tmp_path, room) == []
+    assert find_shortages(recipe, tmp_path, room) == []
 
 
 def test_a_bundle_takes_no_room_where_copies_share_their_blocks(
@@ -188,7 +188,7 @@ def test_a_bundle_takes_no_room_where_copies_share_their_blocks(
     room = Room(sum(stage.disk for stage in stages) - files, None)
     for shared, lacking in ((True, 0), (False, 1)):
         monkeypatch.setattr(preflight, "shares_blocks", lambda place, shared=shared: shared)
-        assert len(check(recipe, tmp_path, room)) == lacking
+        assert len(find_shortages(recipe, tmp_path, room)) == lacking
 
 
 def shapes(target: Path) -> tuple[ModelShape, Any]:
@@ -202,7 +202,7 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     recipe = resolve({"target": "llama-2-7b-chat"}, {})
     small_disk(monkeypatch, 10 * GIB)
-    [short] = check(recipe, tmp_path, Room(2**50, None))
+    [short] = find_shortages(recipe, tmp_path, Room(2**50, None))
     assert str(short).startswith(
         "the download of meta-llama/Llama-2-7b-chat-hf needs 12.6 GiB of disk and 10 GiB"
     )
@@ -210,11 +210,13 @@ def test_a_download_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     snapshot = tmp_path / "hub" / "models--meta-llama--Llama-2-7b-chat-hf" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "model-00001-of-00002.safetensors").touch()
-    assert check(recipe, tmp_path, Room(2**50, None)) == []
+    assert find_shortages(recipe, tmp_path, Room(2**50, None)) == []
     # a shape that nobody knows yet
-    assert check(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
+    assert find_shortages(resolve({"target": "some/where"}, {}), tmp_path, Room(0, 0)) == []
     tune = {"steps": 1, "conversations": "hub:a/b", "teacher": "some/where"}
-    assert check(resolve({"target": "llama-2-7b-chat", "tune": tune}, {}), tmp_path, Room(0, 0)) == []
+    assert (
+        find_shortages(resolve({"target": "llama-2-7b-chat", "tune": tune}, {}), tmp_path, Room(0, 0)) == []
+    )
 
 
 def test_weights_that_were_expanded_before_need_no_room(
@@ -225,12 +227,12 @@ def test_weights_that_were_expanded_before_need_no_room(
     export_gguf(target, file, "q8_0")
     small_disk(monkeypatch, 1024)
     recipe = resolve({"target": str(file)}, {})
-    [short] = check(recipe, tmp_path / "out", Room(2**50, None))
+    [short] = find_shortages(recipe, tmp_path / "out", Room(2**50, None))
     assert short.what == "disk"
     assert "the expanded weights of" in short.stage
     assert short.cures == ("EDGESPEC_HOME on another disk",)
     folder_of(file)
-    assert check(recipe, tmp_path / "out", Room(2**50, None)) == []
+    assert find_shortages(recipe, tmp_path / "out", Room(2**50, None)) == []
 
 
 # Weights

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
-from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, TokenRule
 from edgespec_runtime.rules.sampling import Warp, warp
 
 V = 5
@@ -40,7 +40,12 @@ def position_law(rule: TokenRule, position: Position) -> np.ndarray:
 
 
 def block_law(
-    target: Model, draft: Model, gamma: int, how: Warp, rule: TokenRule = LOSSLESS, go_on: LawOf | None = None
+    target: Model,
+    draft: Model,
+    gamma: int,
+    how: Warp,
+    rule: TokenRule = LOSSLESS_RULE,
+    go_on: LawOf | None = None,
 ) -> Law:
     """The exact law of the first γ + 1 tokens: one block, continued by `go_on` (the target alone) where it ended early."""
     law: Law = defaultdict(float)

@@ -27,7 +27,7 @@ from edgespec.core.files import whole_file, whole_folder, write_json
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
 from edgespec.model_folder.weights_files import SINGLE, header_of, refuse_pointer
-from edgespec.recipe.targets import cache_folder
+from edgespec.shell.environment import cache_folder
 from edgespec.stages.own_gguf import MODEL, OwnFile
 from edgespec.stages.record import sha256_of
 from edgespec_export.gguf.quantize import precision_of

@@ -27,7 +27,8 @@ from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import LOADED, WORKING_MEMORY
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
-from edgespec.recipe.targets import TARGETS, cache_folder, shape_of_target
+from edgespec.recipe.targets import TARGETS, shape_of_target
+from edgespec.shell.environment import cache_folder
 
 SCHEMA = 1  # of the files; a change makes new ones
 GIB = 2**30

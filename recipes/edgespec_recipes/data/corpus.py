@@ -16,7 +16,7 @@ from typing import Any
 from edgespec.core.files import whole_folder, write_json, write_jsonl
 from edgespec.core.folder_lock import held
 from edgespec.core.progress import progress
-from edgespec.recipe.targets import cache_folder
+from edgespec.shell.environment import cache_folder
 from edgespec_recipes.data.stdlib_facts import Fact, library_facts, library_files, package_of, topics
 
 SCHEMA = 1  # raise it when what is written changes

@@ -17,7 +17,7 @@ from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
 from edgespec.planning import costs
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
-from edgespec.recipe.targets import cache_folder
+from edgespec.shell.environment import cache_folder
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, locate

@@ -25,7 +25,10 @@ from edgespec_recipes.models.packing import fitted
 
 @contextmanager
 def _output_layer_sees(model: Any, part: Callable[[Tensor], Tensor]) -> Iterator[list[Tensor]]:
-    """The output layer gets a part of the hidden states [B, T, H], which are in what is yielded: nothing without such a layer."""
+    """Give the output layer only `part` of the hidden states [B, T, H]. Yields a list that receives them all.
+
+    It stays empty for a model without that layer.
+    """
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
     if head is None:

@@ -142,7 +142,7 @@ def _open_target(folder: Path, inference: InferenceOptions, model: Any | None) -
 
 
 def identity_of(folder: Path, inference: InferenceOptions) -> str:
-    """What the target's distributions depend on besides the rows, as a checksum; one of another target is never taken for it."""
+    """A checksum of the target: its weights and how they are rounded, or a server's address and model."""
     if inference.source == "server":
         return f"{inference.url} {inference.model}"
     if inference.source == "file":

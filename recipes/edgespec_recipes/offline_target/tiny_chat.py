@@ -24,7 +24,8 @@ from edgespec.core.options import from_mapping, knob, to_mapping
 from edgespec.core.progress import progress
 from edgespec.recipe.schema import MOST_SEED, TrainingOptions
 from edgespec.recipe.shipped import load_recipe
-from edgespec.recipe.targets import TINY_CHAT, cache_folder
+from edgespec.recipe.targets import TINY_CHAT
+from edgespec.shell.environment import cache_folder
 from edgespec.stages.stage import STAGE_FILE, run_stage
 from edgespec_recipes.data.corpus import BEST_KNOWN, SMALL_TALK, corpus_folder, stdlib_corpus
 from edgespec_recipes.data.prompts import plain_ids

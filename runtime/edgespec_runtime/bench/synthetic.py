@@ -38,8 +38,8 @@ from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
 from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
-from edgespec_runtime.rules.acceptance import LOSSLESS, Position, TokenRule
-from edgespec_runtime.rules.table import LOSSLESS as LOSSLESS_NAME
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, TokenRule
+from edgespec_runtime.rules.table import LOSSLESS
 
 LEAST_ROUNDS = 3
 TEMPERATURES = (0.0, 1.0)
@@ -68,7 +68,8 @@ class Options(bench.Options):
     )
     alphas_by_position: tuple[float, ...] = knob(
         (),
-        "with --synthetic: also a run with these acceptance rates of a block's first, second ... draft token; the last goes on",
+        "with --synthetic: also a run with these acceptance rates of a block's first, second ... draft token; the last rate "
+        "holds for all later ones",
         at_least=0.0,
         at_most=1.0,
     )
@@ -118,7 +119,7 @@ class Replay:
     def __init__(self, rates: Sequence[float], schedule: Schedule) -> None:
         self._rates, self._schedule, self._position = tuple(rates), schedule, 0
         self.origin = FROM_MODEL
-        self.rule = TokenRule(accept=self._accept, residual=LOSSLESS.residual)
+        self.rule = TokenRule(accept=self._accept, residual=LOSSLESS_RULE.residual)
 
     def draft_length(self, context: int, room: int, origins: Sequence[int] = (FROM_MODEL,)) -> int:
         self._position = 0  # asked once, at the beginning of every block
@@ -133,7 +134,7 @@ class Replay:
         self._schedule.observe(outcome)
 
     def _accept(self, position: Position, token: int) -> float:
-        LOSSLESS.accept(position, token)
+        LOSSLESS_RULE.accept(position, token)
         rate = self._rates[min(self._position, len(self._rates) - 1)]
         self._position += 1
         return rate
@@ -277,7 +278,7 @@ def _rounds(
     ).tolist()
     shared = {one.name: getattr(options, one.name) for one in fields(ReplyOptions)}
     # random tokens: there is nothing to copy; and plain decoding draws as the arms do
-    how = replace(DecodingOptions(**shared), drafter=MODEL, rule=LOSSLESS_NAME)
+    how = replace(DecodingOptions(**shared), drafter=MODEL, rule=LOSSLESS)
     schedules = {arm: _schedule(arm, costs, options.max_draft_length) for arm in arms}
 
     def once(arm: Arm | None, turn: int, tokens: int) -> Run:

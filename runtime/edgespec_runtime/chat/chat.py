@@ -104,7 +104,7 @@ def _remember(chat: Chat) -> Path | None:
                 view.say(f"(this chat could not be kept: {error}; the next turn tries again)")
             told = True
 
-    chat.kept = keep
+    chat.on_change = keep
     return folder
 
 

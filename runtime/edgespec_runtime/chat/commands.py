@@ -16,7 +16,7 @@ from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
 from edgespec_runtime.chat.status import tau_of
 from edgespec_runtime.chat.terminal import QUOTES, unquoted
-from edgespec_runtime.chat.view import Run
+from edgespec_runtime.chat.view import ComparedReply
 from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
 from edgespec_runtime.engines.cached_engine import common_length
@@ -79,7 +79,7 @@ def _help(chat: Chat, _: str) -> None:
 def _system(chat: Chat, text: str) -> None:
     text = unquoted(text)
     chat.conversation.system = text
-    chat.kept()
+    chat.on_change()
     chat.view.note("the system prompt is set" if text else "there is no system prompt now")
 
 
@@ -179,7 +179,7 @@ def _compare(chat: Chat, text: str) -> None:
     chat.view.say(_verdict(*runs, seeded=options.temperature == 0.0 or options.seed is not None))
 
 
-def _verdict(plain: Run, speculative: Run, *, seeded: bool) -> str:
+def _verdict(plain: ComparedReply, speculative: ComparedReply, *, seeded: bool) -> str:
     times = f"{speculative.counts.token_rate / plain.counts.token_rate:.2f}x plain"
     if plain.tokens == speculative.tokens:
         said = f"the same {len(plain.tokens)} tokens"
@@ -199,7 +199,7 @@ def _save(chat: Chat, file: str) -> None:
 def _load(chat: Chat, file: str) -> None:
     with _path("/load", file) as path:
         saved.load(chat.conversation, path)
-    chat.kept()
+    chat.on_change()
     chat.view.note(saved.told(chat.conversation.messages))
 
 
@@ -216,7 +216,7 @@ def _path(command: str, file: str) -> Iterator[Path]:
 
 def _clear(chat: Chat, _: str) -> None:
     chat.conversation.reset()
-    chat.kept()
+    chat.on_change()
     chat.view.note("the conversation is empty")
 
 

@@ -17,7 +17,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_bytes, writing
 from edgespec.core.manifest import Manifest
 from edgespec.core.texts import check_text
-from edgespec.recipe.targets import cache_folder
+from edgespec.shell.environment import cache_folder
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import Message
 

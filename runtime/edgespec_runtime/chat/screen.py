@@ -24,7 +24,7 @@ from edgespec.core.texts import harmless
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import unseen_keys
-from edgespec_runtime.chat.view import Run, Show, View
+from edgespec_runtime.chat.view import ComparedReply, Show, View
 
 FRAMES = 15  # a second
 DRAFTED, OWN, QUIET = "green", "default", "dim"
@@ -82,7 +82,7 @@ class Screen(View):
         with self._live() as live:
             yield _Frame(self._console, live, tally, False).show
 
-    def side_by_side(self, runs: list[Run], colour: bool) -> None:
+    def side_by_side(self, runs: list[ComparedReply], colour: bool) -> None:
         texts = [
             Text.assemble(
                 *((harmless(text), DRAFTED if drafted and colour else OWN) for text, drafted in run.pieces)

@@ -16,7 +16,7 @@ from edgespec_runtime.chat.replies import Piece, pieces
 from edgespec_runtime.chat.settings import Options, changed, shown
 from edgespec_runtime.chat.status import Tally
 from edgespec_runtime.chat.terminal import interruptible
-from edgespec_runtime.chat.view import Run, Show, View
+from edgespec_runtime.chat.view import ComparedReply, Show, View
 from edgespec_runtime.chooser.adaptive import AdaptiveSchedule
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.drafters import drafter_of
@@ -37,7 +37,7 @@ class Chat:
         stopped: whether Ctrl-C ended the last reply.
         prefill: what the next message is edited from; None where it is a new one.
         leaving: whether the chat is over.
-        kept: called where the conversation has changed.
+        on_change: called when the conversation has changed.
     """
 
     def __init__(self, pair: Pair, options: Options, interactive: bool, view: View | None = None) -> None:
@@ -52,7 +52,7 @@ class Chat:
         self.stopped = False
         self.prefill: str | None = None
         self.leaving = False
-        self.kept: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         self._draws = 0  # replies since the seed was set: each has a seed of its own
         self._step: float | None = None  # seconds of a plain step, as last timed
         self._schedules = Schedules(pair, self.view.note)
@@ -102,16 +102,16 @@ class Chat:
                 self.totals.add(tally.counts)
                 self.replies += 1
                 self._draws += 1
-                self.kept()
+                self.on_change()
             if tally.counts.drafted:
                 tally.step = self._step = plain_step_seconds(self.pair.target, self.options)
             self.view.status(tally.line())
 
-    def run(self, prompt: list[int], draft: bool, name: str) -> Run:
+    def run(self, prompt: list[int], draft: bool, name: str) -> ComparedReply:
         """The reply to a prompt that is no turn of the conversation."""
         options, schedule = self._ready(draft)
         tally = self._tally(prompt, name)
-        run = Run(name, counts=tally.counts)
+        run = ComparedReply(name, counts=tally.counts)
         with interruptible(self.interactive) as interrupted, self.view.working(tally) as show:
             for piece in self._pieces(prompt, options, schedule, tally, show, interrupted):
                 show("", piece.accepted)

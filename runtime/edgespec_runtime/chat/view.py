@@ -18,8 +18,8 @@ Show = Callable[[str, bool], None]
 
 
 @dataclass
-class Run:
-    """One of two ways in which a prompt was answered."""
+class ComparedReply:
+    """A reply of /compare, plain or speculative."""
 
     name: str
     pieces: list[tuple[str, bool]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class View:
         """The figures of a reply that is complete."""
         self.note(f"[{line}]")
 
-    def side_by_side(self, runs: list[Run], colour: bool) -> None:
+    def side_by_side(self, runs: list[ComparedReply], colour: bool) -> None:
         """The same prompt answered in several ways."""
         for run in runs:
             self.say(run.heading())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.shapes import ModelShape
-from edgespec.recipe.targets import cache_folder
+from edgespec.shell.environment import cache_folder
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.engines.cached_engine import CachedEngine

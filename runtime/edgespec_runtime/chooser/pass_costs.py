@@ -1,4 +1,4 @@
-"""What a pass of each size costs on one device (look up), and what follows from it for speculation.
+"""Looks up what a pass of each size costs on one device, and computes speed-up, break-even α and best γ from it.
 
 Knows seconds and token counts; no engines and no files (calibrate.py measures, kept_costs.py keeps). One notation: α acceptance
 rate, γ draft length, τ tokens per block, v(n) = a target pass of n tokens and c_t = a drafter step, both in plain steps (a target

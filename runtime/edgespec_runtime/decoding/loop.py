@@ -28,7 +28,7 @@ from edgespec_runtime.decoding.reply_state import NOTHING, ReplyState
 from edgespec_runtime.decoding.schedule import Fixed, Schedule
 from edgespec_runtime.engines.cached_engine import CachedEngine, most_kept
 from edgespec_runtime.heads.feature_engine import FeatureEngine
-from edgespec_runtime.rules.acceptance import LOSSLESS, Rule, at_temperature
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Rule, at_temperature
 from edgespec_runtime.rules.reproducible import PositionNoise
 from edgespec_runtime.rules.sampling import TokenSource, Uniforms, Warp
 from edgespec_runtime.rules.table import RULES, Kind, LoopRule, rule_of
@@ -65,7 +65,7 @@ def decode(
         if draft is not None and drafter is not None:
             yield from decode_by(rule, CascadeState(target, draft, drafter, prompt, options, stop, counts))
             return
-        rule = LOSSLESS  # nobody drafts: plain decoding
+        rule = LOSSLESS_RULE  # nobody drafts: plain decoding
     how = Warp.of(options)
     rule = at_temperature(rule, how.temperature)
     draft_how = dataclasses.replace(how, temperature=0.0) if rule.draft_greedily else how

@@ -146,7 +146,7 @@ def accept_ratio(p: Categorical, q: Categorical, token: int) -> float:
     return min(1.0, p.prob(token) / q.prob(token))
 
 
-LOSSLESS = TokenRule(
+LOSSLESS_RULE = TokenRule(
     accept=lambda position, token: accept_ratio(position.p, position.q, token),
     residual=lambda position: position.p.excess(position.q),
 )
@@ -155,7 +155,7 @@ LOSSLESS = TokenRule(
 
 def at_temperature(rule: Rule, temperature: float) -> Rule:
     """The rule to decode with: of greedy distributions one that mixes keeps the target's token (cascades, Lemma 6)."""
-    return LOSSLESS if rule.mixes and not rule.raw and temperature == 0.0 else rule
+    return LOSSLESS_RULE if rule.mixes and not rule.raw and temperature == 0.0 else rule
 
 
 def unmatched(p: Categorical, q: Categorical) -> Categorical:

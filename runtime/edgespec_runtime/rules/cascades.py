@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec_runtime.engines.engine import Logits
-from edgespec_runtime.rules.acceptance import LOSSLESS, Position, Rule, TokenRule, accept_ratio
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, Rule, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical
 
 
@@ -65,7 +65,7 @@ def cascade(defers: Callable[[Position], bool]) -> Rule:
         return accept_ratio(position.p, position.q, token) if defers(position) else 1.0
 
     # It rejects only where it defers, and π is p there.
-    return TokenRule(accept, LOSSLESS.residual, mixes=True, raw=True)
+    return TokenRule(accept, LOSSLESS_RULE.residual, mixes=True, raw=True)
 
 
 def opt(a: float, gap: Callable[[Position], float]) -> Rule:

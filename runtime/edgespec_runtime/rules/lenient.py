@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from edgespec_runtime.rules.acceptance import LOSSLESS, Position, Rule, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, Rule, TokenRule
 from edgespec_runtime.rules.sampling import Categorical
 
 
@@ -28,7 +28,7 @@ def lenience(allowed: Callable[[float], float]) -> Rule:
     def accept(position: Position, token: int) -> float:
         return min(1.0, allowed(position.p.prob(token)) / position.q.prob(token))
 
-    return TokenRule(accept, LOSSLESS.residual, mixes=True)
+    return TokenRule(accept, LOSSLESS_RULE.residual, mixes=True)
 
 
 def lossy(a: float, beta: Callable[[Categorical, Categorical], float]) -> Rule:

@@ -144,7 +144,7 @@ LOSSLESS, BLOCK, REPRODUCIBLE = "lossless", "block", "reproducible"
 TOKEN_CASCADE, SEQUENCE_CASCADE, BILD = "token-cascade", "sequence-cascade", "bild"
 
 RULES: dict[str, Kind] = {
-    LOSSLESS: Kind("the target's own distribution", lambda _: acceptance.LOSSLESS),
+    LOSSLESS: Kind("the target's own distribution", lambda _: acceptance.LOSSLESS_RULE),
     BLOCK: Kind(
         "lossless, decides on the whole draft at once: never keeps fewer tokens than lossless",
         lambda _: BlockRule(),

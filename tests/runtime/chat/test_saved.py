@@ -111,10 +111,10 @@ def test_a_chat_that_could_not_be_kept_is_kept_at_a_later_turn(
     assert folder is not None
     (folder / "last").write_text("a file, where a folder is wanted")
     for _ in range(2):
-        talking.kept()
+        talking.on_change()
     assert capsys.readouterr().err.count("(this chat could not be kept: ") == 1
     (folder / "last").unlink()
-    talking.kept()
+    talking.on_change()
     assert last_chat(pair.manifest).path.exists()
 
 

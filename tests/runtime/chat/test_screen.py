@@ -13,7 +13,7 @@ from edgespec_runtime.chat.commands import handle
 from edgespec_runtime.chat.screen import DRAFTED, Rows, Screen
 from edgespec_runtime.chat.settings import Options
 from edgespec_runtime.chat.status import Tally
-from edgespec_runtime.chat.view import Run
+from edgespec_runtime.chat.view import ComparedReply
 from edgespec_runtime.pair.bundle import Pair
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,7 +158,7 @@ def test_escape_codes_of_a_model_do_not_reach_the_terminal() -> None:
     reply(terminal, [("a\x1b]0;title\x07b", False), ("\x1b[2J", True)])
     terminal.screen.note("\x1b[2Jnote")
     terminal.screen.side_by_side(
-        [Run("plain", [("\x1b[2J", False)]), Run("speculative", [("c\x1bc", True)])], True
+        [ComparedReply("plain", [("\x1b[2J", False)]), ComparedReply("speculative", [("c\x1bc", True)])], True
     )
     assert not re.search(r"\x1b\]|\x1b\[2J|\x1bc|\x07", terminal.written)
 
@@ -176,7 +176,10 @@ def test_terminals_of_any_width(pair: Pair, width: int) -> None:
 
 
 def test_two_replies_side_by_side() -> None:
-    runs = [Run("plain", [("one two", False)]), Run("speculative", [("one", True), (" two", False)])]
+    runs = [
+        ComparedReply("plain", [("one two", False)]),
+        ComparedReply("speculative", [("one", True), (" two", False)]),
+    ]
     for run in runs:
         run.counts.add_block(0, 0, 1)
         run.counts.total_seconds = 0.5

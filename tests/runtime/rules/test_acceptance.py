@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 from block_laws import WARPS, Law, V, block_law, continued, difference, model
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, TokenRule, accept_ratio
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Draft, TokenRule, accept_ratio
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, warp
 
 
@@ -37,8 +37,10 @@ def test_the_enumeration_sees_a_wrong_rule() -> None:
     target, draft, how = model(0), model(100), WARPS["T=1"]
     wanted: Law = defaultdict(float)
     continued(wanted, target, (), 1.0, 2, how)
-    eager = TokenRule(lambda position, x: min(1.0, 1.02 * LOSSLESS.accept(position, x)), LOSSLESS.residual)
-    careless = TokenRule(LOSSLESS.accept, lambda position: position.p)
+    eager = TokenRule(
+        lambda position, x: min(1.0, 1.02 * LOSSLESS_RULE.accept(position, x)), LOSSLESS_RULE.residual
+    )
+    careless = TokenRule(LOSSLESS_RULE.accept, lambda position: position.p)
     for rule in (eager, careless):
         assert difference(block_law(target, draft, 1, how, rule), wanted) > 1e-3
 
@@ -85,7 +87,7 @@ def test_verify_stops_at_the_first_rejection_and_warps_no_row_after_it(kept: int
     drafted = [int(np.argmax(q.dense(V) - warp(rows[i], WARPS["T=1"]).dense(V))) for i, q in enumerate(draft)]
     rows[kept + 1 :] = np.nan
     accepts = [True] * kept + [False] * (kept < 2) + [True]
-    accepted, added = LOSSLESS.verify(rows, Draft(drafted, draft), WARPS["T=1"], Scripted(accepts), 0)
+    accepted, added = LOSSLESS_RULE.verify(rows, Draft(drafted, draft), WARPS["T=1"], Scripted(accepts), 0)
     assert accepted == kept
     assert 0 <= added < V
     if kept < 2:

@@ -11,7 +11,7 @@ import pytest
 from block_laws import WARPS, Model, V
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import LOOKUP, DecodingOptions
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Rule
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Draft, Rule
 from edgespec_runtime.rules.block_verification import BlockRule
 from edgespec_runtime.rules.sampling import Warp, warp
 from exact_law import Explorer, Law, distance, law_of, target_law
@@ -124,7 +124,7 @@ def test_it_keeps_no_fewer_tokens_than_token_by_token(name: str) -> None:
         target, draft = model(seed), model(seed + 100)
         for gamma in (1, 2, 3):
             block, token = (
-                expected_kept(rule, target, draft, gamma, WARPS[name]) for rule in (BLOCK, LOSSLESS)
+                expected_kept(rule, target, draft, gamma, WARPS[name]) for rule in (BLOCK, LOSSLESS_RULE)
             )
             assert block >= token - 1e-6
             if gamma == 1:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from block_laws import WARPS, Law, V, block_law, difference, position_law, spread
 from edgespec_runtime.decoding.options import DecodingOptions
-from edgespec_runtime.rules.acceptance import LOSSLESS, Draft, Position, TokenRule
+from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Draft, Position, TokenRule
 from edgespec_runtime.rules.cascades import discrepancy, entropy, log_total, total_variation
 from edgespec_runtime.rules.lenient import excess, tuned_beta
 from edgespec_runtime.rules.sampling import Categorical, Uniforms, Warp, warp
@@ -135,7 +135,7 @@ def test_engine_style_matching(warped: str) -> None:
     for position, s in positions(how):
         matched = 1 - rejection(one_pass("match-sampled"), position)
         assert matched == pytest.approx(float((s.p * s.q).sum()), abs=2e-6)
-        assert matched <= 1 - rejection(LOSSLESS, position) + 1e-6
+        assert matched <= 1 - rejection(LOSSLESS_RULE, position) + 1e-6
 
 
 def test_a_greedy_draft_that_fails_to_match_leaves_the_target_without_it() -> None:
@@ -248,10 +248,10 @@ def test_limits_that_are_lossless(text: str) -> None:
             continue
         for token in np.flatnonzero(s.q):
             assert rule.accept(position, int(token)) == pytest.approx(
-                LOSSLESS.accept(position, int(token)), abs=1e-6
+                LOSSLESS_RULE.accept(position, int(token)), abs=1e-6
             )
         np.testing.assert_allclose(
-            rule.residual(position).dense(V), LOSSLESS.residual(position).dense(V), atol=1e-5 / s.tv
+            rule.residual(position).dense(V), LOSSLESS_RULE.residual(position).dense(V), atol=1e-5 / s.tv
         )
         np.testing.assert_allclose(position_law(rule, position), s.p, atol=1e-6)
 
