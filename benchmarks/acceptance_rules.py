@@ -16,6 +16,7 @@ from pathlib import Path
 
 from common import command_line, summed, whole_numbers
 from edgespec_runtime.bench.bench import measure
+from edgespec_runtime.bench.report import Place
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
                     draft_length=length,
                     max_new_tokens=given.new,
                 )
-                counts[length, rule].append(measure(pair, prompt, how, length, (index, 0)).counts)
+                counts[length, rule].append(measure(pair, prompt, how, length, Place(index, 0)).counts)
             bar.update(1)
     print(
         f"{pair.manifest.target.name} with {pair.manifest.drafter.name}, {pair.engine} {pair.precision}, vocabulary "

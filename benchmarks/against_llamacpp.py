@@ -42,13 +42,14 @@ from edgespec_runtime.decoding.options import LOOKUP, MODEL, DecodingOptions
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.llamacpp import load_library
-from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts, bootstrap, median, predicted_speedup, ratio_of_sums
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import LLAMACPP
 
 PLAIN, LOOP, AGAIN, CHOSEN = "edgespec plain", "llama.cpp loop", "the same again", "edgespec γ chosen"
 RULES = ("lossless", "match-greedy", "match-sampled")

@@ -17,12 +17,12 @@ from edgespec_export.formats.export import ExportedFile
 from edgespec_export.gguf import quantize
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 from gguf.constants import LlamaFileType
 from ort_quantizers import write_quantized
 
 from edgespec.core.errors import EdgespecError
 from edgespec.core.files import whole_file
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.precisions import MIXED
 from edgespec.recipe.schema import PRECISIONS, ExportOptions
 from edgespec.stages.own_gguf import own_file

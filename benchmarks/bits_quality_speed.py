@@ -46,7 +46,6 @@ from edgespec_export.verify.file_check import fast_opener, opener
 from edgespec_runtime.bench.suite import BUILT_IN, read_suite
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 from ort_quantizers import KINDS
 
 from edgespec.building.pair import gguf_target
@@ -55,6 +54,7 @@ from edgespec.core.metrics import bootstrap, median
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 
 CONTEXT, PAST, NEW = 512, 64, 16  # tokens
 CELLS = 150, 40  # of the plot, across and up: labels of files that lie closer would cover each other

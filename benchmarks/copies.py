@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from common import chat_of, command_line
-from edgespec_runtime.bench.suite import in_turn, read_suite
+from edgespec_runtime.bench.suite import read_suite, round_robin
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import HYBRID, MODEL, DecodingOptions
 from edgespec_runtime.decoding.schedule import FROM_MODEL, LONG_COPY, SHORT_COPY, Fixed, Outcome
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     pair = open_pair(given.pair, LoadOptions(given.engine, given.precision, threads=given.threads))
     found: dict[str, dict[str, Tally]] = defaultdict(lambda: {MODEL: Tally(), HYBRID: Tally()})
-    questions = in_turn(read_suite("built-in"))[: given.questions]
+    questions = round_robin(read_suite("built-in"))[: given.questions]
     with progress("copies", len(questions), "question") as bar:
         for number, question in enumerate(questions):
             prompt = pair.tokenizer.encode_chat(chat_of(question))

@@ -30,7 +30,7 @@ from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode, rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL, SHIFT, STOP, DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 from edgespec_runtime.rules.acceptance import Rule
 from edgespec_runtime.rules.table import rule_of
 
@@ -40,6 +40,7 @@ from edgespec.core.manifest import open_manifest
 from edgespec.core.metrics import RawCounts, median
 from edgespec.core.progress import progress
 from edgespec.core.table import table
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 
 BAR_BYTES_A_TOKEN = 20.0  # of growth; one number kept for every token is 32, one row of logits 16 KiB or more
 JUDGED_FROM = 1800.0  # seconds: the tokenizer's word cache and the allocators' pools fill for minutes

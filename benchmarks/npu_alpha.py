@@ -28,7 +28,7 @@ from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions
 from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.static import ONNXRUNTIME, StaticEngine
+from edgespec_runtime.engines.static import StaticEngine
 from edgespec_runtime.text.prompts import read_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 
@@ -36,6 +36,7 @@ from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts, bootstrap, expected_acceptance
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import ONNXRUNTIME
 from edgespec.recipe.schema import ExportOptions
 
 GAMMA = 3

@@ -30,10 +30,11 @@ from edgespec_runtime.doctor.block_difference import block_difference
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
 from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
-from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static import StaticEngine
 from edgespec_runtime.engines.static_program import has_openvino
 
 from edgespec.core.table import table
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 from edgespec.recipe.schema import ExportOptions
 
 COUNTS = (1, 4, 64)

@@ -27,12 +27,13 @@ from edgespec_export.synthetic.pair import build
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
-from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import ONE_THREAD_BELOW, load_engine
 
 from edgespec.core.files import write_json
 from edgespec.core.metrics import bootstrap, median
 from edgespec.core.progress import progress
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 
 CONTEXT, CACHED = 256, 64  # tokens
 RATES = (0.5, 0.7, 0.9)

@@ -28,16 +28,17 @@ from pathlib import Path
 
 from against_llamacpp import Rates, Run, Timer, in_turns, native_loop, ours, python_binding
 from common import chat_of, command_line, same_options, whole_numbers, words
-from edgespec_runtime.bench.suite import in_turn, read_suite
+from edgespec_runtime.bench.suite import read_suite, round_robin
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.engines.engine import default_threads
-from edgespec_runtime.pair.bundle import LLAMACPP, LoadOptions, Pair, open_pair
+from edgespec_runtime.pair.bundle import LoadOptions, Pair, open_pair
 
 from edgespec.core.files import read_json, write_json
 from edgespec.core.manifest import read_manifest
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.output import note
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import LLAMACPP
 
 PLAIN, CHOSEN, LOOP, LOOKUP = "plain", "γ chosen", "llama.cpp", "llama.cpp prompt lookup"
 TORCH, TORCH_LOOKUP = "transformers", "transformers prompt lookup"
@@ -173,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.json:
         same_options(given.json.with_suffix(".options.json"), given, "files", "temperatures", "json")
-    questions = in_turn(read_suite("built-in"))
+    questions = round_robin(read_suite("built-in"))
     kinds = sorted({question.category for question in questions})
     questions = questions[: given.each * len(kinds)]
     target = read_manifest(given.bundle).target

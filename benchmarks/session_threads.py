@@ -28,11 +28,12 @@ from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import default_threads
-from edgespec_runtime.pair.bundle import ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import load_engine
 
 from edgespec.core.files import write_json
 from edgespec.core.metrics import RawCounts, bootstrap, median
 from edgespec.core.table import interval, table
+from edgespec.recipe.devices import ONNXRUNTIME
 
 CONTEXT, PROMPT, NEW = 256, 64, 48
 RATE, DRAFT_LENGTH = 0.7, 3

@@ -16,7 +16,9 @@ from edgespec.recipe.precisions import PRECISIONS
 from edgespec.recipe.schema import ExportOptions, Recipe
 from edgespec.recipe.shipped import device_entries
 
-ONNXRUNTIME, LLAMACPP, STATIC = "onnxruntime", "llama.cpp", "static"
+ONNXRUNTIME, LLAMACPP = "onnxruntime", "llama.cpp"
+STATIC, OPENVINO = "static", "openvino"
+"""Graphs of fixed lengths: on ONNX Runtime, and the same files on OpenVINO."""
 ENGINES = (ONNXRUNTIME, LLAMACPP, STATIC)
 FORMATS = tuple(PRECISIONS)
 """Formats in the order of ExportOptions; each is one of its fields."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgespec.planning import estimate
+from edgespec.core.table import byte_size
 from edgespec.report.fields import Interval
 
 ABSENT = "–"
@@ -138,4 +138,4 @@ def size(count: float | None) -> Cell:
     """Bytes."""
     if count is None:
         return Cell(ABSENT)
-    return Cell(estimate.size(count) if count >= 2**10 else f"{count:.0f} B")
+    return Cell(byte_size(count) if count >= 2**10 else f"{count:.0f} B")

@@ -87,19 +87,14 @@ def write_bundle(
     shapes = {role: shape_of_drafter(folder) for role, folder in folders.items()}
     subset = check_same_tokenizer(target_folder, drafter_folder)
     own = own_file(target_folder)
-    files = exported_files(export_folder, options, own, head=head)
-    if not files:
+    exported = exported_files(export_folder, options, own, head=head)
+    if not exported:
         raise InputError("the recipe exports no precision at all; give --export.onnx or --export.gguf")
     parameters = {role: shape.parameters for role, shape in shapes.items()}
-    exported = files  # all of them travel: other engines pair files of one precision
+    # all of them travel, since other engines pair files of one precision; the runtime's pairs are these
     files, drafters = choose_drafters(exported, subset, parameters, verification)
     with whole_folder(out) as folder:
-        places = {file.path: _size(file.path) for file in exported}  # a head's folder stands for several
-        with reading("copy the exported files", sum(places.values())) as bar:
-            for path, size in places.items():
-                for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                    copy_file(file, folder / file.relative_to(export_folder))
-                bar.update(size / MIB)
+        sizes = _copy(exported, export_folder, folder)
         (folder / "tokenizer").mkdir()
         copy_tokenizer(target_folder, folder / "tokenizer")
         if (target_folder / GENERATION).is_file():
@@ -130,14 +125,6 @@ def write_bundle(
             for file in files
             for fast in ((False,) if file.fast_graph is None else (False, True))
         }
-        ratios: dict[str, Any] = {
-            "parameters": parameters["drafter"] / parameters["target"],
-            "bytes": {
-                "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
-                for (role, key, fast), size in streamed.items()
-                if role == "target"
-            },
-        }
         small = FLOAT * parameters["target"] <= FLOAT_LIMIT
         both = _both(files)
         preferred = _preferred(device, own)
@@ -158,7 +145,7 @@ def write_bundle(
             target=models["target"],
             drafter=models["drafter"],
             default=choice.default,
-            cost_ratio=ratios,
+            cost_ratio=_cost_ratios(parameters, streamed),
             metrics=metrics
             | ({TIMED_FILES: choice.rows()} if choice.timed else {})
             | ({DRAFT_SIDE: list(map(asdict, drafters))} if drafters else {}),
@@ -167,17 +154,45 @@ def write_bundle(
             device={} if device is None else device.settings(min(s.context_length for s in shapes.values())),
         )
         usual = choice.default.get("fast", "").split()  # what runs in fast mode unless told otherwise
-        sizes = []
+        rows = []
         for path, one in {file.path: file for file in files}.items():
             fast = one.fast_graph is not None and "/".join(one.key) in usual
-            read = streamed[one.role, one.key, fast]
-            sizes.append(CardFile(path.relative_to(export_folder).as_posix(), places[path], read))
+            name = path.relative_to(export_folder).as_posix()
+            rows.append(CardFile(name, sizes[path], streamed[one.role, one.key, fast]))
         card = folder / "README.md"
-        write_text(card, Card(manifest, sizes, evaluation, verification, licence, subset).text())
+        write_text(card, Card(manifest, rows, evaluation, verification, licence, subset).text())
         entry = BundleFile(sha256_file(card), card.stat().st_size)
         manifest = replace(manifest, files={card.name: entry, **manifest.files})
         write_manifest(folder, manifest)
     return {"files": len(manifest.files), "bytes": sum(entry.bytes for entry in manifest.files.values())}
+
+
+def _copy(exported: Sequence[ExportedFile], export_folder: Path, folder: Path) -> dict[Path, int]:
+    """Copy the exported files to their places in `folder`; bytes of each. A head's folder stands for several of them."""
+    sizes = {file.path: _size(file.path) for file in exported}
+    with reading("copy the exported files", sum(sizes.values())) as bar:
+        for path, size in sizes.items():
+            for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+                copy_file(file, folder / file.relative_to(export_folder))
+            bar.update(size / MIB)
+    return sizes
+
+
+def _cost_ratios(
+    parameters: dict[str, int], streamed: dict[tuple[str, tuple[str, str], bool], int]
+) -> dict[str, Any]:
+    """c by parameters, and by the bytes that a token streams, for each file of the target and its fast graph.
+
+    `streamed`: bytes by role, key, and whether the fast graph runs.
+    """
+    return {
+        "parameters": parameters["drafter"] / parameters["target"],
+        "bytes": {
+            "/".join((*key, "fast") if fast else key): streamed["drafter", key, False] / size
+            for (role, key, fast), size in streamed.items()
+            if role == "target"
+        },
+    }
 
 
 def _bits(export_folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from edgespec_runtime.bench.synthetic import SyntheticPair
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME
 
 from edgespec.core.errors import InputError, did_you_mean
 from edgespec.core.files import read_json, write_json
@@ -25,6 +24,7 @@ from edgespec.core.manifest import ROLES
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.planning.devices_fit import LOADED, WORKING_MEMORY
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.drafter import derive
 from edgespec.recipe.schema import DrafterOptions
 from edgespec.recipe.targets import TARGETS, shape_of_target

@@ -23,7 +23,7 @@ from edgespec_runtime.engines.llamacpp import is_available
 from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, vocabulary_of
 from edgespec_runtime.heads.feature_engine import FeatureEngine
 from edgespec_runtime.heads.feature_head import FeatureHead
-from edgespec_runtime.pair.bundle import load_engine
+from edgespec_runtime.pair.bundle import kernels, load_engine
 from edgespec_runtime.rules.sampling import Warp, warp
 from edgespec_runtime.rules.table import LOSSLESS
 
@@ -161,9 +161,8 @@ def open_file(
     features: bool = False,
     fast: bool = False,
 ) -> Engine:
-    """A file as the runtime's exact mode opens it, or its `fast` one; a drafter runs from its fast graph in both."""
-    graph = file.fast_graph if fast or file.role == "drafter" else None
-    attention = False if fast and file.engine == "llama.cpp" else None
+    """A file as the runtime's exact mode opens it, or its `fast` one."""
+    graph, attention = kernels(file.engine, file.role, file.fast_graph, None, fast=fast)
     threads = 1 if parameters < SMALL else None
     engine = load_engine(file.engine, file.path, None, threads, attention, graph, features)
     return engine if subset is None or file.role == "target" else SubsetEngine(engine, subset)

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import load_engine
 from torch import Tensor
 
 from edgespec.core.errors import InputError
 from edgespec.core.families import family_for
 from edgespec.core.shapes import ModelShape
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec_export.gguf.to_gguf import Checkpoint
 from edgespec_export.onnx.by_layers import check_alike
 from edgespec_export.onnx.repeat import layer_of

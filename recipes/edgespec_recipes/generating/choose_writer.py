@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from edgespec_runtime.pair.bundle import LLAMACPP
-
 from edgespec.core.errors import InputError
+from edgespec.recipe.devices import LLAMACPP
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_recipes.generating.batch_writer import BatchWriter

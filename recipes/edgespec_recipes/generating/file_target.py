@@ -16,7 +16,7 @@ import torch
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import load_engine
 from edgespec_runtime.rules.table import LOSSLESS
 from edgespec_runtime.untrusted.genai_settings import SETTINGS
 
@@ -24,6 +24,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
 from edgespec.core.manifest import MANIFEST, open_manifest
 from edgespec.core.metrics import RawCounts
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
 from edgespec_recipes.generating.response_rows import Answers, Request, Writer

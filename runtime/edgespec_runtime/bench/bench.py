@@ -11,7 +11,7 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,25 +27,33 @@ from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
 from edgespec.core.table import count, duration
 from edgespec_runtime.bench.categories import Category, by_category, category_table
-from edgespec_runtime.bench.dialogues import Dialogue, that_fit
+from edgespec_runtime.bench.dialogues import Dialogue, fitting_dialogues
 from edgespec_runtime.bench.plot import plot_bench
 from edgespec_runtime.bench.report import (
     AUTO,
     PLAIN,
+    Place,
     Run,
     Summary,
+    compared,
     cost_table,
     fastest_fixed,
     identical_prompts,
     shortfalls,
-    shown,
     speed_table,
     summarise,
     summed,
     verdict,
 )
 from edgespec_runtime.bench.samples import samples_of
-from edgespec_runtime.bench.suite import BUILT_IN, MAX_QUESTIONS, Question, in_turn, of_chat, read_suite
+from edgespec_runtime.bench.suite import (
+    BUILT_IN,
+    MAX_QUESTIONS,
+    Question,
+    question_of,
+    read_suite,
+    round_robin,
+)
 from edgespec_runtime.chooser.pair_schedule import Schedules
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import SHIFT, DecodingOptions, ReplyOptions, numbered, plain
@@ -105,10 +113,10 @@ def measure(
     prompt: Sequence[int],
     how: DecodingOptions,
     length: int,
-    place: tuple[int, int],
+    place: Place,
     schedule: Schedule | None = None,
 ) -> Run:
-    """Decode one prompt once from empty caches. `place`: index of the prompt and of the repeat."""
+    """Decode one prompt once from empty caches."""
     draft = None if length == PLAIN else pair.draft
     for model in pair.models:
         model.rewind(0)
@@ -119,7 +127,10 @@ def measure(
     for block in decode(pair.target, draft, prompt, how, pair.tokenizer.stop_ids, counts, schedule):
         first_token = first_token or perf_counter() - start
         reply += block.tokens
-    return Run(place[0], place[1], length, len(prompt), first_token, tuple(reply), counts)
+    prompt_tokens = len(prompt)
+    return Run(
+        place.prompt, place.repeat, length, prompt_tokens, first_token, tuple(reply), counts, place.turn
+    )
 
 
 def runs_of(
@@ -137,7 +148,7 @@ def runs_of(
     how[AUTO] = DecodingOptions(**shared, max_draft_length=options.max_draft_length)
     how[PLAIN] = plain(how[AUTO])
     for length in (PLAIN, lengths[-1]):  # warm-up: first calls of both engines allocate
-        measure(pair, dialogues[0].prompts[0], how[length], length, (0, 0))
+        measure(pair, dialogues[0].prompts[0], how[length], length, Place(0, 0))
     chosen = None
     if options.choose and not own:
         lengths = (*lengths, AUTO)
@@ -152,8 +163,8 @@ def runs_of(
             for length in shuffled(lengths, number):
                 seeded = numbered(how[length], number)  # prompts that share a seed are not independent
                 schedule = chosen if length == AUTO else None
-                run = measure(pair, prompt, seeded, length, (index, repeat), schedule)
-                runs.append(replace(run, turn=turn))
+                run = measure(pair, prompt, seeded, length, Place(index, repeat, turn), schedule)
+                runs.append(run)
                 if length == PLAIN:
                     reply = run.reply
             if not repeat:
@@ -173,7 +184,7 @@ def shared_of(options: Options) -> dict[str, Any]:
     return shared | {"rule": options.rule_name, "seed": options.seed or 0}
 
 
-def ran(verb: str, given: dict[str, Any]) -> dict[str, Any]:
+def provenance(verb: str, given: dict[str, Any]) -> dict[str, Any]:
     """Which command ran, when and where."""
     words = {name: value for name, value in given.items() if name != "bundle"}
     return {
@@ -190,7 +201,7 @@ def report(
     options: Options,
     runs: Sequence[Run],
     summaries: Sequence[Summary],
-    asked: Asked,
+    asked: Questions,
     rows: Sequence[Category],
 ) -> dict[str, Any]:
     """Everything, for --json: what was run, raw counts of every run, what is derived from them and a few replies.
@@ -201,7 +212,7 @@ def report(
     length = fastest_fixed(summaries).draft_length
     drafting = DecodingOptions(**shared_of(options), draft_length=None if length == AUTO else length)
     found = {
-        **ran("bench", given),
+        **provenance("bench", given),
         "target": pair.manifest.target.name,
         "drafter": pair.manifest.drafter.name,
         "bundle": sha256_file(pair.manifest.folder / MANIFEST),
@@ -229,7 +240,7 @@ def report(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """The prompts of a bench. `too_long`: questions that were left out because the context has no room for them."""
 
     dialogues: Sequence[Dialogue]
@@ -245,10 +256,10 @@ class Asked:
 
     def by_category(self, runs: Sequence[Run], summaries: Sequence[Summary]) -> list[Category]:
         names = {index: one.question.category for index, one in enumerate(self.dialogues)}
-        return [row for s in shown(summaries) for row in by_category(runs, names, s.draft_length)]
+        return [row for s in compared(summaries) for row in by_category(runs, names, s.draft_length)]
 
 
-def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Asked:
+def questions_for(pair: Pair, options: Options, questions: Sequence[Question]) -> Questions:
     """The questions of a suite, one category after the other, else the chats of a file, as far as the context has room.
 
     A reply to a chat may end where the context does; one to a question of a suite has room for all its tokens.
@@ -256,9 +267,9 @@ def asked_of(pair: Pair, options: Options, questions: Sequence[Question]) -> Ask
     reply = options.max_new_tokens if questions and options.when_full != SHIFT else 1
     if not questions:
         chats = read_chats(Path(options.prompts)) if options.prompts else pair.prompts()
-        questions = [of_chat(chat) for chat in chats]
+        questions = [question_of(chat) for chat in chats]
     room = pair.target.engine.context_length - reply
-    return Asked(*that_fit(pair.tokenizer, in_turn(questions), room, options.max_prompts))
+    return Questions(*fitting_dialogues(pair.tokenizer, round_robin(questions), room, options.max_prompts))
 
 
 def run(given: dict[str, Any]) -> int:
@@ -280,7 +291,7 @@ def run(given: dict[str, Any]) -> int:
     if options.plot:
         require_matplotlib()
     with closing(open_pair(Path(options.bundle), options, options.needs_model, manifest)) as pair:
-        asked = asked_of(pair, options, questions)
+        asked = questions_for(pair, options, questions)
         runs: list[Run] = []
         total = RawCounts()
         start = perf_counter()
@@ -337,12 +348,12 @@ def _print(pair: Pair, options: Options, runs: Sequence[Run], summaries: Sequenc
 
 
 def _print_suite(
-    options: Options, summaries: Sequence[Summary], asked: Asked, rows: Sequence[Category], seconds: float
+    options: Options, summaries: Sequence[Summary], asked: Questions, rows: Sequence[Category], seconds: float
 ) -> None:
-    """A table by category for each way of drafting that is shown, and what of the suite was not run."""
+    """A table by category for each way of drafting that is compared, and what of the suite was not run."""
     done, total = rows[-1].prompts, len(asked.dialogues)
     print()
-    for s in shown(summaries):
+    for s in compared(summaries):
         print(f"{options.suite} by category: {s.name} against plain decoding\n")
         own = [row for row in rows if row.draft_length == s.draft_length]
         print(category_table(own, markdown=options.markdown), end="\n\n")

@@ -44,7 +44,7 @@ class Dialogue:
             self.prompts.append(prompt)
 
 
-def that_fit(
+def fitting_dialogues(
     tokenizer: ChatTokenizer, questions: Iterable[Question], room: int, most: int
 ) -> tuple[list[Dialogue], int]:
     """(the first `most` questions whose first turn has at most `room` tokens, how many were too long on the way).

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from edgespec.core.metrics import (
     RawCounts,
@@ -25,6 +26,14 @@ PLAIN = 0  # the draft length of a plain run
 AUTO = -1  # ... of one whose draft lengths were chosen block by block, by the schedule or by a rule with a loop of its own
 GOOD_ACCEPTANCE = 0.8  # what a well-distilled drafter reaches on its own target's replies
 Interval = tuple[float, float, float]  # value, low and high end of the 95 % interval
+
+
+class Place(NamedTuple):
+    """Where a run stands: the prompt, its repeat, and the turn of a conversation, all counted from 0."""
+
+    prompt: int
+    repeat: int
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -243,7 +252,7 @@ def fastest_fixed(summaries: Sequence[Summary]) -> Summary:
     return max(_fixed(summaries), key=lambda s: s.speedup[0])
 
 
-def shown(summaries: Sequence[Summary]) -> list[Summary]:
+def compared(summaries: Sequence[Summary]) -> list[Summary]:
     """What is looked at by category: the fastest fixed γ and, last, the chosen draft lengths where they were run."""
     best = fastest_fixed(summaries)
     return [s for s in summaries if s is best or s.draft_length == AUTO]
@@ -258,7 +267,7 @@ def shortfalls(
     chosen lengths says how often this machine drafted rather than how good the drafter is.
     """
     highest = max(_fixed(summaries), key=lambda s: s.block_efficiency[0])
-    used = shown(summaries)[-1]
+    used = compared(summaries)[-1]
     found = []
     for name, value, at, least in (
         ("speed-up over plain decoding", used.speedup, used.name, least_speedup),

@@ -57,7 +57,7 @@ class Question:
     where: str = ""
 
 
-def of_chat(chat: list[Message], category: str = "", name: str = "", where: str = "") -> Question:
+def question_of(chat: list[Message], category: str = "", name: str = "", where: str = "") -> Question:
     """The question of a conversation that ends with the user."""
     return Question((chat[-1]["content"],), tuple(chat[:-1]), category, name, where)
 
@@ -91,7 +91,7 @@ def read_suite(name: str) -> list[Question]:
     return questions
 
 
-def in_turn(questions: Iterable[Question]) -> list[Question]:
+def round_robin(questions: Iterable[Question]) -> list[Question]:
     """The first question of every category, then the second of every one ...: whoever stops early has seen them all."""
     grouped: dict[str, list[Question]] = {}
     for question in questions:
@@ -151,7 +151,7 @@ def _question(row: dict[str, Any], number: str, where: str) -> Question:
             raise InputError(f"{where} has {len(chat)} messages; at most {MAX_MESSAGES} are wanted")
         for place, message in enumerate(chat):
             _text(message["content"], f"{where}: messages[{place}]")
-        return of_chat(chat, category("prompts"), name, where)
+        return question_of(chat, category("prompts"), name, where)
     code = "code" if "task_id" in row else "prompts"
     for key, usual in (("prompt", code), ("question", "maths"), ("instruction", "prompts")):
         if key in row:

@@ -22,6 +22,7 @@ from edgespec.core.options import from_mapping, knob, with_default
 from edgespec.core.output import write_result
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.drafter import cost_ratios
 from edgespec_runtime.bench import bench
 from edgespec_runtime.bench.synthetic_report import Arm, Run, Section, Trace, as_json, text
@@ -37,7 +38,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import free_share
 from edgespec_runtime.engines.engine import Engine, default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.pair.bundle import LLAMACPP, ONE_THREAD_BELOW, ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import ONE_THREAD_BELOW, kernels, load_engine
 from edgespec_runtime.rules.acceptance import LOSSLESS_RULE, Position, TokenRule
 from edgespec_runtime.rules.table import LOSSLESS
 
@@ -244,11 +245,9 @@ def measure(
 
 
 def _load(pair: SyntheticPair, role: str, options: Options, context: int, threads: int) -> Engine:
-    """One model in the mode asked for. A drafter runs from its fast graph in either mode, as a bundle's does."""
-    fast, flash_attention = options.mode == FAST, options.flash_attention
-    if fast and pair.engine == LLAMACPP and flash_attention is None:
-        flash_attention = False
-    graph = pair.fast_graphs.get(role) if fast or role == "drafter" else None
+    """One model in the mode asked for."""
+    fast_graph, fast = pair.fast_graphs.get(role), options.mode == FAST
+    graph, flash_attention = kernels(pair.engine, role, fast_graph, options.flash_attention, fast=fast)
     own = 1 if pair.shapes[role].parameters < ONE_THREAD_BELOW[role] else threads
     return load_engine(pair.engine, pair.paths[role], context, own, flash_attention, graph)
 

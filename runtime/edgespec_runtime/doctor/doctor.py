@@ -17,6 +17,7 @@ from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
 from edgespec.core.shapes import told_shape
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, STATIC
 from edgespec_runtime.chooser.calibrate import CalibrateOptions, calibrate
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
 from edgespec_runtime.chooser.kept_costs import costs_of
@@ -27,17 +28,7 @@ from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.device import read_bandwidth, this_device
 from edgespec_runtime.engines.engine import default_threads
 from edgespec_runtime.engines.exactness import EXACT, FAST
-from edgespec_runtime.pair.bundle import (
-    LLAMACPP,
-    ONNXRUNTIME,
-    STATIC,
-    WIDENED,
-    LoadOptions,
-    Pair,
-    load_model,
-    load_pair,
-    open_pair,
-)
+from edgespec_runtime.pair.bundle import WIDENED, LoadOptions, Pair, load_model, load_pair, open_pair
 
 # Shares of the time given; loading and the bandwidth come on top.
 CHOSEN, OTHERS, THREADS, EXACTNESS = 0.45, 0.25, 0.15, 0.15

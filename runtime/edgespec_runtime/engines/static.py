@@ -20,6 +20,7 @@ import numpy as np
 
 from edgespec.core.errors import BundleError, EdgespecError, InputError, did_you_mean
 from edgespec.core.files import read_json
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 from edgespec_runtime.engines.engine import Logits, check_rewind, check_room, default_threads
 from edgespec_runtime.engines.static_program import (
     Array,
@@ -32,7 +33,6 @@ from edgespec_runtime.engines.static_program import (
 from edgespec_runtime.untrusted.genai_settings import count_of, unusable
 from edgespec_runtime.untrusted.onnx_graph import check_onnx
 
-ONNXRUNTIME, OPENVINO = "onnxruntime", "openvino"
 SETTINGS = "static.json"
 FORMAT = 1
 MAX_SETTINGS_BYTES = 64 * 1024

@@ -11,6 +11,7 @@ from edgespec.core.files import read_json
 from edgespec.core.manifest import AGAIN, HEAD, ROLES, Manifest, open_manifest
 from edgespec.core.options import knob
 from edgespec.core.progress import MIB, reading
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME, OPENVINO, STATIC
 from edgespec.recipe.precisions import precision_names
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.engines.engine import Engine, default_threads
@@ -20,10 +21,6 @@ from edgespec_runtime.engines.vocabulary import SubsetEngine, Vocabulary, read_v
 from edgespec_runtime.text.prompts import bundled_chats
 from edgespec_runtime.text.tokenizer import ChatTokenizer, Message
 
-ONNXRUNTIME = "onnxruntime"
-LLAMACPP = "llama.cpp"
-STATIC = "static"  # graphs of fixed lengths, on ONNX Runtime
-OPENVINO = "openvino"  # the same files, on OpenVINO
 # ONNX precisions with a faster kernel, one that rounds activations; fp32 and fp16 have one kernel only.
 ROUNDED = frozenset({"int4", "int8", "mixed"})
 WIDENED = frozenset({"fp16", "int8"})  # small in the file, float32 in memory (int8: in exact mode)
@@ -143,37 +140,42 @@ def load_engine(
             f"leave it out or give --engine {LLAMACPP}"
         )
     if engine in (STATIC, OPENVINO):
-        from edgespec_runtime.engines.static import ONNXRUNTIME as PLAIN
         from edgespec_runtime.engines.static import StaticEngine
 
-        return StaticEngine(
-            path, threads=threads, backend=OPENVINO if engine == OPENVINO else PLAIN, context_length=context
-        )
+        backend = OPENVINO if engine == OPENVINO else ONNXRUNTIME
+        return StaticEngine(path, threads=threads, backend=backend, context_length=context)
     from edgespec_runtime.engines.onnx_runtime import OnnxRuntimeEngine
 
     return across_border(OnnxRuntimeEngine(path, context_length=context, threads=threads, graph=graph))
 
 
+def kernels(
+    engine: str, role: str, fast_graph: Path | None, flash_attention: bool | None, *, fast: bool
+) -> tuple[Path | None, bool | None]:
+    """What a mode means for a model: (the graph of an ONNX folder, None for its usual one; llama.cpp's flash attention).
+
+    A drafter runs from its fast graph in either mode: q is whatever its logits say, and the rule holds for every q.
+    """
+    if fast and engine == LLAMACPP and flash_attention is None:
+        flash_attention = False
+    return fast_graph if fast or role == "drafter" else None, flash_attention
+
+
 def load_model(
     manifest: Manifest, role: str, engine: str, precision: str, options: LoadOptions, threads: int
 ) -> Engine:
-    """One model of a bundle in the mode asked for. Raises InputError where its files have no graph for it.
-
-    A drafter with a fast graph runs from it in either mode: q is whatever its logits say, and the rule holds for every q.
-    """
+    """One model of a bundle in the mode asked for. Raises InputError where its files have no graph for it."""
     path = manifest.model_path(role, engine, precision)
     if engine == STATIC and options.engine == OPENVINO:
         engine = OPENVINO
-    flash_attention, graph = options.flash_attention, None
-    if options.mode == FAST and engine == LLAMACPP and flash_attention is None:
-        flash_attention = False
-    if engine == ONNXRUNTIME and (options.mode == FAST or role == "drafter"):
-        graph = manifest.fast_graph(role, engine, precision)
-        if graph is None and options.mode == FAST and precision in ROUNDED:
-            raise InputError(
-                f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
-                f"build the bundle again, or leave --mode at {EXACT}"
-            )
+    fast = options.mode == FAST
+    fast_graph = manifest.fast_graph(role, engine, precision) if engine == ONNXRUNTIME else None
+    if fast and fast_graph is None and engine == ONNXRUNTIME and precision in ROUNDED:
+        raise InputError(
+            f"mode is {FAST!r}, and the bundle's {precision} {role} has no graph for it (it was made before there was one); "
+            f"build the bundle again, or leave --mode at {EXACT}"
+        )
+    graph, flash_attention = kernels(engine, role, fast_graph, options.flash_attention, fast=fast)
     features = role == "target" and manifest.drafter.kind == HEAD
     return load_engine(engine, path, options.context, threads, flash_attention, graph, features)
 

@@ -21,8 +21,8 @@ from edgespec.core.options import from_mapping, knob, to_mapping, with_default
 from edgespec.core.output import json_knob, note, write_result
 from edgespec.core.pictures import require_matplotlib
 from edgespec.core.progress import progress
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, ran
-from edgespec_runtime.bench.report import PLAIN, Run
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, measure, provenance
+from edgespec_runtime.bench.report import PLAIN, Place, Run
 from edgespec_runtime.decoding.options import MODEL, DecodingOptions, ReplyOptions, plain
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
@@ -156,10 +156,10 @@ class Answers:
         """Answer one prompt by every arm, as often as asked; every run from empty caches."""
         for repeat in range(self._options.repeats):
             for arm in shuffled(self._arms, index * self._options.repeats + repeat):
-                yield arm, self.run(arm, ids, (index, repeat))
+                yield arm, self.run(arm, ids, Place(index, repeat))
 
-    def run(self, arm: Arm, ids: Sequence[int], place: tuple[int, int]) -> Run:
-        """Answer one prompt once. `place`: index of the prompt and of the repeat.
+    def run(self, arm: Arm, ids: Sequence[int], place: Place) -> Run:
+        """Answer one prompt once.
 
         Every place has a seed of its own: with one seed for all, every first token is drawn with the same random number, prompts
         are no independent samples, and an interval over them is too narrow. Arms share the seeds.
@@ -169,7 +169,7 @@ class Answers:
         how = DecodingOptions(
             **asdict(Warp.of(options)),
             max_new_tokens=min(options.max_new_tokens, self._limit - len(ids)),
-            seed=options.seed + place[0] * options.repeats + place[1],
+            seed=options.seed + place.prompt * options.repeats + place.repeat,
             draft_length=None if isinstance(rule_of(rule), LoopRule) else options.draft_length,
             rule=rule,
             drafter=MODEL,
@@ -215,7 +215,7 @@ def trials_of(
     """Answer and score as many prompts as the time allows, with a progress bar."""
     encoded = answers.encode(prompts)
     for arm in (*ENDS, arms[-1]):  # warm-up: first calls of both engines allocate
-        answers.run(arm, encoded[0], (0, 0))
+        answers.run(arm, encoded[0], Place(0, 0))
     trials: list[Trial] = []
     size = len(arms) * options.repeats
     with progress("tradeoff", len(prompts) * size, "runs") as bar:
@@ -260,7 +260,7 @@ def study_of(given: dict[str, Any], options: Options) -> Study:
         share = min(share, free_share(pair.threads))
         about = {
             "title": options.title or Path(options.prompts or "prompts").stem,
-            **ran("tradeoff", given),
+            **provenance("tradeoff", given),
             "pair": f"{pair.manifest.target.name} with {pair.manifest.drafter.name}",
             "engine": f"{pair.backend} {engine_version(pair.backend)}".strip(),
             "precision": pair.precision,

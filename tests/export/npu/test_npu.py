@@ -12,7 +12,7 @@ from edgespec_export.npu.to_npu import export_npu
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.engines.cached_engine import CachedEngine
-from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static import StaticEngine
 from edgespec_runtime.engines.static_program import has_openvino
 from tiny_bundle import disturbed
 from tiny_models import make_model_folder, torch_logits
@@ -20,6 +20,7 @@ from tiny_models import make_model_folder, torch_logits
 from edgespec.core.errors import BundleError, InputError
 from edgespec.core.files import read_json, write_json
 from edgespec.core.metrics import RawCounts
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 from edgespec.recipe.schema import ExportOptions
 
 TOKENS = np.random.default_rng(0).integers(4, 512, 90).tolist()

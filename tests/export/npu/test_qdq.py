@@ -11,10 +11,11 @@ import pytest
 from edgespec_export.npu.qdq import BITS, FLOOR, Calibration, calibrate, export_qdq, written_rows
 from edgespec_export.npu.to_npu import export_npu, export_static
 from edgespec_export.verify.readback import static_weights
-from edgespec_runtime.engines.static import ONNXRUNTIME, OPENVINO, StaticEngine, read_static_settings
+from edgespec_runtime.engines.static import StaticEngine, read_static_settings
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_jsonl
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 from edgespec.recipe.schema import ExportOptions
 
 LENGTHS = ExportOptions(npu_length=128, npu_prefill=32, npu_gamma=3)

@@ -11,7 +11,7 @@ import torch
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_export.verify.rounded import write_rounded
-from edgespec_runtime.pair.bundle import LLAMACPP, ONNXRUNTIME, load_engine
+from edgespec_runtime.pair.bundle import load_engine
 from safetensors.numpy import load_file, save_file
 from small_build import command, write_data
 from tiny_models import make_model_folder
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from edgespec.cli import main
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json
+from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.read import resolve
 
 IDS = np.random.default_rng(0).integers(4, 512, 24).tolist()

@@ -25,7 +25,7 @@ from edgespec_runtime.bench.report import (
     verdict,
 )
 from edgespec_runtime.bench.samples import parts_of
-from edgespec_runtime.bench.suite import of_chat
+from edgespec_runtime.bench.suite import question_of
 from edgespec_runtime.decoding.options import Block
 from edgespec_runtime.decoding.speed import metrics_of, shuffled
 from edgespec_runtime.pair.bundle import Pair
@@ -309,14 +309,14 @@ SHORT = Options(bundle="", draft_lengths=(2,), choose=False, max_new_tokens=4, s
 
 
 def test_the_time_limit_holds_and_three_prompts_are_run_at_least(pair: Pair) -> None:
-    prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()]
+    prompts = [Dialogue(pair.tokenizer, question_of(chat)) for chat in pair.prompts()]
     groups = runs_of(pair, prompts, replace(SHORT, seconds=0.0))
     assert [(len(runs), planned) for runs, planned in groups] == [(2, 3)] * 3
     assert len(list(runs_of(pair, prompts, replace(SHORT, repeats=1)))) == len(prompts)
 
 
 def test_time_that_is_left_goes_into_more_rounds_through_the_prompts(pair: Pair) -> None:
-    prompts = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()][:4]
+    prompts = [Dialogue(pair.tokenizer, question_of(chat)) for chat in pair.prompts()][:4]
     options = replace(SHORT, temperature=1.0, seed=5)
     groups = [runs for runs, _ in runs_of(pair, prompts, options)]
     places = [(index, repeat) for repeat in range(MOST_REPEATS) for index in range(4)]

@@ -14,14 +14,14 @@ from edgespec_runtime.bench.report import (
     AUTO,
     PLAIN,
     Run,
+    compared,
     cost_table,
     shortfalls,
-    shown,
     speed_table,
     summarise,
     verdict,
 )
-from edgespec_runtime.bench.suite import of_chat
+from edgespec_runtime.bench.suite import question_of
 from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.cli import main
@@ -55,7 +55,7 @@ def test_the_row_goes_by_the_drafts_that_were_made() -> None:
     assert (own.name, own.mean_draft_length) == ("γ chosen (4.0)", 4.0)
     assert own.mbsu == {"bytes": pytest.approx(mbsu(3.0, 4, 0.05))}
     assert own.predicted == pytest.approx(own.speedup[0]) == pytest.approx(0.6 / 0.38)
-    assert shown(summaries) == [own]
+    assert compared(summaries) == [own]
     assert verdict(summaries) == (
         "Speculation pays here: 1.58x plain decoding [1.58, 1.58] with γ chosen block by block."
     )
@@ -67,7 +67,7 @@ def test_the_row_goes_by_the_drafts_that_were_made() -> None:
 # a random model is hardly sure of anything: thresholds at which it drafts all the same
 @pytest.mark.parametrize("rule", ["bild:a_f=1", "token-cascade:a=1", "sequence-cascade"])
 def test_every_prompt_is_decoded_once_plainly_and_once_by_the_rule(pair: Pair, rule: str) -> None:
-    dialogues = [Dialogue(pair.tokenizer, of_chat(chat)) for chat in pair.prompts()[:3]]
+    dialogues = [Dialogue(pair.tokenizer, question_of(chat)) for chat in pair.prompts()[:3]]
     options = Options(bundle="", rule=rule, max_new_tokens=8, seconds=60.0, repeats=1)
     groups = [runs for runs, _ in runs_of(pair, dialogues, options)]
     assert [sorted(run.draft_length for run in runs) for runs in groups] == [[AUTO, PLAIN]] * 3

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from edgespec_runtime.bench import bench
-from edgespec_runtime.bench.bench import LEAST_PROMPTS, Asked, Options, asked_of, measure, runs_of
+from edgespec_runtime.bench.bench import LEAST_PROMPTS, Options, Questions, measure, questions_for, runs_of
 from edgespec_runtime.bench.categories import ALL, by_category, category_table
 from edgespec_runtime.bench.dialogues import Dialogue
-from edgespec_runtime.bench.report import AUTO, PLAIN, Run, shortfalls, shown, summarise
+from edgespec_runtime.bench.report import AUTO, PLAIN, Run, compared, shortfalls, summarise
 from edgespec_runtime.bench.suite import Question
 from edgespec_runtime.pair.bundle import Pair
 
@@ -101,12 +101,12 @@ def test_the_speedup_is_that_of_chosen_lengths_and_the_block_efficiency_that_of_
     """γ = 1 is the faster one, γ = 3 has the higher τ, and the chosen lengths hardly drafted."""
     runs = [*both(0, 20, 0.4), run_of(0, 1, 40, 0.3), replace(run_of(0, 1, 50, 0.5), draft_length=AUTO)]
     summaries = summarise(runs, {})
-    assert [s.draft_length for s in shown(summaries)] == [1, AUTO]
+    assert [s.draft_length for s in compared(summaries)] == [1, AUTO]
     slow, flat = shortfalls(summaries, 1.3, 3.1)
     assert slow.startswith("The speed-up over plain decoding is 1.20 [1.20, 1.20] at γ chosen (1.0);")
     assert flat.startswith("The block efficiency τ is 3.00 [3.00, 3.00] at γ = 3;")
     fixed = summarise([run for run in runs if run.draft_length != AUTO], {})
-    assert [s.draft_length for s in shown(fixed)] == [1]
+    assert [s.draft_length for s in compared(fixed)] == [1]
     assert shortfalls(fixed, 1.3, 3.0) == []
 
 
@@ -179,14 +179,14 @@ def test_what_the_context_cannot_hold_is_left_out_and_counted(pair: Pair) -> Non
     context = pair.target.engine.context_length
     long = Question(("word " * context,), category="summary")
     talk = Question(("Hi", "word " * context, "Hi"), category="chat")
-    asked = asked_of(pair, options(), [long, talk, long])
+    asked = questions_for(pair, options(), [long, talk, long])
     assert [one.question.category for one in asked.dialogues] == ["chat"]
     assert asked.too_long == 2
     ((runs, _),) = runs_of(pair, asked.dialogues, options(), asked.least)
     assert {run.turn for run in runs} == {0}
     assert asked.turns_left_out == 2
     with pytest.raises(InputError, match=r"the shortest prompt has \d+ tokens, and the context has"):
-        asked_of(pair, options(), [long])
+        questions_for(pair, options(), [long])
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
     advice: str,
 ) -> None:
     context = pair.target.engine.context_length
-    assert len(asked_of(pair, options(max_new_tokens=context), []).dialogues) == len(pair.prompts())
+    assert len(questions_for(pair, options(max_new_tokens=context), []).dialogues) == len(pair.prompts())
     file = tmp_path / "prompts.jsonl"
     rows = ["Hi", "word " * context, "Hello"]
     file.write_text("\n".join(json.dumps({"instruction": row}) for row in rows), encoding="utf-8")
@@ -216,12 +216,12 @@ def test_a_chat_is_left_out_only_where_the_context_has_no_room_for_one_token(
 
 def test_every_category_is_run_whatever_time_it_takes(pair: Pair) -> None:
     questions = [Question((f"Say {place}",), category="ab"[place // 5]) for place in range(10)]
-    asked = asked_of(pair, options(), questions)
+    asked = questions_for(pair, options(), questions)
     assert asked.least == 2 * LEAST_PROMPTS
     done = [runs[0].prompt for runs, _ in runs_of(pair, asked.dialogues, options(seconds=0.0), asked.least)]
     counts = {name: sum(asked.dialogues[one].question.category == name for one in done) for name in "ab"}
     assert counts == {"a": LEAST_PROMPTS, "b": LEAST_PROMPTS}
-    assert Asked(asked.dialogues[:1]).least == LEAST_PROMPTS
+    assert Questions(asked.dialogues[:1]).least == LEAST_PROMPTS
 
 
 @pytest.fixture(scope="module")

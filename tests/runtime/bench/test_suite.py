@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from edgespec_runtime.bench import suite
-from edgespec_runtime.bench.suite import BUILT_IN, MT_BENCH, Question, in_turn, read_suite
+from edgespec_runtime.bench.suite import BUILT_IN, MT_BENCH, Question, read_suite, round_robin
 
 from edgespec.core.errors import InputError
 
@@ -160,7 +160,7 @@ def test_mt_benchs_categories_are_one_beside_spec_benchs_others(tmp_path: Path) 
 
 def test_categories_take_turns() -> None:
     questions = [Question((text,), category=text[0]) for text in ("a1", "a2", "a3", "b1", "c1", "c2")]
-    assert [question.turns[0] for question in in_turn(questions)] == ["a1", "b1", "c1", "a2", "c2", "a3"]
+    assert [question.turns[0] for question in round_robin(questions)] == ["a1", "b1", "c1", "a2", "c2", "a3"]
 
 
 def test_the_suite_that_comes_along() -> None:

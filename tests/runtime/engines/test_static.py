@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from edgespec_runtime.engines.static import MOST, ONNXRUNTIME, OPENVINO, StaticEngine
+from edgespec_runtime.engines.static import MOST, StaticEngine
 from static_model import SAID, settings_of, static_model
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json, write_json
+from edgespec.recipe.devices import ONNXRUNTIME, OPENVINO
 
 HUGE = {"length": 2**20, "kv_heads": MOST["kv_heads"], "head_dim": 2**14}
 """A cache of more bytes than a process can address."""

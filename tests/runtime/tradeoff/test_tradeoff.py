@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from edgespec_runtime.bench.report import Place
 from edgespec_runtime.decoding.speed import shuffled
 from edgespec_runtime.engines.cached_engine import CachedEngine
 from edgespec_runtime.pair.bundle import LoadOptions, Pair, load_engine, open_pair
@@ -267,7 +268,7 @@ def test_no_model_writes_more_than_the_shorter_context_holds(bundle: Path) -> No
         ids = pair.tokenizer.encode_chat(pair.prompts()[0])
         answers = Answers(pair, [LARGE, SMALL], Options(bundle="", max_new_tokens=100, temperature=1.0))
         for arm in (LARGE, SMALL):
-            assert 1 <= len(answers.run(arm, ids, (0, 0)).reply) <= 64 - len(ids)
+            assert 1 <= len(answers.run(arm, ids, Place(0, 0)).reply) <= 64 - len(ids)
         with pytest.raises(
             InputError, match=r"prompt 1 has .* and the shorter context of both models holds 64"
         ):
