@@ -23,6 +23,7 @@ from edgespec.core.files import (
 from edgespec.core.manifest import (
     HEAD,
     MODEL,
+    ROLES,
     BundleFile,
     BundleModel,
     Manifest,
@@ -46,7 +47,7 @@ from edgespec_export.bundle.default_choice import (
     first_faithful,
 )
 from edgespec_export.bundle.draft_side import DRAFT_SIDE, choose_drafters
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files, streamed_bytes
+from edgespec_export.formats.export import ExportedFile, exported_files, streamed_bytes
 from edgespec_export.other_engines.other_engines import write_elsewhere
 from edgespec_export.verify.file_check import has_engine
 from edgespec_export.verify.files import MOST_EXACT, exactness

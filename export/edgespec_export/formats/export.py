@@ -23,6 +23,7 @@ from typing import Any
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import ROLES
 from edgespec.core.progress import progress
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import read_config
@@ -33,7 +34,6 @@ from edgespec.stages.own_gguf import OwnFile, own_file
 from edgespec_export.bits.texts import Text
 from edgespec_export.onnx.to_onnx import BLOCK_SIZE, FAST_GRAPH, check_config, check_shape, log_of
 
-ROLES = ("target", "drafter")
 # Ends of the names of ONNX weights that are float32 once they are loaded: in a graph for the fast mode, and in the others.
 HALVES = "_F16"
 WIDENED = (HALVES, "_Q8")

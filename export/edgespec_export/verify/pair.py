@@ -25,6 +25,7 @@ from edgespec_runtime.engines.vocabulary import vocabulary_of
 from edgespec.core.errors import CheckFailed, InputError
 from edgespec.core.families import family_named
 from edgespec.core.files import read_json, write_json
+from edgespec.core.manifest import ROLES
 from edgespec.core.shapes import ModelShape
 from edgespec.model_folder.config import corrected_ids, read_config
 from edgespec.model_folder.head import JOINING, head_weights, is_head, target_layers
@@ -33,7 +34,7 @@ from edgespec.stages.own_gguf import own_file
 from edgespec_export.answers.held_out import HeldOut
 from edgespec_export.answers.in_torch import adopt_from_torch
 from edgespec_export.answers.replies import Questions
-from edgespec_export.formats.export import ROLES, ExportedFile, exported_files
+from edgespec_export.formats.export import ExportedFile, exported_files
 from edgespec_export.verify.exported_pair import Trials
 from edgespec_export.verify.file_check import FileCheck, note_weight
 from edgespec_export.verify.files import Standard, as_numbered, verify_files
