@@ -73,7 +73,7 @@ def measured(
 def read_again(written: Path, model: Path, how: InferenceOptions) -> dict[str, Any]:
     """What the target keeps of its own answers when it reads them."""
     from edgespec_recipes.generating import datagen, response_shards, state_reader
-    from edgespec_recipes.generating.response_rows import Request
+    from edgespec_recipes.generating.response_shards import Request
 
     rows = response_shards.read_responses(written)
     replies = [row["response_ids"] for row in rows]

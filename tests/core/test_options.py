@@ -13,8 +13,7 @@ from edgespec.core.errors import InputError
 from edgespec.core.options import add_flags, as_flags, command_line, from_mapping, given, knob, to_mapping
 from edgespec.recipe.read import resolve
 from edgespec.recipe.schema import Recipe
-from edgespec.recipe.shipped import load_recipe
-from edgespec.verbs.build import shipped_recipes
+from edgespec.recipe.shipped import load_recipe, shipped_recipes
 
 
 def parse(arguments: list[str]) -> dict:

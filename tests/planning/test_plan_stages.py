@@ -93,7 +93,9 @@ def test_what_the_rooms_do_is_what_is_timed() -> None:
         if "together=True" in part.split("\n        )")[0]
     ]
     together.remove("stage")  # of the method that writes instructions, in the stages that its callers name
-    together += [getattr(knobs, name) for name in re.findall(r"self\._write_instructions\((\w+)", pipeline)]
+    together += [
+        getattr(knobs, name) for name in re.findall(r"self\._write_instructions\(\s*(\w+)", pipeline)
+    ]
     assert sorted({*together}) == sorted(TOGETHER)
 
 

@@ -21,7 +21,7 @@ from edgespec.shell.environment import cache_folder
 from edgespec_recipes.generating.batch_sampling import Cuts
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.file_target import check_vocabulary, locate
-from edgespec_recipes.generating.response_rows import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer
 from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.models.loading import stop_ids_of
 from edgespec_recipes.parallel.precision import Precision

@@ -11,7 +11,7 @@ from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec.stages.own_gguf import own_file
 from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.file_target import FileTarget, FileWriter, locate
-from edgespec_recipes.generating.response_rows import Writer
+from edgespec_recipes.generating.response_shards import Writer
 from edgespec_recipes.generating.server_target import ServerTarget, ServerWriter
 from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.generating.torch_writer import TorchWriter

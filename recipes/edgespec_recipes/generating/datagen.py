@@ -19,8 +19,9 @@ from edgespec.core.progress import progress
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts, with_system
 from edgespec_recipes.generating.choose_writer import writer_of
-from edgespec_recipes.generating.response_rows import Request, Writer
 from edgespec_recipes.generating.response_shards import (
+    Request,
+    Writer,
     about_file,
     answers_to,
     read_shard,

@@ -27,7 +27,7 @@ from edgespec.core.metrics import RawCounts
 from edgespec.recipe.devices import LLAMACPP, ONNXRUNTIME
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.data.token_rows import documents_of
-from edgespec_recipes.generating.response_rows import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer
 from edgespec_recipes.models.loading import load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.top_k import record_type, records_of

@@ -1,19 +1,63 @@
-"""The target's responses on disk: shards of rows, each whole when its checksums lie beside it, in shard-00000.json."""
+"""Responses that are asked of the target, and those on disk: shards of rows, each whole when its checksums lie beside it.
+
+Who writes them is a `Writer`: torch, a file or a server. The checksums are in shard-00000.json.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from edgespec.core.errors import InputError
 from edgespec.core.files import read_json, read_jsonl, sha256_file, write_json, write_jsonl
 from edgespec.stages.stage import STAGE_FILE
+from edgespec_recipes.data.prompts import Messages
 from edgespec_recipes.data.token_shards import check_file
-from edgespec_recipes.generating.response_rows import Request
+from edgespec_recipes.parallel.precision import Precision
 from edgespec_recipes.stored.written_states import Wanted, check_states, write_states
+
+Answers = tuple[list[list[int]], Mapping[str, np.ndarray]]
+"""Token ids of some responses, and the arrays that a writer's `wanted` names, one response's after the other's."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to be written."""
+
+    id: int
+    messages: Messages
+    prompt_ids: list[int]
+    temperature: float
+
+    def row(self, answer: list[int]) -> dict[str, Any]:
+        """What a shard holds of its answer."""
+        return {
+            "id": self.id,
+            "messages": self.messages,
+            "prompt_ids": self.prompt_ids,
+            "response_ids": answer,
+            "temperature": self.temperature,
+        }
+
+
+class Writer(Protocol):
+    """The target as a writer, wherever it runs.
+
+    stops: token ids that end a response. context_length: tokens that prompt and response may have together. precision: what it
+    computes in, and why. wanted: what it keeps of what it computes.
+    """
+
+    stops: Sequence[int]
+    context_length: int
+    precision: Precision
+    wanted: Wanted | None = None
+
+    def answers(self, number: int, requests: list[Request], bar: Any) -> Answers:
+        """The answers to the requests of shard `number`, in order; `bar` goes on by one for each."""
 
 
 def shard_name(number: int) -> str:

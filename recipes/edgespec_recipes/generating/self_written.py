@@ -28,8 +28,7 @@ from edgespec.recipe.schema import DOCUMENT_TOKENS, INSTRUCTION_TOKENS, Generate
 from edgespec_recipes.data.prompts import plain_ids, render
 from edgespec_recipes.generating.choose_writer import writer_of
 from edgespec_recipes.generating.datagen import rate_of_all
-from edgespec_recipes.generating.response_rows import Request, Writer
-from edgespec_recipes.generating.response_shards import read_shard, shard_name, write_shard
+from edgespec_recipes.generating.response_shards import Request, Writer, read_shard, shard_name, write_shard
 from edgespec_recipes.models.loading import load_tokenizer
 from edgespec_recipes.parallel import processes
 

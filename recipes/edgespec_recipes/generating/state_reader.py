@@ -23,8 +23,7 @@ from edgespec_recipes.data.prompts import read_replies
 from edgespec_recipes.generating.choose_writer import is_made_from
 from edgespec_recipes.generating.datagen import write_shards
 from edgespec_recipes.generating.decoding import PASS_TOKENS, states_at
-from edgespec_recipes.generating.response_rows import Answers, Request, Writer
-from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer, read_responses
 from edgespec_recipes.generating.target_store import identity_of
 from edgespec_recipes.generating.torch_writer import load_writing, wanted_of
 from edgespec_recipes.models.loading import load_tokenizer, shape_of, stop_ids_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from edgespec.core.errors import InputError
 from edgespec.recipe.schema import GenerateOptions, InferenceOptions
 from edgespec_recipes.generating.decoding import sample_responses
-from edgespec_recipes.generating.response_rows import Answers, Request, Writer
+from edgespec_recipes.generating.response_shards import Answers, Request, Writer
 from edgespec_recipes.models.loading import shape_of, stop_ids_of
 from edgespec_recipes.models.low_memory import load_target
 from edgespec_recipes.parallel import processes

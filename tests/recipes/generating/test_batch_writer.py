@@ -21,8 +21,7 @@ from edgespec_recipes.generating.batch_writer import BatchWriter
 from edgespec_recipes.generating.continuous import Prompt, Written, write_texts
 from edgespec_recipes.generating.datagen import generate
 from edgespec_recipes.generating.file_target import FileTarget, FileWriter
-from edgespec_recipes.generating.response_rows import Request
-from edgespec_recipes.generating.response_shards import damaged_shards, read_responses
+from edgespec_recipes.generating.response_shards import Request, damaged_shards, read_responses
 from edgespec_recipes.generating.target_store import store_targets
 from edgespec_recipes.models.loading import load_model, load_tokenizer
 from edgespec_recipes.stored import written_states

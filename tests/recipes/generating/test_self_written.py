@@ -17,8 +17,7 @@ from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_recipes.data.documents import read_documents
 from edgespec_recipes.data.prompts import encode_prompt, read_prompts
 from edgespec_recipes.generating import self_written
-from edgespec_recipes.generating.response_rows import Answers, Request
-from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.response_shards import Answers, Request, read_responses
 from edgespec_recipes.generating.self_written import (
     INSTRUCTIONS,
     TEXT,

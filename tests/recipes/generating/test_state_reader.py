@@ -12,8 +12,7 @@ import pytest
 import torch
 from edgespec_recipes.generating import torch_writer
 from edgespec_recipes.generating.datagen import generate
-from edgespec_recipes.generating.response_rows import Request
-from edgespec_recipes.generating.response_shards import read_responses
+from edgespec_recipes.generating.response_shards import Request, read_responses
 from edgespec_recipes.generating.state_reader import StateReader, read_again, read_conversations
 from edgespec_recipes.models.loading import load_model, load_tokenizer, stop_ids_of
 from edgespec_recipes.parallel.precision import Precision

@@ -224,14 +224,14 @@ from edgespec_recipes.parallel.precision import Precision
 from stored_rows import TOP_K, some_rows
 
 logging.disable()
-stored.choose_precision = lambda _: Precision("float32", "for the test")
-made, plain = [], stored._write_shard
-stored._write_shard = lambda out, number, *given: (made.append(number), plain(out, number, *given))
+target_store.choose_precision = lambda _: Precision("float32", "for the test")
+made, plain = [], target_store._write_shard
+target_store._write_shard = lambda out, number, *given: (made.append(number), plain(out, number, *given))
 out, target = map(Path, sys.argv[1:])
 # registered first, so it runs last
 atexit.register(lambda: Path(f"{out}-left-{processes.rank()}").write_text(str(distributed.is_initialized())))
 for turn in range(2):
-    counts = stored.store_targets(out, target, some_rows(), TOP_K, shard_rows=2)
+    counts = target_store.store_targets(out, target, some_rows(), TOP_K, shard_rows=2)
     Path(f"{out}-{turn}-{processes.rank()}.json").write_text(json.dumps({"made": made, **counts}))
     made.clear()
     if not turn:

@@ -211,14 +211,12 @@ class Sizes(TorchDispatchMode):
 @pytest.mark.parametrize("options", EVERY, ids=NAMES)
 def test_no_tensor_of_positions_by_vocabulary_ever_lives(options: DistillOptions) -> None:
     count, vocabulary, width, chunk = 400, 512, 8, 4096
-    hidden = logits(count, width).requires_grad_()
+    hidden, states = logits(count, width).requires_grad_(), logits(count, width, seed=1)
     head, target = nn.Linear(width, vocabulary, bias=False), nn.Linear(width, vocabulary, bias=False)
-    states = logits(count, width, seed=1)
     given = {"reward_mean": torch.full((count,), 0.5), "noise": torch.rand(count, dtype=torch.float64)}
     with Sizes() as sizes:
-        output_loss(
-            divergence(options), hidden, head, output_rows(states, target), None, chunk, given
-        ).backward()
+        rows = output_rows(states, target)
+        output_loss(divergence(options), hidden, head, rows, None, chunk, given).backward()
     assert max(sizes.seen) == chunk == vocabulary * width
     with Sizes() as sizes:
         divergence(options)(head(hidden), target(states).detach()).sum().backward()
@@ -268,7 +266,7 @@ def test_values_of_several_functions_in_one_pass() -> None:
     assert output_values([fkl], case.hidden[:0], case.head, rows).shape == (1, 0)
 
 
-def test_live_rows_are_the_targets_logits() -> None:
+def test_output_rows_are_the_targets_logits() -> None:
     case = Case(6, dtype=torch.float32)
     rows = output_rows(case.hidden, case.head)
     chosen = torch.tensor([0, 4, 5])
