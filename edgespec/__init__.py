@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from edgespec.core import __version__
 
 if TYPE_CHECKING:
-    from edgespec.api import Chat, Pair, build, export, load, plan, verify
+    from edgespec.api import build, export, load, plan, verify
+    from edgespec.loaded_pair import Chat, Pair
 
 __all__ = ["Chat", "Pair", "__version__", "build", "export", "load", "plan", "verify"]
 

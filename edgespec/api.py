@@ -12,22 +12,14 @@ Functions raise subclasses of `edgespec.core.errors.EdgespecError`. Keyword opti
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from edgespec.core.errors import InputError
-from edgespec.core.metrics import RawCounts
+from edgespec.core.manifest import open_manifest
 from edgespec.core.options import from_mapping
-from edgespec.core.texts import check_text
+from edgespec.loaded_pair import Chat as Chat
+from edgespec.loaded_pair import Pair
 from edgespec.verbs.ready import bundle_of
-
-if TYPE_CHECKING:
-    from edgespec_runtime.chat.replies import Piece
-    from edgespec_runtime.decoding.options import DecodingOptions
-    from edgespec_runtime.pair.bundle import Pair as OpenPair
-    from edgespec_runtime.text.tokenizer import Message
 
 BUNDLE = "bundle"  # the folder of a build or an export that `load` takes
 
@@ -38,142 +30,19 @@ def load(bundle: str | Path, *, engine: str = "", precision: str = "", **options
     Args:
         bundle: the folder, as `build` and `export` return it, or the name of a ready pair (smollm2-135m-instruct).
         engine, precision: one of those in the bundle; the bundle's default where ''.
-        options: `context` (tokens), `threads`, `mode` (exact or fast), `flash_attention`.
+        options: `context` (tokens; where absent that of the device the bundle was made for, else the model's), `threads`, `mode`
+            (exact or fast), `flash_attention`.
 
     Raises BundleError where the bundle is incomplete, altered or harmful, InputError for an unknown option, engine or
     precision, MissingExtra where the engine's package is not installed.
     """
     from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 
-    given = {"engine": engine, "precision": precision, **options}
-    return Pair(open_pair(Path(bundle_of(str(bundle))), from_mapping(LoadOptions, given)))
-
-
-class Pair:
-    """A loaded target and its drafter. Use it in a `with` block, or call `close`. One reply at a time."""
-
-    def __init__(self, pair: OpenPair) -> None:
-        from edgespec_runtime.chooser.pair_schedule import Schedules
-
-        self._pair = pair
-        self._schedules = Schedules(pair, lambda text: print(text, file=sys.stderr))
-        self._counts = RawCounts()
-        self._said: Generator[Piece, None, None] | None = None  # the reply under way
-        self._closed = False
-
-    def __enter__(self) -> Pair:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free both models. A reply that is under way ends, and no other begins."""
-        if not self._closed:
-            self._end_reply()
-            self._closed = True
-            self._pair.close()
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """All replies so far: tokens_per_second, block_efficiency (τ), acceptance_rate (α), mbsu_*, raw counts."""
-        from edgespec_runtime.decoding.speed import dump, metrics_of
-
-        return {**metrics_of(self._counts, None, self._pair.cost_ratios), "counts": dump(self._counts)}
-
-    def generate(
-        self, prompt: str | Sequence[Message], *, draft: bool = True, **options: Any
-    ) -> Generator[Piece, None, None]:
-        """The reply to a user's message, or to a chat of {"role", "content"} messages, as pieces of text.
-
-        Args:
-            draft: speculate; without it the target decodes alone.
-            options: temperature, top_p, max_new_tokens, seed, rule, draft_length ... of `edgespec generate`.
-
-        Raises InputError for an unknown option, messages of another form, a prompt that leaves no room in the context, and where
-        another reply of this pair has begun.
-        """
-        from edgespec_runtime.text.prompts import messages_of
-
-        given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        check_text(given, "the prompt")
-        chat = messages_of({"messages": given}, "the prompt")
-        system = chat[0]["content"] if chat[0]["role"] == "system" else ""
-        how = self._how(draft, options, system)
-        yield from self._reply(self._pair.tokenizer.encode_chat(chat), how)
-
-    def chat(self, system: str = "") -> Chat:
-        """A conversation whose turns stay in both models' caches."""
-        return Chat(self, system)
-
-    def _reply(self, ids: list[int], how: DecodingOptions) -> Generator[Piece, None, None]:
-        from edgespec_runtime.chat.replies import pieces
-
-        self._check_open()
-        self._end_reply()  # one that was left: the caches hold what it showed from now on
-        counts = RawCounts()
-        said = self._said = pieces(self._pair, ids, how, counts, self._schedules.of(how))
-        try:
-            for piece in said:
-                yield piece
-                self._check_open()
-                if self._said is not said:
-                    raise InputError("another reply of this pair has begun; a pair gives one reply at a time")
-        finally:
-            said.close()
-            if self._said is said:
-                self._said = None
-            self._counts.add(counts)
-
-    def _end_reply(self) -> None:
-        if self._said is not None:
-            self._said.close()
-            self._said = None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise InputError("this pair is closed; load it again")
-
-    def _how(self, draft: bool, options: Mapping[str, Any], system: str) -> DecodingOptions:
-        """The options of a reply. A shift keeps the system prompt, unless they say what it keeps."""
-        from edgespec_runtime.chat.conversation import keeping_system
-        from edgespec_runtime.decoding.options import DecodingOptions, plain
-
-        self._check_open()
-        how = from_mapping(DecodingOptions, options)
-        return keeping_system(how if draft else plain(how), self._pair.tokenizer, system, self._pair.target)
-
-
-class Chat:
-    """A conversation with a pair. `messages`: the finished turns, user and assistant alternating."""
-
-    def __init__(self, pair: Pair, system: str) -> None:
-        from edgespec_runtime.chat.conversation import Conversation
-
-        self._pair = pair
-        self._conversation = Conversation(pair._pair.tokenizer, system)
-
-    @property
-    def messages(self) -> list[Message]:
-        return self._conversation.messages
-
-    def send(self, text: str, *, draft: bool = True, **options: Any) -> Generator[Piece, None, None]:
-        """The reply to `text`, as `Pair.generate` gives it. The oldest turns are dropped where the context is full.
-
-        A reply that is left early is remembered as far as it came.
-        """
-        check_text(text, "the message")
-        how = self._pair._how(draft, options, self._conversation.system)
-        context = self._pair._pair.target.engine.context_length
-        ids, _ = self._conversation.fit(text, context - min(how.max_new_tokens, context // 4))
-        reply: list[int] = []
-        try:
-            for piece in self._pair._reply(ids, how):
-                reply += piece.tokens
-                yield piece
-        finally:
-            if reply:
-                self._conversation.add(text, ids, reply)
+    folder = Path(bundle_of(str(bundle)))
+    manifest = open_manifest(folder, hashes=False)
+    context = manifest.device.get("context")
+    given = {"engine": engine, "precision": precision, "context": context, **options}
+    return Pair(open_pair(folder, from_mapping(LoadOptions, given), manifest=manifest))
 
 
 def plan(target: str, recipe: str = "", **options: Any) -> dict[str, Any]:

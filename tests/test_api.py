@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
+from altered_bundle import change_manifest
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
@@ -64,6 +68,63 @@ def test_a_chat_remembers_its_turns_also_one_that_was_left(bundle: Path) -> None
     assert chat.messages[2]["content"] == "And a tuple?"
 
 
+@pytest.mark.parametrize(
+    "another",
+    [
+        lambda pair, chat: list(chat.send("SECOND", max_new_tokens=4, draft_length=2)),
+        lambda pair, chat: list(pair.chat().send("SECOND", max_new_tokens=4, draft_length=2)),
+        lambda pair, chat: list(pair.generate("SECOND", max_new_tokens=4, draft_length=2)),
+        lambda pair, chat: pair.close(),
+    ],
+)
+def test_a_turn_that_was_left_but_is_held_stands_before_the_next(
+    bundle: Path, another: Callable[[edgespec.Pair, edgespec.Chat], None]
+) -> None:
+    with edgespec.load(bundle) as pair:
+        chat = pair.chat()
+        held = chat.send("FIRST", max_new_tokens=8, draft_length=2)
+        reply = pair._pair.tokenizer.decode(next(held).tokens)
+        another(pair, chat)
+        read = pair._pair.tokenizer.decode(pair._pair.target.tokens)
+        if len(chat.messages) > 2:
+            assert 0 <= read.find("FIRST") < read.find("SECOND")
+        turns = [message["content"] for message in chat.messages]
+        assert turns[:2] == ["FIRST", reply]
+        assert turns[2::2] in ([], ["SECOND"])
+        del held
+        assert [message["content"] for message in chat.messages] == turns
+        assert pair.stats["counts"]["emitted"] >= 1
+
+
+def test_another_thread_is_refused_while_a_piece_is_computed(bundle: Path) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 12, "draft_length": 2}
+    with edgespec.load(bundle) as pair:
+        alone = list(pair.generate(QUESTION, **how))
+        chat, waits, goes_on = pair.chat(), Event(), Event()
+
+        def before_pass() -> None:
+            waits.set()
+            assert goes_on.wait(60)
+
+        pair._pair.target.before_pass = before_pass
+        found: list[Any] = []
+        thread = Thread(target=lambda: found.extend(pair.generate(QUESTION, **how)))
+        thread.start()
+        assert waits.wait(60)
+        try:
+            for other in (pair.generate(QUESTION, **how), chat.send(QUESTION, **how)):
+                with pytest.raises(InputError, match="giving another reply in another thread; wait"):
+                    next(other)
+            with pytest.raises(InputError, match="giving another reply in another thread; wait"):
+                pair.close()
+        finally:
+            goes_on.set()
+            thread.join(60)
+        assert found == alone
+        assert chat.messages == []
+        assert list(pair.generate(QUESTION, **how)) == alone
+
+
 def test_a_reply_that_was_left_does_no_harm_to_the_next(bundle: Path) -> None:
     """Left open, gone on with, or thrown away: the reply that began last is as if it were alone."""
     how = {"max_new_tokens": 12, "draft_length": 2}
@@ -115,6 +176,49 @@ def test_a_shift_keeps_the_system_prompt(bundle: Path) -> None:
         chat = [{"role": "system", "content": system}, {"role": "user", "content": "Hi"}]
         list(pair.generate(chat, **how))
         assert system in pair._pair.tokenizer.decode(pair._pair.target.tokens)
+
+
+BEYOND = r"takes more than \d+ tokens and the context has room for \d+; shorten it"
+HUGE = "x" * 4_000_100  # beyond the bound of a chat template
+
+
+@pytest.mark.parametrize("prompt", [HUGE, [{"role": "user", "content": HUGE[:2_000_050]}] * 2])
+def test_a_prompt_far_beyond_the_context(bundle: Path, prompt: Any) -> None:
+    with edgespec.load(bundle) as pair, pytest.raises(InputError, match=f"the prompt {BEYOND}"):
+        next(pair.generate(prompt))
+
+
+@pytest.mark.parametrize(
+    ("system", "message", "words"),
+    [
+        ("word " * 300, "hi", r"the system prompt takes \d+ tokens .* 248; shorten it, .* max_new_tokens"),
+        ("word", "word " * 300, r"the message takes \d+ tokens .* 248; shorten it, .* max_new_tokens"),
+        (HUGE, "hi", f"the system prompt {BEYOND}"),
+    ],
+)
+@pytest.mark.parametrize("when_full", ["stop", "shift"])
+def test_what_leaves_a_chat_no_room_is_named(
+    bundle: Path, system: str, message: str, words: str, when_full: str
+) -> None:
+    with edgespec.load(bundle) as pair, pytest.raises(InputError, match=words):
+        next(pair.chat(system).send(message, max_new_tokens=8, draft_length=2, when_full=when_full))
+
+
+def test_a_devices_context_and_draft_length_stand_below_those_given(bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundle, tmp_path / "device")
+    device = {"name": "intel-npu", "draft_length": 3, "max_draft_length": 4, "context": 64}
+    change_manifest(tmp_path / "device", lambda value: value.update(device=device))
+    with edgespec.load(tmp_path / "device") as pair:
+        assert pair._pair.target.engine.context_length == 64
+        assert pair._how(True, {}, "").draft_length == 3
+        assert pair._how(True, {}, "").max_draft_length == 4
+        assert pair._how(True, {"draft_length": 2}, "").draft_length == 2
+        assert pair._how(True, {"rule": "bild"}, "").draft_length is None
+        for options, words in (({"context": 32}, "context"), ({"rule": 3}, "rule is 3")):
+            with pytest.raises(InputError, match=words):
+                next(pair.generate(QUESTION, **options))
+    with edgespec.load(tmp_path / "device", context=32) as pair:
+        assert pair._pair.target.engine.context_length == 32
 
 
 def test_unknown_options_are_refused_by_name(bundle: Path) -> None:

@@ -63,6 +63,7 @@ ROOMS = [
     "edgespec.building",
     "edgespec.hub",
     "edgespec.verbs",
+    "edgespec.loaded_pair",
     "edgespec.api",
     "edgespec.cli",
     "edgespec.cli_reference",

@@ -15,7 +15,7 @@ from edgespec_runtime.chat import saved
 from edgespec_runtime.chat.session import Chat
 from edgespec_runtime.chat.settings import AUTOMATIC, SETTABLE, choices_of, listed, parted, shown
 from edgespec_runtime.chat.status import tau_of
-from edgespec_runtime.chat.terminal import QUOTES, unquoted
+from edgespec_runtime.chat.terminal import QUOTES, TEXT_COMMANDS, unquoted
 from edgespec_runtime.chat.view import ComparedReply
 from edgespec_runtime.decoding.loop import rules_for
 from edgespec_runtime.decoding.options import HYBRID, LOOKUP, MODEL
@@ -59,7 +59,8 @@ def handle(chat: Chat, text: str) -> None:
                 f"unknown command {name!r}{did_you_mean(name, [command.names[0] for command in COMMANDS])}; "
                 f"{QUOTES} before and behind a message sends it as it is"
             )
-        BY_NAME[name].act(chat, rest[0] if rest else "")
+        argument = rest[0] if rest else ""
+        BY_NAME[name].act(chat, unquoted(argument) if name in TEXT_COMMANDS else argument)
         return
     text = unquoted(text)
     if text.strip():
@@ -70,14 +71,13 @@ def _help(chat: Chat, _: str) -> None:
     width = max(len(command.usage) for command in COMMANDS)
     lines = [f"{command.usage:<{width}}  {command.help}" for command in COMMANDS]
     keys = [
-        f"{QUOTES} begins a message of several lines, and ends it; Alt-Enter makes a line too.",
+        f"{QUOTES} begins a message or a TEXT of several lines, and ends it; Alt-Enter makes a line too.",
         "Ctrl-C stops a reply, and what came of it stays; Ctrl-C at the empty prompt twice, or Ctrl-D, leaves.",
     ]
     chat.view.say("\n".join([*lines, *keys]))
 
 
 def _system(chat: Chat, text: str) -> None:
-    text = unquoted(text)
     chat.conversation.system = text
     chat.on_change()
     chat.view.note("the system prompt is set" if text else "there is no system prompt now")
@@ -131,7 +131,7 @@ def _regenerate(chat: Chat, _: str) -> None:
 def _edit(chat: Chat, text: str) -> None:
     last = _last(chat)
     if text:
-        _again(chat, unquoted(text))
+        _again(chat, text)
     elif chat.interactive:
         command = last.lstrip().startswith(("/", QUOTES))  # is what Enter would make of it without quotes
         chat.prefill = f"{QUOTES}{last}{QUOTES}" if command else last
@@ -164,7 +164,7 @@ def _compare(chat: Chat, text: str) -> None:
     if options.needs_model and chat.pair.draft is None:
         raise InputError("nobody would draft: start the chat without --no-draft, or give /draft lookup")
     conversation = chat.conversation.copy()
-    text = unquoted(text) or conversation.undo()
+    text = text or conversation.undo()
     if not text:
         raise InputError("there is no message yet; say one, or give it: /compare TEXT")
     prompt, _ = chat.fitting(conversation, text)
@@ -234,9 +234,12 @@ def _stats(chat: Chat, _: str) -> None:
     lines = [
         f"replies {chat.replies}, tokens {totals.emitted}, {totals.token_rate:.1f} tok/s",
         f"time    {shares}",
-        f"context {min(len(chat.conversation.ids), chat.context)} of {chat.context} tokens",
-        f"now     {chat.state()}{'; ' * bool(chat.last.off)}{chat.last.off}",
     ]
+    if (
+        chat.conversation.ids or not chat.conversation.messages
+    ):  # else the next message shows how many there are
+        lines.append(f"context {min(len(chat.conversation.ids), chat.context)} of {chat.context} tokens")
+    lines.append(f"now     {chat.state()}{'; ' * bool(chat.last.off)}{chat.last.off}")
     if totals.drafted:
         tests = zip(totals.accepted, totals.tested, strict=True)
         places = ", ".join(f"{accepted / tested:.2f}" for accepted, tested in tests if tested)

@@ -78,10 +78,10 @@ class Conversation:
     def fit(self, text: str, room: int) -> tuple[list[int], int]:
         """(prompt of at most `room` tokens, turns dropped for it): the oldest turns go first, the system prompt stays.
 
-        Raises InputError, and drops nothing, where the message alone does not fit.
+        Raises InputError, and drops nothing, where the message alone, or the system prompt, does not fit.
         """
-        if tokens := self._tokenizer.far_beyond(room, [text]):
-            raise InputError(_too_long(f"more than {tokens}", room))
+        check_size(self._tokenizer, "the system prompt", [self._system], room)
+        check_size(self._tokenizer, "the message", [text], room)
         messages = self.messages
         length = sum(len(message["content"]) for message in messages)
         while (
@@ -94,7 +94,12 @@ class Conversation:
             messages = messages[2:]
             prompt = self._encoded(messages, text)
         if len(prompt) > room:
-            raise InputError(_too_long(f"{len(prompt)}", room))
+            alone = len(self._encoded([], "")) if self._system else 0
+            what, tokens = ("system prompt", alone) if alone > room else ("message", len(prompt))
+            raise InputError(
+                f"the {what} takes {tokens} tokens and the context has room for {room}; "
+                "shorten it, or leave the reply less room with a smaller max_new_tokens"
+            )
         dropped = (len(self.messages) - len(messages)) // 2
         if dropped:
             self.messages, self.ids, self._before = messages, [], []
@@ -127,17 +132,22 @@ class Conversation:
         return self.ids[:-1] + after
 
 
-def _too_long(tokens: str, room: int) -> str:
-    return (
-        f"the message takes {tokens} tokens and the context has room for {room}; "
-        "send a shorter one, or leave the reply less of it with /set max_new_tokens"
-    )
+def check_size(tokenizer: ChatTokenizer, what: str, texts: Sequence[str], room: int) -> None:
+    """Raise InputError for texts far beyond the room, by their beginning: a chat template's own bound says less."""
+    if tokens := tokenizer.far_beyond(room, texts):
+        raise InputError(
+            f"{what} takes more than {tokens} tokens and the context has room for {room}; shorten it"
+        )
 
 
 def keeping_system(options: Options, tokenizer: ChatTokenizer, system: str, target: CachedEngine) -> Options:
-    """Options under which a shift of the target's context keeps the system prompt, unless they say themselves what it keeps."""
+    """Options under which a shift of the target's context keeps the system prompt, unless they say themselves what it keeps.
+
+    Raises InputError for a system prompt far beyond the context.
+    """
     if options.when_full != SHIFT or options.keep is not None or not system:
         return options
+    check_size(tokenizer, "the system prompt", [system], target.engine.context_length)
     first = {"role": "system", "content": system}
     one, other = (tokenizer.encode_chat([first, {"role": "user", "content": text}]) for text in "ab")
     common = next(place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

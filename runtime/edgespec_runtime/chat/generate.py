@@ -32,7 +32,10 @@ class Options(DecodingOptions, LoadOptions):
     bundle: str = knob(help="bundle folder, or the name of a ready pair", positional=True)
     prompt: str = knob("", "the user's message; standard input where absent", positional=True)
     system: str = knob("", "system prompt")
-    raw: bool = knob(False, "continue the prompt as it stands, without the chat template")
+    raw: bool = knob(
+        False,
+        "continue the prompt as it stands, without the chat template, behind the BOS that the tokenizer puts before a text",
+    )
     draft: bool = knob(True, "speculate with the drafter")
     json: str = json_knob()
 
@@ -53,7 +56,9 @@ def encode_prompt(pair: Pair, text: str, system: str, raw: bool) -> list[int]:
     if tokens := pair.tokenizer.far_beyond(limit, [text, system]):
         words = f"the prompt has more than {tokens} tokens and the context holds {limit}; shorten the prompt"
         raise InputError(words)
-    return pair.tokenizer.encode(text) if raw else Conversation(pair.tokenizer, system).prompt(text)
+    if raw:
+        return pair.tokenizer.encode(text, bos=True)
+    return Conversation(pair.tokenizer, system).prompt(text)
 
 
 def run(given: dict[str, Any]) -> int:
@@ -75,7 +80,7 @@ def run(given: dict[str, Any]) -> int:
         schedule = schedules.of(decoding)
         counts, said, finish = RawCounts(), "", ""
         try:
-            for piece in pieces(pair, prompt, decoding, counts, schedule):
+            for piece in pieces(pair, prompt, decoding, counts, schedule, raw=options.raw):
                 said += piece.text
                 finish = piece.finish
                 print(harmless(piece.text) if sys.stdout.isatty() else piece.text, end="", flush=True)

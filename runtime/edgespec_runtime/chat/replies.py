@@ -31,13 +31,20 @@ class Piece:
 
 
 def pieces(
-    pair: Pair, prompt: Sequence[int], options: DecodingOptions, counts: RawCounts, schedule: Schedule
+    pair: Pair,
+    prompt: Sequence[int],
+    options: DecodingOptions,
+    counts: RawCounts,
+    schedule: Schedule,
+    *,
+    raw: bool = False,
 ) -> Generator[Piece, None, None]:
     """The reply to `prompt` (token ids), piece by piece. `counts` are updated before each piece. Raises as `decode` does.
 
-    The pair can be used again however the generator is left.
+    `raw`: the reply goes on with the prompt's text, and a blank that it begins with is part of it. The pair can be used again
+    however the generator is left.
     """
-    stream, stop = pair.tokenizer.stream(), pair.tokenizer.stop_ids
+    stream, stop = pair.tokenizer.stream(prompt if raw else ()), pair.tokenizer.stop_ids
     draft = pair.draft if options.needs_model else None
     finish = ""
     with closing(decode(pair.target, draft, prompt, options, stop, counts, schedule)) as blocks:

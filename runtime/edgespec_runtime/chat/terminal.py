@@ -15,9 +15,10 @@ from typing import Protocol
 from edgespec.core.errors import InputError
 
 QUOTES = '"""'
+TEXT_COMMANDS = ("/system", "/compare", "/edit")  # what follows these may stand in quotes, as a message may
 MAX_MESSAGE = 16 * 1024 * 1024  # bytes of a message from a pipe: as of generate's prompt
 _LINE = "a line of standard input"
-_END = 16  # bytes of each end of a line that is too long: enough to see the quotes
+_END = 16  # bytes of each end of a line that is too long: enough to see a command and the quotes
 
 
 def typed(data: bytes, what: str) -> str:
@@ -32,8 +33,9 @@ def typed(data: bytes, what: str) -> str:
 
 
 def is_open(text: str) -> bool:
-    """Whether a message began with three quotes and has not ended with them."""
-    text = text.strip()
+    """Whether a message, or the text of a command, began with three quotes and has not ended with them."""
+    name, *rest = text.split(maxsplit=1) or [""]
+    text = (rest[0] if rest and name in TEXT_COMMANDS else text).strip()
     return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.endswith(QUOTES))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec.core.errors import EdgespecError, MissingExtra
-from edgespec.core.manifest import HEAD, Manifest
+from edgespec.core.manifest import HEAD, Manifest, open_manifest
 from edgespec.core.options import from_mapping, knob
 from edgespec.core.output import json_knob, write_result
 from edgespec.core.progress import progress
@@ -64,7 +64,13 @@ def run(given: dict[str, Any]) -> int:
 def examine(options: Options) -> Findings:
     """Measure everything; the bundle's files are checked once. Raises what `open_pair` raises."""
     notes: list[str] = []
-    pair = open_pair(Path(options.bundle), options)  # before the progress bar: a refusal is one line
+    asked = _asked(options)
+    manifest = open_manifest(Path(options.bundle), hashes=False)
+    if options.context is None:  # chat takes the device's too, and looks for costs at that length
+        options = replace(options, context=manifest.device.get("context"))
+    pair = open_pair(
+        Path(options.bundle), options, manifest=manifest
+    )  # before the progress bar: a refusal is one line
     with progress("doctor", 4, "parts") as bar:
         with closing(pair):
             bar.set_postfix_str("passes of each length")
@@ -83,7 +89,6 @@ def examine(options: Options) -> Findings:
         bar.set_postfix_str("other numbers of threads")
         counts = () if options.threads else tuple(_thread_counts(pair, options))
         bar.update(1)
-    manifest = pair.manifest
     known = acceptances_of(manifest.metrics)
     if options.acceptance is not None:
         known = (Acceptance("as given", options.acceptance),)
@@ -101,7 +106,7 @@ def examine(options: Options) -> Findings:
         thread_counts=counts,
         acceptances=known,
         verified=str(pair.measured_exactness()),
-        asked=_asked(options),
+        asked=asked,
         kept=kept,
         notes=tuple(notes),
     )

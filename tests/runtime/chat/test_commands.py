@@ -11,6 +11,7 @@ import pytest
 from chats import new_chat, said
 from edgespec_runtime.chat.commands import BY_NAME, COMMANDS, handle
 from edgespec_runtime.chat.settings import SETTABLE
+from edgespec_runtime.chat.terminal import TEXT_COMMANDS
 from edgespec_runtime.pair.bundle import Pair
 
 from edgespec.core.errors import EdgespecError, InputError
@@ -111,6 +112,38 @@ def test_system_clear_stats_exit(pair: Pair, capsys: pytest.CaptureFixture[str])
     handle(chat, "/quit")
     assert chat.leaving
     assert BY_NAME["/quit"] is BY_NAME["/exit"]
+
+
+def test_texts_of_commands_stand_in_quotes_or_without(pair: Pair) -> None:
+    chat = new_chat(pair)
+    handle(chat, "Hello")
+    for text in ('"""\nAnd\nlater?\n"""', "And\nlater?"):
+        handle(chat, f"/edit {text}")
+        assert said(chat)[::2] == ["And\nlater?"]
+        handle(chat, f"/system {text}")
+        assert chat.conversation.system == "And\nlater?"
+    assert {command.names[0] for command in COMMANDS if "TEXT" in command.argument} == set(TEXT_COMMANDS)
+
+
+def test_stats_leave_out_a_context_that_is_not_known(
+    pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = new_chat(pair)
+    handle(chat, "Hello")
+    handle(chat, f"/save {tmp_path / 'a.json'}")
+    for line, shown in (
+        ("", f"context {len(chat.conversation.ids)} of 256 tokens"),
+        ("/system Be kind.", ""),
+        ("And now?", " of 256 tokens"),
+        (f"/load {tmp_path / 'a.json'}", ""),
+        ("/clear", "context 0 of 256 tokens"),
+    ):
+        handle(chat, line)
+        capsys.readouterr()
+        handle(chat, "/stats")
+        stats = capsys.readouterr().err
+        assert shown in stats
+        assert ("\ncontext" in stats) is bool(shown)
 
 
 def test_what_stands_between_quotes_is_one_message(pair: Pair) -> None:

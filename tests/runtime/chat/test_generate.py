@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from altered_bundle import with_tokenizer
 from chats import piped
+from edgespec_runtime.decoding.loop import decode
+from edgespec_runtime.decoding.options import DecodingOptions, plain
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from tiny_sentencepiece import words_of_llama_2
 
 from edgespec.cli import main
 from edgespec.core.metrics import RawCounts
@@ -43,6 +48,28 @@ def test_generate_reads_standard_input(bundle: Path) -> None:
         assert done.returncode == 2
         assert words in done.stderr.decode()
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_raw_goes_on_with_the_text_behind_a_bos(
+    bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A blank that the reply begins with is shown."""
+    words = words_of_llama_2()
+    folder = with_tokenizer(bundle, tmp_path / "words", words)
+    pair = open_pair(folder, LoadOptions(), with_draft=False)
+
+    def reply(prompt: list[int]) -> str:
+        blocks = decode(pair.target, None, prompt, plain(DecodingOptions(max_new_tokens=4)), {2}, RawCounts())
+        ids = [token for block in blocks for token in block.tokens if token > 2]
+        return "".join(str(words.id_to_token(token)) for token in ids).replace("▁", " ")
+
+    try:
+        replies = {f"w{number}": reply([1, number + 3]) for number in range(20)}
+    finally:
+        pair.close()
+    text = next(text for text, said in replies.items() if said.startswith(" "))
+    assert main(["generate", str(folder), text, "--raw", "--max-new-tokens", "4"]) == 0
+    assert capfd.readouterr().out == replies[text] + "\n"
 
 
 def test_windows_line_ends_and_a_byte_order_mark_make_no_difference(bundle: Path) -> None:

@@ -43,6 +43,8 @@ def keyboard(keys: PipeInput, tmp_path: Path) -> Callable[[], Keyboard]:
         ("Hello\r", "Hello"),
         ('"""\rone\r/two\r"""\r', '"""\none\n/two\n"""'),
         ('"""one\rtwo"""\r', '"""one\ntwo"""'),
+        ('/system """one\rtwo"""\r', '/system """one\ntwo"""'),
+        ('/set """\r', '/set """'),
         (f"one{ALT_ENTER}two\r", "one\ntwo"),
         (f"{PASTE}one\r\n  two\nthree{END}\r", "one\n  two\nthree"),
         (f"thrown away{CTRL_C}", ""),
@@ -148,6 +150,15 @@ def test_lines_of_a_pipe_are_messages_and_quotes_hold_several(monkeypatch: pytes
     assert pipe.read() is None
 
 
+@pytest.mark.parametrize("command", ["/system", "/edit ", "/compare"])
+def test_quotes_behind_a_command_hold_several_lines_of_a_pipe(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f'{command} """You are a pirate.\nSay arr."""'
+    pipe = piped(f'{text}\n{command}\n{command} """one"""\n/load """\nnext'.encode(), monkeypatch)
+    assert [pipe.read() for _ in range(5)] == [text, command, f'{command} """one"""', '/load """', "next"]
+
+
 def test_a_line_or_a_message_beyond_the_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "MAX_MESSAGE", 20)
     pipe = piped(b"x" * 70 + b"\nnext\n" + b'"""\n' + b"12345678\n" * 3 + b"last\n", monkeypatch)
@@ -167,6 +178,7 @@ def test_a_line_or_a_message_beyond_the_bound_is_refused(monkeypatch: pytest.Mon
         (b'"""\nfirst\ncaf\xe9"""', "is not UTF-8"),
         (b'"""\nfirst\n' + b"x" * 70 + b'\nlast\n"""', "a line of standard input exceeds 20 bytes"),
         (b'"""' + b"x" * 70 + b'\nlast\n"""', "a line of standard input exceeds 20 bytes"),
+        (b'/compare """' + b"x" * 70 + b'\nlast\n"""', "a line of standard input exceeds 20 bytes"),
         (b'"""\nfirst\n' + b"x" * 38 + b'"""', "a line of standard input exceeds 20 bytes"),
         (b'"""\n' + b"12345678\n" * 3 + b'last\n"""', "a message exceeds 20 bytes"),
         (b"caf\xe9 and x", "is not UTF-8"),

@@ -7,11 +7,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from altered_bundle import change_manifest
 from edgespec_export.formats.export import ExportedFile, streamed_bytes
 from edgespec_export.gguf.to_gguf import export_gguf
 from edgespec_export.npu.to_npu import export_npu
@@ -19,12 +21,14 @@ from edgespec_export.onnx.blocks import OFFSET4
 from edgespec_export.onnx.to_mixed import export_mixed
 from edgespec_export.onnx.to_onnx import export_onnx
 from edgespec_runtime.chooser.expected_acceptance import Acceptance, acceptances_of
+from edgespec_runtime.chooser.kept_costs import load_costs
 from edgespec_runtime.chooser.pass_costs import Costs
 from edgespec_runtime.doctor import doctor
 from edgespec_runtime.doctor.block_difference import Difference
 from edgespec_runtime.doctor.report import Findings, Threads, Variant, advice, as_json, diagnosis, limit, text
 from edgespec_runtime.engines import llamacpp as engine_llamacpp
 from edgespec_runtime.engines.device import Device
+from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from tiny_bundle import PROMPTS, disturbed, exported_bundle
 from tiny_models import make_model_folder
 
@@ -316,6 +320,21 @@ def test_a_run_on_both_engines(
     assert main(command) == 0
     assert "is damaged and not used" in capsys.readouterr().out
     assert json.loads(file.read_text())["kept"] is False
+
+
+@pytest.mark.usefixtures("steady")
+def test_a_devices_bundle_is_measured_as_chat_runs_it(
+    both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "home"))
+    shutil.copytree(both, tmp_path / "bundle")
+    device = {"name": "raspberry-pi", "draft_length": None, "max_draft_length": 4, "context": 64}
+    change_manifest(tmp_path / "bundle", lambda value: value.update(device=device))
+    given: dict[str, Any] = {"bundle": str(tmp_path / "bundle"), "engine": "onnxruntime", "threads": 1}
+    found = doctor.examine(doctor.Options(**given, seconds=0.4, contexts=(16,)))
+    assert found.asked == {"engine": "onnxruntime", "threads": 1}  # chat takes the context by itself
+    with closing(open_pair(tmp_path / "bundle", LoadOptions("onnxruntime", context=64, threads=1))) as pair:
+        assert load_costs(pair, print) == found.chosen.costs
 
 
 def test_an_engine_that_is_not_installed_is_left_out_with_a_note(
