@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from tokenizers import Tokenizer
 
 from edgespec.core.errors import BundleError
 from edgespec.core.files import read_json, sha256_file, write_json
@@ -36,6 +38,13 @@ def change_manifest(folder: Path, alter: Callable[[dict[str, Any]], Any]) -> Non
     value = read_json(folder / "manifest.json")
     alter(value)
     write_json(folder / "manifest.json", value)
+
+
+def with_tokenizer(bundle: Path, folder: Path, tokenizer: Tokenizer) -> Path:
+    """A copy of a bundle with another tokenizer."""
+    shutil.copytree(bundle, folder)
+    change(folder, "tokenizer/tokenizer.json", tokenizer.to_str())
+    return folder
 
 
 def refused(folder: Path, words: str, options: LoadOptions = OPTIONS) -> None:

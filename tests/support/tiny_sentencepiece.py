@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 
 def sentencepiece_like(scheme: str) -> Tokenizer:
@@ -26,6 +26,21 @@ def sentencepiece_like(scheme: str) -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in ("<unk>", "<s>", "</s>")])
+    return tokenizer
+
+
+def words_of_llama_2() -> Tokenizer:
+    """512 pieces: whole words with their blank and without, and Llama 2's frame: a BOS before a text, whose first blank goes."""
+    words = [f"w{number}" for number in range(256)]
+    pieces = ["<unk>", "<s>", "</s>", *("▁" + word for word in words), *words][:512]
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.add_special_tokens(pieces[:3])
     return tokenizer
 
 

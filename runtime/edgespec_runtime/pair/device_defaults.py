@@ -1,4 +1,4 @@
-"""What a bundle made for a device says of chat, generate and bench there: defaults that stand below the flags given.
+"""What a bundle made for a device says of chat, generate, serve and bench there: defaults that stand below the flags given.
 
 Engine and precision are the bundle's own default; here are γ and the context. Knows the manifest, no engine.
 """

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from edgespec.shell.environment import API_KEY
 from edgespec_runtime.serving.errors import refusal
 from edgespec_runtime.serving.request import Refused
 
@@ -65,7 +66,11 @@ class Guard:
         except ValueError:  # a bracket without the other
             name = ""
         if self._access.local and not is_local(name):
-            raise Refused(403, f"the host {host[:100]!r} is not this machine")
+            words = (
+                f"the host {host[:100]!r} is not this machine; ask for localhost, or start the server with --host 0.0.0.0 and "
+                f"a key in {API_KEY}"
+            )
+            raise Refused(403, words)
 
     def _check_key(self, given: bytes) -> None:
         """In a time that tells nothing of the key."""

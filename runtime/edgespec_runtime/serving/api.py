@@ -34,6 +34,7 @@ from edgespec_runtime.serving.request import (
     read_prompt,
 )
 
+MAX_SCORES = 2**20  # log-probabilities in one answer, 120 MB of memory each million
 DEFAULT_TOKENS = 16  # OpenAI's, of a completion; a chat's reply may fill the context
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
 Json = dict[str, Any]
@@ -54,13 +55,19 @@ class Work:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request that was checked. `head`: the answer's id, when it was made, and the model."""
+    """A request that was checked.
+
+    Attributes:
+        head: the answer's id, when it was made, and the model.
+        raw: whether the reply goes on with the prompt's text.
+    """
 
     request: Request
     prompt: list[int]
     how: DecodingOptions
     head: Json
     reply: Reply
+    raw: bool
 
     def answer(self, kind: str, *choices: Json, usage: Json | None = None) -> Json:
         """The answer or a piece of it. `seed`: that of its sampling, None where it is greedy."""
@@ -99,9 +106,10 @@ class Service:
         return {"object": "list", "data": [card]}
 
     def tokenize(self, body: Json) -> Json:
-        text = Fields(body).text("prompt")
+        fields = Fields(body)
+        text = fields.text("prompt")
         self._check_size("prompt", text)
-        ids = self.pair.tokenizer.encode(text)
+        ids = self.pair.tokenizer.encode(text, bos=fields.flag("add_special_tokens", usual=True))
         return {"tokens": ids, "count": len(ids), "max_model_len": self.context_length}
 
     def complete(self, body: Json) -> Work:
@@ -110,8 +118,12 @@ class Service:
         prompt = read_prompt(body, self.pair.target.engine.vocab_size)
         if isinstance(prompt, str):
             self._check_size("prompt", prompt)
-            prompt = self.pair.tokenizer.encode(prompt)
-        asked = self._asked(request, "cmpl", "prompt", prompt, DEFAULT_TOKENS)
+            prompt = self.pair.tokenizer.encode(prompt, bos=request.bos)
+        asked = self._asked(request, prompt, raw=True)
+        scored = (len(prompt) * request.echo + asked.how.max_new_tokens) * (request.score or 0)
+        if scored > MAX_SCORES:
+            words = f"logprobs is {request.score}, which makes {scored} of them; at most {MAX_SCORES} are given: ask for fewer"
+            raise Refused(400, words, "logprobs")
         kind = "text_completion"
 
         def whole(watch: Watch) -> Iterator[Json]:
@@ -132,7 +144,7 @@ class Service:
         messages = read_messages(body)
         self._check_size("messages", *(message["content"] for message in messages))
         ids = self.pair.tokenizer.encode_chat(messages)
-        asked = self._asked(request, "chatcmpl", "messages", ids, self.context_length)
+        asked = self._asked(request, ids, raw=False)
 
         def whole(watch: Watch) -> Iterator[Json]:
             text, _, finish, _ = self._answer(asked, watch)
@@ -154,11 +166,10 @@ class Service:
             words = f"{field} has more than {tokens} tokens and the context holds {context}; shorten it"
             raise Refused(400, words, field, "context_length_exceeded")
 
-    def _asked(self, request: Request, prefix: str, field: str, prompt: list[int], usual: int) -> _Asked:
-        """`prefix`: of the answer's id; `field`: what the prompt is called; `usual`: longest reply where none is named.
-
-        Raises InputError or Refused for a prompt that cannot be answered.
-        """
+    def _asked(self, request: Request, prompt: list[int], *, raw: bool) -> _Asked:
+        """`raw`: a completion, not a chat. Raises InputError or Refused for a prompt that cannot be answered."""
+        prefix, field = ("cmpl", "prompt") if raw else ("chatcmpl", "messages")
+        usual = DEFAULT_TOKENS if raw else self.context_length
         if request.speculative and self.pair.draft is None:
             words = "speculative is true; this server runs without a drafter: leave it out or give false"
             raise Refused(400, words, "speculative")
@@ -171,7 +182,7 @@ class Service:
                 raise
             raise Refused(400, str(error), field, "context_length_exceeded") from error
         head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": self.name}
-        return _Asked(request, prompt, how, head, Reply(len(prompt)))
+        return _Asked(request, prompt, how, head, Reply(len(prompt)), raw)
 
     @contextmanager
     def _turn(self, asked: _Asked, watch: Watch) -> Iterator[Generator[Piece, None, None]]:
@@ -185,7 +196,8 @@ class Service:
             start = perf_counter()
             reply.computed = target.prefill(asked.prompt[:-1])
             reply.counts.prefill_seconds = perf_counter() - start
-            with closing(pieces(self.pair, asked.prompt, asked.how, reply.counts, schedule)) as said:
+            said = pieces(self.pair, asked.prompt, asked.how, reply.counts, schedule, raw=asked.raw)
+            with closing(said):
                 yield said
         finally:
             for model in self.pair.models:
@@ -193,15 +205,17 @@ class Service:
             self.sums.replied(reply)
 
     def _answer(self, asked: _Asked, watch: Watch) -> tuple[str, list[int], str, Json | None]:
-        request, reply, finish, scores = asked.request, list[int](), "", None
+        request, reply, text, finish, scores = asked.request, list[int](), "", "", None
         with self._turn(asked, watch) as said:
             for piece in said:
                 reply += piece.tokens
+                text += piece.text
                 finish = piece.finish
             if request.score is not None:
                 first = 0 if request.echo else len(asked.prompt)
                 scores = self._scores([*asked.prompt, *reply], first, request.score, as_ids=request.as_ids)
-        text = self.pair.tokenizer.decode([*asked.prompt, *reply] if request.echo else reply)
+        if request.echo:
+            text = self.pair.tokenizer.decode([*asked.prompt, *reply])
         return text, reply, REASONS[finish], scores
 
     def _usage(self, asked: _Asked) -> Json:
@@ -242,27 +256,30 @@ class Service:
     def _scores(self, ids: Sequence[int], first: int, count: int, *, as_ids: bool) -> Json:
         """The target's log-probability of each token from `first` on, at temperature 1, and its `count` most probable ones there.
 
-        The first token of all has no distribution: nothing came before it.
+        Of tokens with one text, the most probable counts. The first token of all has no distribution: nothing came before it.
         """
         engine = self.pair.target
         count = min(count, engine.engine.vocab_size)
         engine.rewind(0)
-        own: list[float | None] = [None]
-        top: list[dict[str, float] | None] = [None]
+        own: list[float | None] = [None] * (not first)
+        top: list[dict[str, float] | None] = [None] * (not first)
         for at in range(0, len(ids) - 1, engine.engine.block_length):
             piece = ids[at : min(len(ids) - 1, at + engine.engine.block_length)]
             logits = engine.forward(piece).astype(np.float64)
             logits -= logits.max(-1, keepdims=True)
             logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-            for row, following in zip(logits, ids[at + 1 :], strict=False):
+            before = max(0, first - 1 - at)  # rows of tokens that nobody asked for
+            for row, following in zip(logits[before:], ids[at + before + 1 :], strict=False):
                 best: list[int] = np.argpartition(-row, count - 1)[:count].tolist() if count else []
                 own.append(float(row[following]))
-                named = sorted(best, key=lambda token: -row[token])
-                top.append({self._named(token, as_ids): float(row[token]) for token in named})
+                named: dict[str, float] = {}
+                for token in sorted(best, key=lambda token: -row[token]):
+                    named.setdefault(self._named(token, as_ids), float(row[token]))
+                top.append(named)
         return {
             "tokens": [self._named(token, as_ids) for token in ids[first:]],
-            "token_logprobs": own[first:],
-            "top_logprobs": top[first:],
+            "token_logprobs": own,
+            "top_logprobs": top,
         }
 
     def _named(self, token: int, as_id: bool) -> str:

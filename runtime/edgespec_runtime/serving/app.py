@@ -37,6 +37,7 @@ from edgespec_runtime.serving.request import Refused
 
 MAX_BODY = 8 * 1024 * 1024
 MAX_BODIES = 8 * MAX_BODY  # of all requests that are being read
+MAX_BRACKETS = 200_000  # in a body: as values in memory, empty lists take 30 times their bytes
 SMALL = 4 * 1024  # bytes that are read and tokenised in about the time that a thread takes to begin
 SECONDS_TO_READ = 30.0  # a client that is slower to send its request, or to take its answer, is hung up on
 SECONDS_UNTIL_STREAM = 10.0  # then a stream begins with pings: proxies give up on silence
@@ -137,6 +138,9 @@ class _Answers:
 
     def _read(self, path: str, data: bytearray) -> Work | Json:
         """What is asked. A long prompt takes long: seconds for a megabyte."""
+        opened = data.count(b"{") + data.count(b"[")
+        if opened > MAX_BRACKETS:
+            raise Refused(413, f"the body opens {opened} brackets; at most {MAX_BRACKETS} are read")
         body = bytes(data)
         value = parse_json(body, "the request", strict=True)
         if not isinstance(value, dict):
@@ -245,7 +249,8 @@ def application(service: Service, line: Line, access: Access) -> Starlette:
         CORSMiddleware,
         allow_origins=list(access.origins),
         allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type"],
+        allow_headers=["*"],  # clients send headers of their own; origin and key are the guard
+        expose_headers=["Retry-After"],
     )
     return Starlette(
         routes=routes,

@@ -2,7 +2,7 @@
 
 `null` counts as absent everywhere. A field that is not known is ignored. A known field that would change the answer, and is not
 supported, is refused by its name; its neutral values (`n: 1`, `tools: []`) are fine. Fields beyond OpenAI's are those of vLLM
-(`prompt` as token ids, `return_token_ids`, `return_tokens_as_token_ids`, `top_k`, `min_p`,
+(`prompt` as token ids, `add_special_tokens`, `return_token_ids`, `return_tokens_as_token_ids`, `top_k`, `min_p`,
 `stream_options.continuous_usage_stats`) and ours: `speculative`, `draft_length`, `rule`.
 """
 
@@ -34,20 +34,25 @@ _SHOWN = 80  # characters of a value in an error
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "repetition_penalty", "repeat_penalty", "typical_p", "length_penalty"), (1,)),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "top_logprobs", "min_tokens", "mirostat"), (0,)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range"), (0,)),
     **dict.fromkeys(("stop", "suffix", "grammar"), ("", [])),
-    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "allowed_token_ids"), ([],)),
+    **dict.fromkeys(("tools", "functions", "stop_token_ids", "bad_words", "allowed_token_ids", "documents"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
     **dict.fromkeys(("logit_bias", "chat_template_kwargs"), ({},)),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message", "add_special_tokens"), (False,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "continue_final_message"), (False,)),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema"), ()),
     **dict.fromkeys(("structured_outputs", "prompt_logprobs", "audio", "web_search_options", "chat_template"), ()),
+    **dict.fromkeys(("n_predict", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("skip_special_tokens", "add_generation_prompt"), (True,)),
+    "tfs_z": (1,),
+    "top_n_sigma": (-1,),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }  # fmt: skip
-COMPLETIONS_ONLY: dict[str, tuple[Any, ...]] = dict.fromkeys(
+NOT_IN_STREAM: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("logprobs", "echo", "return_token_ids", "return_tokens_as_token_ids"), (False,)
 )
+NOT_IN_CHAT: dict[str, tuple[Any, ...]] = {**NOT_IN_STREAM, "add_special_tokens": (False,)}
 NOT_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"tool_calls": ([],), "function_call": (), "audio": ()}
 
 
@@ -89,6 +94,7 @@ class Request:
         echo: whether the text and the log-probabilities begin with the prompt.
         ids: whether to send the token ids of prompt and reply.
         as_ids: whether log-probabilities name tokens by id.
+        bos: whether a prompt that is a text gets the tokenizer's BOS.
     """
 
     sampling: Mapping[str, float]
@@ -104,6 +110,7 @@ class Request:
     echo: bool = False
     ids: bool = False
     as_ids: bool = False
+    bos: bool = True
 
     def options(self, room: int, usual: int, draft_length: int | None) -> DecodingOptions:
         """How to decode; where a seed is needed and none was given, with a fresh one and the rule of a reply without a seed.
@@ -166,9 +173,9 @@ class Fields:
             raise self.wrong(name, "a text is wanted")
         return str(self._values[name])
 
-    def flag(self, name: str) -> bool:
-        """False where it is absent."""
-        value = self._values.get(name, False)
+    def flag(self, name: str, *, usual: bool = False) -> bool:
+        """`usual`: the value where it is absent."""
+        value = self._values.get(name, usual)
         if not isinstance(value, bool):
             raise self.wrong(name, "true or false is wanted")
         return value
@@ -206,10 +213,11 @@ def read_completion(body: dict[str, Any], model: str) -> Request:
     fields = _common(body, model)
     stream = fields.flag("stream")
     if stream:
-        fields.refuse(COMPLETIONS_ONLY, "a stream does not have it")
+        fields.refuse(NOT_IN_STREAM, "a stream does not have it")
     flags = {key: fields.flag(name) for key, name in _FLAGS.items()}
     score = None if fields.get("logprobs") is False else fields.whole("logprobs", 0, MAX_LOGPROBS)
-    return _request(fields, score=score, **flags)
+    bos = fields.flag("add_special_tokens", usual=True)
+    return _request(fields, score=score, bos=bos, **flags)
 
 
 _FLAGS = {"echo": "echo", "ids": "return_token_ids", "as_ids": "return_tokens_as_token_ids"}
@@ -233,7 +241,7 @@ def read_prompt(body: dict[str, Any], vocab_size: int) -> str | list[int]:
 def read_chat(body: dict[str, Any], model: str) -> Request:
     """A request to /v1/chat/completions, its messages left out. Raises Refused."""
     fields = _common(body, model)
-    fields.refuse(COMPLETIONS_ONLY, "a chat does not have it")
+    fields.refuse(NOT_IN_CHAT, "a chat does not have it")
     return _request(fields)
 
 

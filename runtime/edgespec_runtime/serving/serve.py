@@ -6,6 +6,7 @@ bounds in size, time and number.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from edgespec.core.output import note
 from edgespec.shell.environment import API_KEY
 from edgespec_runtime.decoding.options import DecodingOptions
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
+from edgespec_runtime.pair.device_defaults import named_manifest, with_device_defaults
 
 _ORIGIN = re.compile(r"\*|https?://[\w.\-\[\]:]+", re.ASCII)
 _KEY = re.compile(r"[!-~]*")  # what a header can carry
@@ -57,18 +59,22 @@ class Options(LoadOptions):
 
 
 def run(given: dict[str, Any]) -> int:
-    options = from_mapping(Options, given)
+    # a package that is missing is named before the bundle is looked at
+    from edgespec_runtime.serving.access import Access
+    from edgespec_runtime.serving.api import Service
+    from edgespec_runtime.serving.listening import Listener, Server
+
+    manifest = named_manifest(given)
+    known = {field.name for field in dataclasses.fields(Options)} | given.keys()
+    settings = with_device_defaults(given, manifest)
+    options = from_mapping(Options, {name: value for name, value in settings.items() if name in known})
     key = options.api_key or os.environ.get(API_KEY, "")
     if not _KEY.fullmatch(key):
         raise InputError(
             "the API key has a character that a header cannot carry; give printable ASCII without spaces"
         )
-    from edgespec_runtime.serving.access import Access
-    from edgespec_runtime.serving.api import Service
-    from edgespec_runtime.serving.listening import Listener, Server
-
     listener = Listener(options.host, options.port)
-    pair = open_pair(Path(options.bundle), options, with_draft=options.draft)
+    pair = open_pair(Path(options.bundle), options, options.draft, manifest)
     try:
         service = Service(pair, options.name or pair.manifest.target.name, options.draft_length)
         access = Access(listener.is_local, key, options.cors)

@@ -20,6 +20,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from edgespec.core.errors import InputError
+
 Message = dict[str, str]
 
 PLAIN_CHATS: tuple[list[Message], ...] = (
@@ -75,7 +77,10 @@ class Lookalikes:
 
         def place(text: str) -> str:
             if text not in hidden:
-                hidden[text] = next(places)
+                free = next(places, None)
+                if free is None:
+                    raise InputError("the message uses every private-use character; leave some out")
+                hidden[text] = free
             return hidden[text]
 
         def harmless(text: Any) -> Any:

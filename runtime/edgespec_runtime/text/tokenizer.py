@@ -5,9 +5,11 @@ The folder may come from a stranger: every file is read with a bound, and the te
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import compress, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,13 @@ from edgespec.core.manifest import AGAIN, MAX_VOCAB_SIZE
 from edgespec.model_folder.chat_template import chat_template_of
 from edgespec_runtime.text.lookalikes import PLAIN_CHATS, Lookalikes
 from edgespec_runtime.untrusted.template import SafeTemplate
+from edgespec_runtime.untrusted.tokenizer_growth import check_growth
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024  # the largest in use, of 262,000 tokens, has 33 MB
 MAX_SPECIAL = 1024
 LIKELY = 8  # characters a token at most, of texts that people write; longer texts are looked at before they are read
 PIECE = 16 * 1024  # characters
+TAIL = 32  # last ids of a prompt, among which a whole character is looked for
 Message = dict[str, str]
 
 
@@ -40,8 +44,12 @@ class ChatTokenizer:
         path = folder / "tokenizer.json"
         data = read_bounded(path, error=BundleError, limit=MAX_TOKENIZER_BYTES)
         try:
+            check_growth(json.loads(data), path)
             self._tokenizer = Tokenizer.from_str(data.decode("utf-8"))
-        except (KeyboardInterrupt, SystemExit):
+            # what a file says of these was left behind by a call in training
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        except (KeyboardInterrupt, SystemExit, BundleError):
             raise
         # the tokenizers library raises bare Exception, and its panics are none at all
         except BaseException as error:
@@ -78,9 +86,21 @@ class ChatTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text as it stands, no special tokens added; special tokens spelt out in it become theirs."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, bos: bool = False) -> list[int]:
+        """Ids of a text as it stands; special tokens spelt out in it become theirs.
+
+        `bos`: behind the BOS, where the tokenizer puts one before a text and this text does not begin with it.
+        """
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        first = self._bos if bos else []
+        return ids if ids[: len(first)] == first else first + ids
+
+    @cached_property
+    def _bos(self) -> list[int]:
+        """What the post-processor puts before a text; some put nothing there."""
+        encoding = self._tokenizer.encode("a")
+        added = takewhile(bool, encoding.special_tokens_mask)
+        return list(compress(encoding.ids, added))
 
     def far_beyond(self, room: int, texts: Sequence[str]) -> int:
         """Tokens of the beginning of texts, where that alone has more than twice as many as there is `room`; else 0.
@@ -124,8 +144,15 @@ class ChatTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self) -> TextStream:
-        return TextStream(self._tokenizer)
+    def stream(self, prompt: Sequence[int] = ()) -> TextStream:
+        """`prompt`: ids of the text that the stream goes on with. Many tokenizers take the blank off a text that begins."""
+        stream = TextStream(self._tokenizer)
+        for size in range(1, min(len(prompt), TAIL) + 1):
+            text = self.decode(prompt[-size:])
+            if text and "\ufffd" not in text:
+                stream.feed(prompt[-size:])
+                break
+        return stream
 
 
 class TextStream:

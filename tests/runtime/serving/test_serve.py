@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from altered_bundle import change_manifest, with_tokenizer
 from edgespec_runtime.decoding.loop import decode
 from edgespec_runtime.decoding.options import DecodingOptions, plain
 from edgespec_runtime.pair.bundle import LoadOptions, open_pair
 from served import CHAT, ask, listening, served, stream
+from tiny_sentencepiece import words_of_llama_2
 
 from edgespec.core.metrics import RawCounts
 
@@ -154,6 +157,8 @@ def test_log_probabilities_are_those_of_the_logits(bundle: Path, url: str) -> No
     scores, ids = choice["logprobs"], [5, 6, 7, *choice["token_ids"]]
     assert scores["tokens"] == [f"token_id:{token}" for token in ids]
     assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+    alone = ask(url, "/v1/completions", {**body, "echo": False})[1]["choices"][0]["logprobs"]
+    assert alone == {name: values[3:] for name, values in scores.items()}
     pair = open_pair(bundle, LoadOptions(), with_draft=False)
     try:
         logits = pair.target.forward(ids).astype(float)
@@ -166,6 +171,73 @@ def test_log_probabilities_are_those_of_the_logits(bundle: Path, url: str) -> No
         )
         best = sorted(range(len(logits[place])), key=lambda one: -logits[place][one])[:3]
         assert list(scores["top_logprobs"][place + 1]) == [f"token_id:{one}" for one in best]
+
+
+@pytest.fixture(scope="module")
+def words(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a bundle whose tokenizer is of Llama 2's kind."""
+    folder = tmp_path_factory.mktemp("words") / "bundle"
+    with listening(with_tokenizer(bundle, folder, words_of_llama_2())) as server:
+        yield server.url
+
+
+def test_a_completion_goes_on_with_the_prompts_text(words: str) -> None:
+    """With the blank that it begins with, which the decoder takes off a text that stands alone; whole, echoed and streamed."""
+    tokenizer, blanks = words_of_llama_2(), 0
+    for number in range(8):
+        prompt = f"w5 w{number}"
+        body = {"prompt": prompt, "max_tokens": 4, "temperature": 0}
+        choice = ask(words, "/v1/completions", {**body, "return_token_ids": True})[1]["choices"][0]
+        named = [str(tokenizer.id_to_token(token)) for token in choice["token_ids"] if token > 2]
+        text = "".join(named).replace("▁", " ")
+        blanks += text.startswith(" ")
+        assert choice["text"] == text
+        events = stream(words, "/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in events) == text
+        echoed = ask(words, "/v1/completions", {**body, "echo": True})[1]["choices"][0]["text"]
+        assert echoed == prompt + text
+    assert blanks > 0
+    chat = ask(words, "/v1/chat/completions", {**CHAT, "max_tokens": 4})[1]["choices"][0]["message"]
+    assert not chat["content"].startswith(" ")
+
+
+def test_a_text_gets_a_bos_and_token_ids_none(words: str) -> None:
+    def seen(prompt: object, **more: bool) -> object:
+        body = {"prompt": prompt, "max_tokens": 1, "return_token_ids": True, **more}
+        choice = ask(words, "/v1/completions", body)[1]["choices"][0]
+        if isinstance(prompt, str):
+            assert ask(words, "/tokenize", body)[1]["tokens"] == choice["prompt_token_ids"]
+        return choice["prompt_token_ids"]
+
+    assert seen("w5 w6") == seen("<s>w5 w6") == seen("w5 w6", add_special_tokens=True) == [1, 8, 9]
+    for ids in (seen("w5 w6", add_special_tokens=False), seen([8, 9]), seen([8, 9], add_special_tokens=True)):
+        assert ids == [8, 9]
+
+
+def test_of_tokens_with_one_text_the_most_probable_counts(words: str) -> None:
+    def likely(*, as_ids: bool) -> dict[str, float]:
+        body = {"prompt": [8], "max_tokens": 1, "temperature": 0, "logprobs": 256}
+        body["return_tokens_as_token_ids"] = as_ids
+        found: dict[str, float] = ask(words, "/v1/completions", body)[1]["choices"][0]["logprobs"][
+            "top_logprobs"
+        ][0]
+        return found
+
+    by_text, by_id = likely(as_ids=False), likely(as_ids=True)
+    tokenizer, best = words_of_llama_2(), dict[str, float]()
+    for name, value in by_id.items():
+        best.setdefault(tokenizer.decode([int(name.removeprefix("token_id:"))]), value)
+    assert len(best) < len(by_id) == 256
+    assert list(by_text.items()) == list(best.items())
+
+
+def test_a_devices_settings_are_the_servers_defaults(bundle: Path, tmp_path: Path) -> None:
+    shutil.copytree(bundle, tmp_path / "device")
+    device = {"name": "raspberry-pi", "draft_length": 2, "max_draft_length": 4, "context": 64}
+    change_manifest(tmp_path / "device", lambda value: value.update(device=device))
+    with served(tmp_path / "device") as address:  # with a draft length of its own
+        card = ask(address, "/v1/models")[1]["data"][0]
+    assert (card["max_model_len"], card["speculation"]["draft_length"]) == (64, 3)
 
 
 def test_what_is_served_is_said(url: str) -> None:

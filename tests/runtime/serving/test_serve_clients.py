@@ -210,7 +210,7 @@ def test_cors_is_off_until_it_is_set(bundle: Path) -> None:
     ask_first = {
         "Origin": origin,
         "Access-Control-Request-Method": "POST",
-        "Access-Control-Request-Headers": "content-type,authorization",
+        "Access-Control-Request-Headers": "content-type,authorization,x-stainless-lang",  # as openai's JavaScript client
     }
     for origins, told in (((), None), ((origin,), origin), (("https://other.example",), None), (("*",), "*")):
         with listening(bundle, key="k", origins=origins) as server:
@@ -220,6 +220,7 @@ def test_cors_is_off_until_it_is_set(bundle: Path) -> None:
             answer = httpx2.get(f"{server.url}/v1/models", headers={"Origin": origin})
             assert answer.status_code == 401
             assert answer.headers.get("access-control-allow-origin") == told
+            assert told is None or answer.headers["access-control-expose-headers"] == "Retry-After"
 
 
 def test_no_header_comes_from_a_request(url: str) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from edgespec_runtime.serving import serve
-from edgespec_runtime.serving.app import MAX_BODY
+from edgespec_runtime.serving import api, serve
+from edgespec_runtime.serving.app import MAX_BODY, MAX_BRACKETS
 from served import CHAT, ask, listening, send, served
 
 from edgespec.cli import main
@@ -101,7 +101,9 @@ def test_a_whole_character_of_two_halves_is_fine(url: str) -> None:
 
 def test_strangers_are_turned_away(url: str) -> None:
     body = {"prompt": "a", "max_tokens": 1}
-    assert ask(url, TEXT, body, Host="evil.example")[0] == 403
+    status, answer = ask(url, TEXT, body, Host="evil.example")
+    assert status == 403
+    assert "ask for localhost, or start the server with --host 0.0.0.0" in answer["error"]["message"]
     assert ask(url, "/v1/models", None, Host="evil.example:80")[0] == 403
     # what a page may send without asking
     assert ask(url, TEXT, body, Content_Type="text/plain")[0] == 415
@@ -165,7 +167,22 @@ def test_sizes_are_bounded_before_they_are_read(url: str) -> None:
     assert " 413 " in _raw(url, chunked + 9 * chunk)
     body = b'{"prompt": "a", "max_tokens": 1}'
     assert " 200 " in _raw(url, chunked + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    code, answer = ask(url, TEXT, {"prompt": "[" * (MAX_BRACKETS + 1)})[:2]
+    assert (code, "brackets" in answer["error"]["message"]) == (413, True)
     assert ask(url, "/health")[0] == 200
+
+
+def test_no_more_log_probabilities_than_memory_has_room_for(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "MAX_SCORES", 30)
+    asked = {"prompt": [5, 6], "max_tokens": 3, "logprobs": 6}
+    with listening(bundle) as server:
+        assert ask(server.url, TEXT, {**asked, "logprobs": 10})[0] == 200
+        assert ask(server.url, TEXT, {**asked, "echo": True})[0] == 200
+        code, answer = ask(server.url, TEXT, {**asked, "echo": True, "logprobs": 7})[:2]
+    assert (code, answer["error"]["param"]) == (400, "logprobs")
+    assert "makes 35 of them; at most 30" in answer["error"]["message"]
 
 
 def test_a_prompt_of_ten_megabytes(url: str) -> None:

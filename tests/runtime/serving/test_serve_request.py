@@ -24,6 +24,7 @@ FIELDS = (
     *("max_completion_tokens", "stream", "stream_options", "logprobs", "echo", "return_token_ids"),
     *("speculative", "draft_length", "rule"),
     *("return_tokens_as_token_ids", "store", "metadata", "prediction", "reasoning_effort", "service_tier"),
+    "add_special_tokens",
     *NEUTRAL,
 )
 
@@ -169,6 +170,14 @@ def test_values_that_ask_for_nothing_are_fine(name: str, values: list[Any]) -> N
         ({"response_format": {"type": "json_object"}}, "response_format is"),
         ({"guided_regex": "a"}, 'guided_regex is "a"; it is not supported: leave it out'),
         ({"stop": ["x"]}, 'stop is ["x"]; it is not supported'),
+        ({"xtc_probability": 0.5}, "xtc_probability is 0.5; it is not supported: leave it out or give 0"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier is 0.8; it is not supported: leave it out or give 0"),
+        ({"dynatemp_range": 0.5}, "dynatemp_range is 0.5; it is not supported: leave it out or give 0"),
+        ({"top_n_sigma": 1}, "top_n_sigma is 1; it is not supported: leave it out or give -1"),
+        ({"tfs_z": 0.5}, "tfs_z is 0.5; it is not supported: leave it out or give 1"),
+        ({"n_predict": -1}, "n_predict is -1; it is not supported: leave it out"),
+        ({"documents": [{"text": "x"}]}, "it is not supported: leave it out or give []"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens is 5; it is not supported: leave it out"),
         ({"suffix": "x"}, 'suffix is "x"; it is not supported'),
         ({"temperature": "hot"}, 'temperature is "hot"; a number from 0 to 100 is wanted'),
         ({"temperature": True}, "temperature is true; a number from 0 to 100 is wanted"),
@@ -221,6 +230,13 @@ def test_a_chat_has_no_log_probabilities() -> None:
     error = refused({"logprobs": True}, chat=True)
     assert str(error) == "logprobs is true; a chat does not have it: leave it out or give false"
     assert "echo is true; a chat" in str(refused({"echo": True}, chat=True))
+
+
+def test_a_text_prompt_has_a_bos_unless_it_shall_not() -> None:
+    given = ({}, {"add_special_tokens": True}, {"add_special_tokens": False})
+    assert [read_completion(body, MODEL_NAME).bos for body in given] == [True, True, False]
+    error = refused({"add_special_tokens": True}, chat=True)
+    assert str(error) == "add_special_tokens is true; a chat does not have it: leave it out or give false"
 
 
 def test_log_probabilities_of_a_completion() -> None:

@@ -9,6 +9,7 @@ import pytest
 from edgespec_runtime.chat.conversation import Conversation
 from edgespec_runtime.text.tokenizer import ChatTokenizer
 from tiny_models import SPECIALS, TEXTS, byte_level_tokenizer, tokenizer_folder
+from tiny_sentencepiece import words_of_llama_2
 from tokenizers import Tokenizer, decoders, models
 
 from edgespec.core.errors import BundleError, InputError
@@ -56,7 +57,7 @@ def test_a_reply_cut_inside_a_character_ends_with_the_replacement_sign(tokenizer
     assert set(stream.finish()) == {"\ufffd"}
 
 
-def sentencepiece_style(folder: Path) -> ChatTokenizer:
+def sentencepiece_style(folder: Path, *last: decoders.Decoder) -> ChatTokenizer:
     """Spaces as ▁, and characters outside the vocabulary as byte tokens, as Llama-2 has them."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a"]
     bpe = models.BPE(
@@ -67,7 +68,9 @@ def sentencepiece_style(folder: Path) -> ChatTokenizer:
         fuse_unk=True,
     )
     raw = Tokenizer(bpe)
-    raw.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
     return ChatTokenizer(tokenizer_folder(folder, raw, eos_token="</s>"))
 
 
@@ -78,6 +81,38 @@ def test_byte_fallback_of_a_sentencepiece_style_tokenizer(tmp_path: Path) -> Non
     pieces_out = [stream.feed([token]) for token in ids]
     assert "".join(pieces_out) + stream.finish() == "a ab🙂 é"
     assert "\ufffd" not in "".join(pieces_out)
+
+
+@pytest.mark.parametrize("decoder", [words_of_llama_2().decoder, decoders.Metaspace()])
+def test_a_text_that_goes_on_keeps_the_blank_that_one_that_begins_loses(
+    tmp_path: Path, decoder: decoders.Decoder
+) -> None:
+    words = words_of_llama_2()
+    words.decoder = decoder
+    tokenizer = ChatTokenizer(tokenizer_folder(tmp_path / "t", words, eos_token="</s>"))
+    text, begin, end = tokenizer.encode("w5 w6"), 1, 2
+    for prompt, said in (([*text, end], " w5 w6"), (text, " w5 w6"), ([begin], "w5 w6"), ([], "w5 w6")):
+        stream = tokenizer.stream(prompt)
+        assert stream.feed(text) + stream.finish() == said
+
+
+def test_a_stream_shows_nothing_of_the_text_it_goes_on_with(tmp_path: Path) -> None:
+    """Nor of a character of it that was cut."""
+    tokenizer = sentencepiece_style(tmp_path / "sp", decoders.Strip(" ", 1, 0))
+    reply, smile = tokenizer.encode("▁ab"), tokenizer.encode("🙂")
+    for prompt, said in ((tokenizer.encode("b▁▁"), " ab"), ([*reply, *smile], " ab"), (smile[:3], "ab")):
+        stream = tokenizer.stream(prompt)
+        assert stream.feed(reply) + stream.finish() == said
+
+
+def test_a_text_alone_begins_with_one_bos(tokenizer: ChatTokenizer, tmp_path: Path) -> None:
+    """Where the post-processor puts one there."""
+    words = ChatTokenizer(tokenizer_folder(tmp_path / "words", words_of_llama_2(), eos_token="</s>"))
+    plain = words.encode("w5 w6")
+    for text, ids in (("w5 w6", [1, *plain]), ("<s>w5 w6", [1, *plain]), ("", [1])):
+        assert words.encode(text, bos=True) == ids
+    assert 1 not in plain
+    assert tokenizer.encode("Hi", bos=True) == tokenizer.encode("Hi")
 
 
 @pytest.mark.parametrize("shown", ["\n", "🙂"])
@@ -121,6 +156,17 @@ def test_a_template_cannot_reach_out_of_its_sandbox(byte_level: Tokenizer, tmp_p
         ChatTokenizer(tokenizer_folder(tmp_path / "t", byte_level, escape)).render(
             [{"role": "user", "content": "x"}]
         )
+
+
+def test_a_length_that_training_left_in_a_tokenizer_is_not_kept(
+    byte_level: Tokenizer, tmp_path: Path
+) -> None:
+    left = Tokenizer.from_str(byte_level.to_str())
+    left.enable_truncation(4)
+    left.enable_padding(length=64, pad_id=END, pad_token="<|im_end|>")
+    tokenizer = ChatTokenizer(tokenizer_folder(tmp_path / "t", left))
+    for text in ("Hi", "a text of more than four tokens"):
+        assert tokenizer.encode(text) == byte_level.encode(text).ids
 
 
 def test_folders_that_are_no_chat_tokenizer(byte_level: Tokenizer, tmp_path: Path) -> None:
@@ -223,6 +269,8 @@ def test_a_message_longer_than_the_room_changes_nothing(tokenizer: ChatTokenizer
     conversation = Conversation(tokenizer)
     conversation.add("Hi", conversation.prompt("Hi"), [*tokenizer.encode("Yo"), END])
     before = (list(conversation.messages), list(conversation.ids))
-    with pytest.raises(InputError, match=r"takes \d+ tokens and the context has room for 20; .*/set max_new"):
+    with pytest.raises(
+        InputError, match=r"takes \d+ tokens and the context has room for 20; shorten it, .*max_new"
+    ):
         conversation.fit("long " * 50, 20)
     assert (conversation.messages, conversation.ids) == before

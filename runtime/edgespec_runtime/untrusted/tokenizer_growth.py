@@ -1,0 +1,55 @@
+"""How much longer a stranger's tokenizer.json can make a text, bounded before the tokenizers library reads the file.
+
+That library would go on in native code, which Ctrl-C does not stop. It applies the normalizer to the file's own tokens already.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from edgespec.core.errors import BundleError
+from edgespec.core.manifest import AGAIN
+
+MOST_STEPS = 16
+MOST_GROWTH = 1000
+# characters of one, at most
+_BY_TYPE = {"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 2, "ByteLevel": 4}
+
+
+def check_growth(spec: dict[str, Any], path: Path) -> None:
+    """Raises BundleError for a part of many steps, or one that makes a text much longer; ValueError for one that is none."""
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        steps = [] if spec.get(part) is None else list(_steps(spec[part]))
+        if len(steps) > MOST_STEPS or math.prod(map(_growth, steps)) > MOST_GROWTH:
+            raise BundleError(
+                f"{path} has a {part} of {len(steps)} steps that can make a text very long; at most {MOST_STEPS} steps, and "
+                f"{MOST_GROWTH} characters of one, are wanted: {AGAIN}"
+            )
+
+
+def _steps(value: Any) -> Iterator[dict[str, Any]]:
+    """A step and those within it. Raises ValueError for one that is a list: the library would take its fields in order."""
+    if not isinstance(value, dict):
+        raise ValueError(f"a step is {str(value)[:80]!r}; an object is wanted")
+    yield value
+    for inner in value.values():
+        for one in inner if isinstance(inner, list) else ():
+            yield from _steps(one)
+
+
+def _growth(step: dict[str, Any]) -> int:
+    """How many characters a step makes of one, at most."""
+    size = len(step.get("content", "")) + len(step.get("prepend", ""))
+    if not (step.get("pattern") or {}).get("String"):  # it stays, or the pattern may match between any two
+        size += 1
+    size += 3 * ("handle_chinese_chars" in step)  # BERT's normalizer, whatever its type says
+    size += "" in (step.get("suffix"), step.get("word_delimiter_token"))
+    if charsmap := step.get("precompiled_charsmap"):
+        data = base64.b64decode(charsmap)  # the size of a tree, the tree, and the texts that it leads to
+        texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
+        size = max(len(text.decode("utf-8", "replace")) for text in texts)
+    return max(1, size, _BY_TYPE.get(step.get("type", ""), 1))
